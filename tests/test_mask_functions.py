@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import tracemalloc
 from typing import Any
 
@@ -179,34 +178,38 @@ def test_rows_that_are_the_same_for_all_are_kept_once() -> None:
     assert ats.MaskFunction(per_head).intervals(9, 9, 5) is None
 
 
-def test_the_function_is_asked_once_for_all_layers() -> None:
-    pairs = 0
+def test_intervals_are_found_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = []
+    search = mask_function._search
+    monkeypatch.setattr(mask_function, "_search", lambda *args: searches.append(args) or search(*args))
+    width = int(RNG.integers(2**30))  # of no other test
 
-    def counted(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        nonlocal pairs
-        pairs += query.shape[2] * key.shape[3]
-        return window(batch, head, query, key)
+    def own_window(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (key <= query) & (query - key < 5 + width)
 
-    given, mask = arrays(), ats.MaskFunction(counted)
+    given, mask = arrays(), ats.MaskFunction(own_window)
     first = ats.attend(*given, mask=mask)
-    asked = pairs
-    assert 81 <= asked <= 90, "every pair, and a row to see whether heads differ"
     for _ in range(3):
         np.testing.assert_array_equal(ats.attend(*given, mask=mask), first)
         ats.attend_vjp(*given, mask=mask & ats.ValidLens([5, 9]))[1](np.ones((2, 2, 9, 3), np.float32))
-    assert pairs == asked
+    assert len(searches) == 1
     ats.attend(*arrays(keys=7), mask=mask)
-    assert pairs > asked, "other lengths are another question"
+    assert len(searches) == 2, "other lengths are another question"
+    width += 1
+    ats.attend(*given, mask=mask)
+    assert len(searches) == 3, "another number"
 
 
-def test_nothing_is_remembered_of_a_mask_that_is_gone() -> None:
-    mask = ats.MaskFunction(window)
-    ats.attend(*arrays(), mask=mask)
-    gc.collect()
-    before = len(mask_function._FOUND)
-    del mask
-    gc.collect()
-    assert len(mask_function._FOUND) == before - 1
+def test_what_cannot_be_compared_is_evaluated_at_each_call() -> None:
+    class Limit:
+        width = 2
+
+    limit = Limit()
+    given, mask = arrays(), ats.MaskFunction(lambda b, h, q, k: (k <= q) & (q - k < limit.width))
+    for width in (2, 5, 3):
+        limit.width = width
+        expected = ats.attend(*given, mask=ats.Causal() & ats.SlidingWindow(left=width - 1))
+        np.testing.assert_array_equal(ats.attend(*given, mask=mask), expected)
 
 
 @needs_native

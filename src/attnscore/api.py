@@ -172,6 +172,7 @@ def attend_vjp(
     -------
     out : what `attend` returns
     pullback : function of (grad_out, grad_log_sum_exp=None, grad_entropy=None, grad_weights=None) giving `Gradients`
+        It reads query, key, value, bias and sink again, which must not have been written to since; masks may have been.
         `grad_out` has the shape of out, or is None; the next two have the shape of a statistic, `grad_weights` that of
         the weights. A gradient into the entropy needs ``return_stats`` to name it, one into the weights
         ``return_weights=True``.
@@ -201,7 +202,8 @@ def attend_vjp(
             dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer, statistics=statistics,
             matrix="weights" if flag else None, pullback=True,
         )  # fmt: skip
-        op = AttentionOp(kernels.choose(kernel, problem), problem, tiling.plan(problem)).with_backward()
+        op = AttentionOp(kernels.choose(kernel, problem), problem, tiling.plan(problem))
+        op = op.with_saved_mask().with_backward()
         if not op.kernel.has_vjp:
             reason = "its gradient is autodiff through it, which NumPy has not"
             hint = "kernel='streaming' has one"

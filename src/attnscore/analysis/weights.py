@@ -242,6 +242,9 @@ class SlicedMask(Mask):
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         self.mask.check(ops, self.score_shape)
 
+    def part_shape(self, score_shape: ScoreShape) -> ScoreShape:
+        return self.score_shape
+
     def leaves(self) -> list[Array]:
         # The indices are concrete while a program is traced.
         return self.mask.leaves()

@@ -575,6 +575,10 @@ class Backend(ABC):
         """Return a context in which operations on concrete arrays run at once, also while a program is traced."""
         return _NO_SCOPE
 
+    def copy(self, x: Array) -> Array:
+        """Return `x` in memory that no caller writes to: a copy, or `x` where arrays are immutable, or traced."""
+        return x
+
     def version(self, x: Array) -> int | None:
         """Return a number that changes when an array is written to; None where the framework counts no writes."""
         return None

@@ -141,8 +141,7 @@ class TorchBackend(Backend):
         if x.device.type != "cpu" or _is_traced(x):
             return None
         # A `torch.func` transform would wrap the detached tensor, and a wrapped tensor has no memory.
-        transformed = torch._C._are_functorch_transforms_active()
-        with temporarily_clear_interpreter_stack() if transformed else contextlib.nullcontext():
+        with _outside_transforms():
             x = x.detach()
             found: np.ndarray[Any, Any] = x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
         return found
@@ -359,6 +358,12 @@ class TorchBackend(Backend):
         # captured the host cannot know: both are computed.
         return tree_map(lambda new, old: torch.where(condition, new, old), function(carry), carry)
 
+    def copy(self, x: Array) -> Array:
+        if _is_traced(x):
+            return x
+        with _outside_transforms():
+            return x.detach().clone()
+
     def version(self, x: Array) -> int | None:
         # A program that is compiled reads neither.
         return None if is_compiling() or x.is_inference() else x._version
@@ -511,6 +516,12 @@ class _TransformedFunction(torch.autograd.Function):
         # An operand that is mapped over is traced and does not come here, so the result is not mapped over either.
         outputs = _TransformedFunction.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
         return outputs, None
+
+
+def _outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no `torch.func` transform wraps the results of operations."""
+    transformed = torch._C._are_functorch_transforms_active()
+    return temporarily_clear_interpreter_stack() if transformed else contextlib.nullcontext()
 
 
 def _is_traced(x: torch.Tensor) -> bool:

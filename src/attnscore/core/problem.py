@@ -357,7 +357,7 @@ def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: A
         whole.check(ops, layout.score_shape)
         backends.check_devices(ops, query, whole.arrays(), host_passes=True)
 
-    return cached_mask(whole, layout.score_shape, check)
+    return cached_mask(whole, ops, layout.score_shape, check)
 
 
 def without_value(problem: Problem) -> Problem:

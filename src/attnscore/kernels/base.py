@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from attnscore import backends
 from attnscore.backends.base import Array, SeedHalves
 from attnscore.core.dropout import PairDropout
 from attnscore.core.problem import Problem
@@ -219,11 +218,18 @@ class AttentionOp:
         ops, arrays = self.problem.ops, tuple(self.operands().values())
         if not self.kernel.has_vjp:
             return self.result(self.forward(arrays))
-        op = self._with_own_mask() if ops.needs_grad(*arrays) else self
+        # A program is differentiated after it is traced, and would share the memory of NumPy's arrays.
+        is_read_again = ops.needs_grad(*arrays) or ops.needs_host_callback(*arrays)
+        op = self.with_saved_mask() if is_read_again else self
         return op.result(ops.differentiable(op, arrays))
 
-    def _with_own_mask(self) -> AttentionOp:
-        """Return the op with copies of NumPy's arrays in its mask: a caller may write to them before the backward."""
-        found, given = self.variables()
-        copies = {id(x): x.copy() for x in found if type(x) is np.ndarray and x.flags.writeable}
-        return given([copies.get(id(x), x) for x in found])
+    def with_saved_mask(self) -> AttentionOp:
+        """Return the op with copies of the arrays in its mask to which a caller might write unnoticed."""
+        arrays, given = self.variables()
+        return given([saved(x) for x in arrays])
+
+
+def saved(x: Array) -> Array:
+    """Return an array as the backward may read it: a copy, unless its framework counts writes, or has none."""
+    ops = backends.of_type(type(x))
+    return x if ops is None or ops.version(x) is not None else ops.copy(x)

@@ -16,7 +16,7 @@ from attnscore.masks.builtin import (
     ValidLens,
 )
 from attnscore.masks.cached import CachedMask, cached_mask
-from attnscore.masks.function import MaskFunction
+from attnscore.masks.function import EvaluatedFunction, MaskFunction
 from attnscore.masks.intervals import Intervals, IntervalSet, intersect
 from attnscore.masks.sharded import Sharded
 
@@ -26,6 +26,7 @@ __all__ = [
     "Causal",
     "Dense",
     "Documents",
+    "EvaluatedFunction",
     "Intervals",
     "KeyPadding",
     "KeyRange",

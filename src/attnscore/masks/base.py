@@ -73,6 +73,22 @@ class Mask(ABC):
     def check_with(self, other: Mask, score_shape: ScoreShape) -> None:  # noqa: B027  # most masks fit any other
         """Raise MaskError where ``self & other`` does not mean what it seems to, though both masks are right alone."""
 
+    def for_call(self, ops: Backend, score_shape: ScoreShape) -> Mask:
+        """Return a checked mask as one call uses it, forward and backward; `ops` is the backend of the call.
+
+        What a mask derives from its arrays or from code stands in the mask that is returned, never in the caller's.
+        """
+        parts = {name: x for name, x in self._fields().items() if isinstance(x, Mask)}
+        whole = self.part_shape(score_shape)
+        changes = {name: x.for_call(ops, whole) for name, x in parts.items()}
+        if all(changes[name] is x for name, x in parts.items()):
+            return self
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]  # every concrete mask is a dataclass
+
+    def part_shape(self, score_shape: ScoreShape) -> ScoreShape:
+        """Return the shape of the scores that the masks among the fields belong to."""
+        return score_shape
+
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
         """Return its arrays with the shapes that fit `score_shape`, checked again when a graph learns its lengths."""
         return []

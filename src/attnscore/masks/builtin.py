@@ -515,13 +515,23 @@ class Neighbours(Mask):
     indices: Any
 
     def table(self, key_len: int) -> NeighbourTable | None:
-        """Return the neighbours as the host reads them, kept until they change; None where it cannot."""
-        kept: NeighbourTable | None = self.__dict__.get("_table")
-        given = (backends.host(self.indptr), backends.host(self.indices))
-        if kept is None or kept.key_len != key_len or not kept.is_of(*given):
-            kept = NeighbourTable.of(self.indptr, self.indices, key_len)
-            self.__dict__["_table"] = kept
-        return kept
+        """Return the neighbours as the host reads them; None where it cannot.
+
+        The mask holds the table of its last call, for the next one with the same values.
+        """
+        table: NeighbourTable | None = self.__dict__.get("_table")
+        if table is None or not table.is_of(self.indptr, self.indices, key_len):
+            table = self.__dict__["_table"] = NeighbourTable.of(self.indptr, self.indices, key_len)
+        return table
+
+    def for_call(self, ops: Backend, score_shape: ScoreShape) -> Mask:
+        """Return the mask over the table's copies of the arrays, which do not change."""
+        table = None if is_unknown(score_shape.key_len) else self.table(score_shape.key_len)
+        if table is None:
+            return self
+        mask = Neighbours(*table.arrays)
+        mask.__dict__["_table"] = table
+        return mask
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         key_len, table = score_shape.key_len, None

@@ -19,9 +19,8 @@ from attnscore import backends
 from attnscore.backends.base import Array, Backend, is_unknown
 from attnscore.core.cache import BoundedCache
 from attnscore.core.layout import ScoreShape
-from attnscore.masks.base import And, IntervalSetMask, Mask, Not, Or, split
+from attnscore.masks.base import And, IntervalSetMask, Mask, split
 from attnscore.masks.builtin import BUILTIN, Dense
-from attnscore.masks.function import MaskFunction
 from attnscore.masks.index_values import per_query
 from attnscore.masks.intervals import IntervalSet
 
@@ -84,16 +83,15 @@ _CACHE: BoundedCache[CachedMask | None] = BoundedCache(256)
 _LONG_CACHE: BoundedCache[CachedMask | None] = BoundedCache(16)
 
 
-def cached_mask(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask:
-    """Return `mask`, checked: as the cached mask of the same values where it is intervals, otherwise as it is."""
+def cached_mask(mask: Mask, ops: Backend, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask:
+    """Return `mask`, checked, as a call uses it: where it is intervals, as the cached mask of the same values."""
     if any(map(is_unknown, (score_shape.batch, score_shape.query_len, score_shape.key_len))):
         check(mask)
-        return mask
-    found = _cached(mask, score_shape, check)
-    if found is not None:
-        return found
-    check(mask)
-    return _without_functions(mask, score_shape)
+        return mask.for_call(ops, score_shape)
+    cached = _cached(mask, score_shape, check)
+    if cached is None:
+        check(mask)
+    return cached if isinstance(cached, CachedMask) else _for_call(mask, ops, score_shape)
 
 
 def _cached(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask | None:
@@ -104,22 +102,15 @@ def _cached(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) 
 
     def compute() -> CachedMask | None:
         check(mask)
-        return _intervals_of(mask, score_shape)
+        return intervals_of(mask, score_shape)
 
     cache = _CACHE if rows <= MAX_ROWS else _LONG_CACHE
-    found = cache.get_or_compute((score_shape, signature), compute)
-    return mask if found is None else found
+    cached = cache.get_or_compute((score_shape, signature), compute)
+    return mask if cached is None else cached
 
 
-def settled_mask(mask: Mask, score_shape: ScoreShape) -> Mask:
-    """Return a mask that another call has checked, as `cached_mask` does; it is not cached for calls that check it."""
-    if score_shape.batch * score_shape.query_len > MAX_ROWS:
-        return _without_functions(mask, score_shape)
-    found = _intervals_of(mask, score_shape)
-    return mask if found is None else found
-
-
-def _intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
+def intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
+    """Return a checked mask by its intervals, where it is nothing else and they are few enough."""
     intervals, rest = split(mask, score_shape.query_len, score_shape.key_len, score_shape.batch)
     most = MAX_ROWS if score_shape.batch * score_shape.query_len <= MAX_ROWS else MAX_LONG_ROWS
     if intervals is None or rest is not None or intervals.start.size > most:
@@ -128,25 +119,16 @@ def _intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
     return CachedMask(np.array(start), np.array(stop), repr(mask))
 
 
-def _without_functions(mask: Mask, score_shape: ScoreShape) -> Mask:
-    """Return a checked mask with functions replaced by their intervals: a traced program cannot call them when it runs.
+def _for_call(mask: Mask, ops: Backend, score_shape: ScoreShape) -> Mask:
+    """Return a checked mask as a call uses it.
 
     Of masks that all have to unmask a pair, those whose values the host knows are the cached ones.
     """
-    if isinstance(mask, MaskFunction):
-        intervals = mask.interval_set(score_shape.query_len, score_shape.key_len, score_shape.batch)
-        return mask if intervals is None else CachedMask(*intervals.ends, repr(mask))
-    if isinstance(mask, And):
-        parts = ((part, _cached(part, score_shape, lambda _: None)) for part in (mask.first, mask.second))
-        first, second = (_without_functions(part, score_shape) if found is None else found for part, found in parts)
-        return mask if first is mask.first and second is mask.second else And(first, second)
-    if isinstance(mask, Or):
-        first, second = (_without_functions(part, score_shape) for part in (mask.first, mask.second))
-        return mask if first is mask.first and second is mask.second else type(mask)(first, second)
-    if isinstance(mask, Not):
-        inner = _without_functions(mask.mask, score_shape)
-        return mask if inner is mask.mask else Not(inner)
-    return mask
+    if not isinstance(mask, And):
+        return mask.for_call(ops, score_shape)
+    parts = ((part, _cached(part, score_shape, lambda _: None)) for part in (mask.first, mask.second))
+    first, second = (x if isinstance(x, CachedMask) else _for_call(part, ops, score_shape) for part, x in parts)
+    return mask if first is mask.first and second is mask.second else And(first, second)
 
 
 def _signature(mask: Mask) -> Hashable:

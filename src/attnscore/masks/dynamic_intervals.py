@@ -138,7 +138,7 @@ class _Tracer:
         """Return the intervals of a mask of the whole sequence at the rows of the shard, as those of its keys."""
         ops = self.ops
         rows, cols = (ops.astype(ops.asarray(x, self.like), "int64") for x in (mask.rows, mask.cols))
-        whole = _Tracer(ops, mask.whole(self.score_shape), self.like)
+        whole = _Tracer(ops, mask.part_shape(self.score_shape), self.like)
         found = _IntervalWithHoles(whole._all_keys()) if mask.mask is None else whole.trace(mask.mask)
         if found is None:
             return None

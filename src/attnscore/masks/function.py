@@ -3,8 +3,10 @@
 - The function is called for one block of queries and keys at a time, in the caller's framework; there is never an
   n x n array.
 - Where the keys of every query are a few intervals (windows, chunks, packed documents, blocks of an image, sinks), one
-  pass over all pairs on the host finds them, some queries at a time. Kernels then skip tiles, and the function is not
-  called again for these lengths.
+  pass over all pairs on the host finds them, some queries at a time. Kernels then skip tiles.
+- The intervals are cached by everything that the function reads (`closures`). Where something of it has no
+  key, each call looks for them anew.
+- A call evaluates the function as it was when the call began, also in its backward: arrays that it reads are copied.
 - A function of the head has no intervals: kernels evaluate it by blocks.
 """
 
@@ -13,36 +15,113 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, importable, may_equal
+from attnscore.backends.base import Array, Backend, importable, is_unknown, may_equal
 from attnscore.core.arguments import is_whole, shown
 from attnscore.core.cache import BoundedCache
 from attnscore.core.layout import ScoreShape
-from attnscore.errors import MaskError, message
+from attnscore.errors import AttnscoreError, MaskError, message
 from attnscore.masks.base import IntervalSetMask, Mask
+from attnscore.masks.cached import CachedMask
+from attnscore.masks.closures import snapshot
 from attnscore.masks.intervals import MOST, HostArray, IntervalSet, runs_of
 from attnscore.masks.validation import checked_booleans
 
 # Pairs evaluated together: 1 MB of booleans, and 8 MB for each temporary of 64-bit numbers in the function.
 STRIP = 2**20
-# Pairs of lengths for which a mask caches its intervals.
-_CACHED_LENGTHS = 16
+# Bytes of the cached intervals of all functions.
+_MOST_BYTES = 2**26
+_CAPTURED_HINT = "arrays that it reads are passed to it by MaskFunction(function, captured=(array,))"
+_HINTS = dict.fromkeys(("numpy", "torch", "jax", "mxnet"), _CAPTURED_HINT)
+_HINTS["tensorflow"] = f"tf.gather(array, index) in place of array[index]; {_CAPTURED_HINT}"
 _EXPECTED = "a boolean array that broadcasts to (batch, head, query, key)"
+
+
+class _IndexFunction(Mask):
+    """A function of indices, evaluated block by block."""
+
+    function: Callable[..., Any]
+    captured: tuple[Any, ...]
+    heads: int
+
+    @final
+    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
+        heads = score_shape.heads * score_shape.groups
+        index = (ops.positions(0, score_shape.batch, rows), ops.positions(0, heads, rows), rows, cols)
+        captured = [ops.asarray(x, rows) for x in self.captured]
+        visible = self._call(ops, index, captured, (score_shape.batch, heads, rows.shape[0], cols.shape[1]), rows)
+        batch, head, *block = ops.shape(visible)
+        split = (1, 1) if may_equal(head, 1) else (score_shape.heads, score_shape.groups)
+        return ops.reshape(visible, (batch, *(1,) * (len(score_shape.lead) - 1), *split, *block))
+
+    @final
+    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
+        if not callable(self.function):
+            expected = "a function of (batch, head, query, key)"
+            raise MaskError(message("function", expected, shown(self.function)))
+        if not isinstance(self.captured, (tuple, list)):
+            hint = "captured=(array,) is a tuple of one"
+            raise MaskError(message("captured", "a tuple of arrays", shown(self.captured), hint=hint))
+        heads = score_shape.heads * score_shape.groups
+        if not is_whole(self.heads) or self.heads not in (0, heads):
+            raise MaskError(message("heads", f"0, or the number of heads ({heads})", shown(self.heads)))
+
+    @final
+    def _call(
+        self, ops: Backend, index: Sequence[Array], captured: Sequence[Array], full: tuple[Any, ...], like: Array
+    ) -> Array:
+        """Return the checked result of the function on four axes, each of length 1 or that of `full`."""
+        axes = [tuple(-1 if axis == own else 1 for axis in range(4)) for own in range(4)]
+        indices = (ops.reshape(x, shape) for x, shape in zip(index, axes, strict=True))
+        try:
+            result = self.function(*indices, *captured)
+        except Exception as error:
+            if not isinstance(error, AttnscoreError):
+                error.add_note(f"attnscore: {self!r} was called with arrays of {ops.name}. Hint: {_HINTS[ops.name]}")
+            raise
+        name = f"the result of {_name(self.function)}"
+        return checked_booleans(ops, name, _EXPECTED, result, like, full, axes=4)
+
+    def arrays(self) -> dict[str, Array]:
+        return {f"captured[{i}]": x for i, x in enumerate(self.captured) if backends.is_array(x)}
+
+    def leaves(self) -> list[Array]:
+        return list(self.arrays().values())
+
+    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
+        if not self.arrays():
+            return self
+        captured = tuple(next(leaves) if backends.is_array(x) else x for x in self.captured)
+        return replace(self, captured=captured)  # type: ignore[type-var]  # both classes are dataclasses
+
+    def __repr__(self) -> str:
+        shapes = [f"<{tuple(x.shape)} {x.dtype}>" if backends.is_array(x) else repr(x) for x in self.captured]
+        captured = f", captured=({', '.join(shapes)},)" if shapes else ""
+        return f"MaskFunction({_name(self.function)}{captured}{f', heads={self.heads}' if self.heads else ''})"
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class MaskFunction(IntervalSetMask):
+class EvaluatedFunction(_IndexFunction):
+    """The `MaskFunction` of one call, where it is no intervals: nothing that it reads changes."""
+
+    function: Callable[..., Any]
+    captured: tuple[Any, ...] = ()
+    heads: int = 0
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class MaskFunction(_IndexFunction, IntervalSetMask):
     """Query i of head h in batch row b attends key j where ``function(b, h, i, j)`` is True.
 
     The function takes indices as integer arrays of the caller's framework, of shapes (batch, 1, 1, 1), (1, head, 1, 1),
     (1, 1, query, 1) and (1, 1, 1, key), for any block of queries and keys. It returns a boolean array that broadcasts
-    to (batch, head, query, key): comparisons and ``&``, ``|``, ``~`` do. It has to be pure: the same indices give the
-    same result as long as the mask is used.
+    to (batch, head, query, key): comparisons and ``&``, ``|``, ``~`` do. In one call the same indices have to give the
+    same result. Each call sees the arrays and numbers that the function reads as they are then.
 
     Parameters
     ----------
@@ -79,107 +158,59 @@ class MaskFunction(IntervalSetMask):
     captured: tuple[Any, ...] = ()
     heads: int = 0
 
-    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        heads = score_shape.heads * score_shape.groups
-        index = (ops.positions(0, score_shape.batch, rows), ops.positions(0, heads, rows), rows, cols)
-        captured = [ops.asarray(x, rows) for x in self.captured]
-        visible = self._call(ops, index, captured, (score_shape.batch, heads, rows.shape[0], cols.shape[1]), rows)
-        batch, head, *block = ops.shape(visible)
-        split = (1, 1) if may_equal(head, 1) else (score_shape.heads, score_shape.groups)
-        return ops.reshape(visible, (batch, *(1,) * (len(score_shape.lead) - 1), *split, *block))
-
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        found = _found(self)
-        key = (found.heads, query_len, key_len, batch)
-        return found.interval_set.get_or_compute(key, lambda: self._search(found, query_len, key_len, batch))
+        # Two heads where their number is unknown: the result's shape shows whether the function reads their index.
+        return self._interval_set(backends.load("numpy"), max(2, self.heads), query_len, key_len, batch)[0]
 
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        if not callable(self.function):
-            expected = "a function of (batch, head, query, key)"
-            raise MaskError(message("function", expected, shown(self.function)))
-        if not isinstance(self.captured, (tuple, list)):
-            hint = "captured=(array,) is a tuple of one"
-            raise MaskError(message("captured", "a tuple of arrays", shown(self.captured), hint=hint))
+    def for_call(self, ops: Backend, score_shape: ScoreShape) -> Mask:
         heads = score_shape.heads * score_shape.groups
-        if not is_whole(self.heads) or self.heads not in (0, heads):
-            raise MaskError(message("heads", f"0, or the number of heads ({heads})", shown(self.heads)))
-        # The search for intervals calls the function in the caller's framework too.
-        found = _found(self)
-        found.ops, found.heads = ops, heads
+        lengths = score_shape.query_len, score_shape.key_len, score_shape.batch
+        interval_set, function = self._interval_set(ops, heads, *lengths)
+        return function if interval_set is None else CachedMask(*interval_set.ends, repr(self))
 
-    def _call(
-        self, ops: Backend, index: Sequence[Array], captured: Sequence[Array], full: tuple[Any, ...], like: Array
-    ) -> Array:
-        """Return the checked result of the function on four axes, each of length 1 or that of `full`."""
-        axes = [tuple(-1 if axis == own else 1 for axis in range(4)) for own in range(4)]
-        result = self.function(*(ops.reshape(x, shape) for x, shape in zip(index, axes, strict=True)), *captured)
-        name = f"the result of {_name(self.function)}"
-        return checked_booleans(ops, name, _EXPECTED, result, like, full, axes=4)
+    def _interval_set(
+        self, ops: Backend, heads: int, query_len: int, key_len: int, batch: int
+    ) -> tuple[IntervalSet | None, EvaluatedFunction]:
+        """Return the intervals, None where the function has none, and the function as it is now."""
+        (function, captured), key = snapshot((self.function, tuple(self.captured)))
+        evaluated = EvaluatedFunction(function, captured, self.heads)
+        lengths = query_len, key_len, batch
+        if any(map(is_unknown, lengths)):
+            return None, evaluated
+        key = None if key is None else (ops.name, heads, *lengths, key)
+        return _INTERVALS.get_or_compute(key, lambda: _search(evaluated, ops, heads, *lengths)), evaluated
 
-    def _search(self, found: _Found, query_len: int, key_len: int, batch: int) -> IntervalSet | None:
-        """Return the intervals, by evaluating all pairs; None where there are too many, or the host cannot evaluate."""
-        ops = found.ops or backends.load("numpy")
-        captured = [_on_host(ops, x) for x in self.captured]
-        if any(x is None for x in captured):
+
+_INTERVALS: BoundedCache[IntervalSet | None] = BoundedCache(64)
+
+
+def _search(
+    mask: EvaluatedFunction, ops: Backend, heads: int, query_len: int, key_len: int, batch: int
+) -> IntervalSet | None:
+    """Return the intervals, by evaluating all pairs; None where there are too many, or the host cannot evaluate."""
+    captured = [_on_host(ops, x) for x in mask.captured]
+    if any(x is None for x in captured):
+        return None
+
+    def evaluate(first: int, last: int) -> HostArray | None:
+        index = [np.arange(batch), np.arange(heads), np.arange(first, last), np.arange(key_len)]
+        full = tuple(len(x) for x in index)
+        arrays = [ops.from_memory(x, "int64", None) for x in index]
+        array = backends.host(mask._call(ops, arrays, captured, full, arrays[2]))
+        if array is None or array.shape[1] != 1:
             return None
-        # Two heads of the same index where the number is unknown: the result's shape shows whether the index is used.
-        heads = np.arange(found.heads) if found.ops is not None else np.zeros(2, np.int64)
+        return np.broadcast_to(array[:, 0], (len(array), full[2], key_len))
 
-        def evaluate(first: int, last: int) -> HostArray | None:
-            index = [np.arange(batch), heads, np.arange(first, last), np.arange(key_len)]
-            full = tuple(len(x) for x in index)
-            arrays = [ops.from_memory(x, "int64", None) for x in index]
-            array = backends.host(self._call(ops, arrays, captured, full, arrays[2]))
-            if array is None or array.shape[1] != 1:
-                return None
-            return np.broadcast_to(array[:, 0], (len(array), full[2], key_len))
-
-        try:
-            with ops.eager_scope():
-                return _intervals_by_chunks(evaluate, query_len, key_len, batch)
-        except MaskError:
+    try:
+        with ops.eager_scope():
+            return _intervals_by_chunks(evaluate, query_len, key_len, batch)
+    except MaskError:
+        raise
+    except Exception:
+        if ops.name == "numpy":
             raise
-        except Exception:
-            if ops.name == "numpy":
-                raise
-            # The closure holds arrays that are traced or on a device: kernels can still evaluate the function by block.
-            return None
-
-    def arrays(self) -> dict[str, Array]:
-        return {f"captured[{i}]": x for i, x in enumerate(self.captured) if backends.is_array(x)}
-
-    def leaves(self) -> list[Array]:
-        return list(self.arrays().values())
-
-    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
-        if not self.arrays():
-            return self
-        return replace(self, captured=tuple(next(leaves) if backends.is_array(x) else x for x in self.captured))
-
-    def __repr__(self) -> str:
-        shapes = [f"<{tuple(x.shape)} {x.dtype}>" if backends.is_array(x) else repr(x) for x in self.captured]
-        captured = f", captured=({', '.join(shapes)},)" if shapes else ""
-        return f"MaskFunction({_name(self.function)}{captured}{f', heads={self.heads}' if self.heads else ''})"
-
-
-class _Found:
-    """Search results of one mask, kept as long as it lives."""
-
-    def __init__(self) -> None:
-        self.ops: Backend | None = None
-        """The backend of the last call."""
-        self.heads = 0
-        self.interval_set: BoundedCache[IntervalSet | None] = BoundedCache(_CACHED_LENGTHS)
-
-
-_FOUND: WeakKeyDictionary[MaskFunction, _Found] = WeakKeyDictionary()
-
-
-def _found(mask: MaskFunction) -> _Found:
-    found = _FOUND.get(mask)
-    if found is None:
-        found = _FOUND[mask] = _Found()
-    return found
+        # The closure holds arrays that are traced or on a device: kernels can still evaluate the function by block.
+        return None
 
 
 def _on_host(ops: Backend, x: Any) -> Array | None:

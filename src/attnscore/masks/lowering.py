@@ -20,7 +20,7 @@ from attnscore.core.layout import ScoreShape
 from attnscore.masks.base import And, Mask, Not, Or, all_of, atoms_of, parts_of
 from attnscore.masks.builtin import Dense, Documents, KeyPadding
 from attnscore.masks.dynamic_intervals import without_interval_parts
-from attnscore.masks.function import MaskFunction
+from attnscore.masks.function import EvaluatedFunction
 from attnscore.masks.index_values import host_ints, per_batch, small_ids
 from attnscore.masks.intervals import HostArray, IntervalSet
 
@@ -58,7 +58,7 @@ def staged_reasons(
 
 def _is_custom_code(mask: Mask) -> bool:
     """Return whether a user wrote the mask, with array operations that may be of one framework."""
-    return isinstance(mask, MaskFunction) or not type(mask).__module__.startswith("attnscore.")
+    return isinstance(mask, EvaluatedFunction) or not type(mask).__module__.startswith("attnscore.")
 
 
 # ---- what is an operand and what is evaluated

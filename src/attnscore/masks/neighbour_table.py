@@ -9,9 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from attnscore import backends
+from attnscore.core.cache import BoundedCache
 from attnscore.errors import MaskError, message
 from attnscore.masks.index_values import check_cumulative, check_whole
 from attnscore.masks.intervals import HostArray
+
+# Each has a few numbers for each edge. Plans differ by what a block of queries may hold, which depends on the batch.
+_MOST_PLANS = 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,9 +26,9 @@ class NeighbourTable:
     indptr: HostArray
     indices: HostArray
     key_len: int
-    given: tuple[HostArray, HostArray]
-    """The two as they were given, in their own dtypes: those of the next call are compared with them."""
-    _plans: dict[Hashable, Any] = field(default_factory=dict)
+    arrays: tuple[HostArray, HostArray]
+    """The two in the dtypes of the caller: the arrays of the next call are compared with them."""
+    _plans: BoundedCache[Any] = field(default_factory=lambda: BoundedCache(_MOST_PLANS))
 
     @classmethod
     def of(cls, indptr: Any, indices: Any, key_len: int) -> NeighbourTable | None:
@@ -36,7 +41,10 @@ class NeighbourTable:
         if keys.size and not (keys.min() >= 0 and keys.max() < key_len):
             wrong = keys.min() if keys.min() < 0 else keys.max()
             raise MaskError(message("indices", f"keys from 0 to {key_len - 1}", wrong))
-        table = cls(ends.astype(np.int64), keys.astype(np.int64), key_len, (np.array(ends), np.array(keys)))
+        copies = np.array(ends), np.array(keys)
+        for x in copies:
+            x.flags.writeable = False
+        table = cls(ends.astype(np.int64), keys.astype(np.int64), key_len, copies)
         twice = np.flatnonzero(table.codes[1:] == table.codes[:-1])
         if twice.size:
             row, key = divmod(int(table.codes[twice[0]]), key_len)
@@ -44,9 +52,12 @@ class NeighbourTable:
             raise MaskError(message("indices", "each key once in a row", f"key {key} twice for query {row}", hint=hint))
         return table
 
-    def is_of(self, indptr: HostArray | None, indices: HostArray | None) -> bool:
-        """Return whether the arrays still hold what they did."""
-        return np.array_equal(self.given[0], indptr) and np.array_equal(self.given[1], indices)  # type: ignore[arg-type]  # None equals no array
+    def is_of(self, indptr: Any, indices: Any, key_len: int) -> bool:
+        """Return whether this is the table of the two arrays as they are now."""
+        if key_len != self.key_len:
+            return False
+        pairs = zip(self.arrays, (indptr, indices), strict=True)
+        return all(x is own or np.array_equal(own, backends.host(x)) for own, x in pairs)  # type: ignore[arg-type]  # None equals no array
 
     @property
     def start(self) -> HostArray:
@@ -70,6 +81,4 @@ class NeighbourTable:
 
     def planned(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """Return what a kernel derives from the table alone, computed at the first call for each `key`."""
-        if key not in self._plans:
-            self._plans[key] = compute()
-        return self._plans[key]
+        return self._plans.get_or_compute(key, compute)

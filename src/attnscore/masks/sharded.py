@@ -43,7 +43,7 @@ class Sharded(IntervalSetMask):
     def heads(self) -> int:
         return 0 if self.mask is None else self.mask.heads
 
-    def whole(self, score_shape: ScoreShape) -> ScoreShape:
+    def part_shape(self, score_shape: ScoreShape) -> ScoreShape:
         """Return the shape of the scores of the whole sequence."""
         return dataclasses.replace(score_shape, query_len=self.query_len, key_len=self.key_len)
 
@@ -51,12 +51,12 @@ class Sharded(IntervalSetMask):
         rows = ops.reshape(ops.take(ops.asarray(self.rows, rows), ops.reshape(rows, (-1,)), 0), (-1, 1))
         cols = ops.reshape(ops.take(ops.asarray(self.cols, cols), ops.reshape(cols, (-1,)), 0), (1, -1))
         if self.mask is not None and not self.padded:
-            return self.mask.visible(ops, self.whole(score_shape), rows, cols)
+            return self.mask.visible(ops, self.part_shape(score_shape), rows, cols)
         inside = ops.logical_and(rows < self.query_len, cols < self.key_len)
         if self.mask is None:
             return inside
         rows, cols = _clamped(ops, rows, self.query_len), _clamped(ops, cols, self.key_len)
-        return ops.logical_and(inside, self.mask.visible(ops, self.whole(score_shape), rows, cols))
+        return ops.logical_and(inside, self.mask.visible(ops, self.part_shape(score_shape), rows, cols))
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         rows, cols = backends.host(self.rows), backends.host(self.cols)
@@ -83,10 +83,10 @@ class Sharded(IntervalSetMask):
             if len(positions.shape) != 1 or not may_equal(positions.shape[0], length):
                 raise MaskError(message(name, f"shape ({length},), one position each", tuple(positions.shape)))
         if self.mask is not None:
-            self.mask.check(ops, self.whole(score_shape))
+            self.mask.check(ops, self.part_shape(score_shape))
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [] if self.mask is None else self.mask.shapes(self.whole(score_shape))
+        return [] if self.mask is None else self.mask.shapes(self.part_shape(score_shape))
 
     def leaves(self) -> list[Array]:
         # As traced arrays the host could no longer read the positions.

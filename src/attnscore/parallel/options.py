@@ -71,7 +71,7 @@ class Options:
             return None
         backends.check_dense(problem.ops, mask.arrays())
         mask.check(problem.ops, whole)
-        return with_batch_axis(mask, whole)
+        return with_batch_axis(mask.for_call(problem.ops, whole), whole)
 
     def choose(
         self, problem: Problem, plan: Exchange, refused: Mapping[str, str], gradient: str

@@ -13,7 +13,7 @@ from attnscore.core.arguments import shown
 from attnscore.core.cache import BoundedCache
 from attnscore.core.layout import ScoreShape
 from attnscore.errors import ArgumentError, message
-from attnscore.masks import Dense, Mask, MaskFunction
+from attnscore.masks import Dense, EvaluatedFunction, Mask
 from attnscore.masks.base import atoms_of
 from attnscore.masks.cached import numbers_of
 from attnscore.masks.shape_spec import shape_of
@@ -180,9 +180,9 @@ def _distinguishes_heads(mask: Mask, whole: ScoreShape) -> bool:
     if isinstance(mask, Dense):
         shape = shape_of(mask.array)
         return whole.has_heads and len(shape) > 2 and shape[-3] > 1
-    if isinstance(mask, MaskFunction):
-        # One that reads the index of the head has no intervals.
-        return whole.has_heads and mask.interval_set(whole.query_len, whole.key_len, whole.batch) is None
+    if isinstance(mask, EvaluatedFunction):
+        # It may read the index of the head.
+        return whole.has_heads
     return mask.heads > 1
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array
 from attnscore.core.arguments import check_count, is_whole, shown
+from attnscore.core.layout import ScoreShape
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.masks import Mask
 from attnscore.masks.intervals import HostArray
@@ -315,7 +316,10 @@ def _chunks(
     _check_rank(length, 0, ranks)
     if check_count("chunk", chunk) < 1:
         raise ArgumentError(message("chunk", "a whole number of queries, 1 or more", chunk))
-    pairs = Pairs(mask, length, length if key_len is None else check_count("key_len", key_len), batch).per_query()
+    keys = length if key_len is None else check_count("key_len", key_len)
+    if mask is not None:
+        mask = mask.for_call(backends.load("numpy"), ScoreShape((batch,), 1, 1, length, keys, has_heads=False))
+    pairs = Pairs(mask, length, keys, batch).per_query()
     starts = np.arange(0, length, chunk)
     return starts, np.add.reduceat(pairs, starts) if length else pairs
 

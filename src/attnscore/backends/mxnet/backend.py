@@ -75,6 +75,9 @@ class MxnetBackend(Backend):
             return np.asarray(detached(x))
         return np.asarray(x.asnumpy()) if x.ctx.device_type in _CPU else None
 
+    def copy(self, x: Array) -> Array:
+        return x.copy()
+
     def has_cpu_buffer(self, x: Array) -> bool:
         return bool(x.ctx.device_type in _CPU)
 

@@ -29,7 +29,7 @@ from attnscore.core.layout import AxisLayout
 from attnscore.core.problem import Problem, build_problem
 from attnscore.core.statistics import AttentionStats
 from attnscore.core.tiling import TilePlan
-from attnscore.kernels.base import DIFFERENTIABLE, AttentionOp, Kernel
+from attnscore.kernels.base import DIFFERENTIABLE, AttentionOp, Kernel, saved
 from attnscore.kernels.native.marshalling import ORDER, STORED, aligned, score_spec
 from attnscore.kernels.native.results import BACKWARD_INPUTS, FILLED, GRADIENTS, gradient_shapes
 from attnscore.masks import Mask, ValidLens, lowering
@@ -227,11 +227,8 @@ class NativeCall:
 
     def record(self, arguments: CallArguments, score: Any, arrays: Sequence[Array]) -> Any:
         """Return what `attend` returns, of a call on these arrays that autograd records."""
-        # The backward reads the mask or the lengths of this call, whatever the caller's array holds by then; PyTorch
-        # itself knows when a tensor was written to.
-        mask = arguments.mask if self.reads_mask else None
-        if type(mask) is np.ndarray:
-            mask = mask.copy()
+        # The backward reads the mask or the lengths of this call, whatever the caller's array holds by then.
+        mask = saved(arguments.mask) if self.reads_mask else None
         if self.reads_lens:
             mask = self._checked_bounds(arguments.valid_lens)
         op = NativeOp(self, score, mask, self._seed(arguments) if self.dropout else 0)

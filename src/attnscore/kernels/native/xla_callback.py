@@ -25,7 +25,7 @@ from attnscore.kernels.base import Kernel
 from attnscore.kernels.native.call import NativeCall
 from attnscore.masks import ValidLens
 from attnscore.masks.base import check_shapes
-from attnscore.masks.cached import settled_mask
+from attnscore.masks.cached import intervals_of
 
 
 def _passed(problem: Problem) -> list[Array]:
@@ -146,7 +146,8 @@ class _Plans:
         if self.has_lens:
             given["valid_lens"] = arrays[len(self.names)]
         elif mask is not None:
-            mask = settled_mask(mask, problem.score_shape)
+            intervals = intervals_of(mask, problem.score_shape)
+            mask = mask if intervals is None else intervals
         planned = dataclasses.replace(
             problem,
             layout=CanonicalLayout.of(problem.layout),

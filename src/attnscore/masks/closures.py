@@ -1,0 +1,142 @@
+"""Functions as one call reads them: copies over the arrays that they hold, and keys that say what they depend on.
+
+- A Python function reads its defaults, the variables of its closure, and the globals that its code names; functions
+  among these read their own. Arrays of all frameworks, numbers, strings and containers of them are compared by value.
+- What cannot be compared (objects with attributes, arrays that are traced or on a device) leaves no key: nothing that
+  is computed from such a function may be cached.
+- Functions of NumPy, of the frameworks and of the standard library hold nothing that changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attnscore import backends
+
+_FRAMEWORKS = ("attnscore", "numpy", "torch", "jax", "jaxlib", "flax", "tensorflow", "keras", "mxnet")
+_LIBRARIES = (frozenset(sys.stdlib_module_names) - {"__main__"}).union(_FRAMEWORKS)
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), np.generic)
+
+
+class Snapshot(NamedTuple):
+    """A value as it is now: a copy that later writes to its arrays do not change, and a key, or None."""
+
+    value: Any
+    key: Hashable | None
+
+
+def snapshot(value: Any) -> Snapshot:
+    """Return a function, an array or a container of them as it is now."""
+    return _Reader().read(value)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.functions: dict[int, Snapshot] = {}
+        """Copies of the functions read so far, by the identity of the original: a function may name itself."""
+
+    def read(self, value: Any) -> Snapshot:
+        if isinstance(value, _CONSTANTS):
+            # By type and text: True == 1 == 1.0, 0.0 == -0.0, and a NaN equals nothing.
+            return Snapshot(value, (type(value), repr(value)))
+        if backends.is_array(value):
+            return _array(value)
+        if _is_of_library(value):
+            return Snapshot(value, value)
+        if type(value) is FunctionType:
+            return self._function(value)
+        if type(value) in (tuple, list):
+            return self._rebuilt(value, value, type(value))
+        if type(value) is dict:
+            return self._rebuilt(value, value.values(), lambda parts: dict(zip(value, parts, strict=True)), *value)
+        if type(value) is partial:
+            parts = (value.func, value.args, value.keywords)
+            return self._rebuilt(value, parts, lambda parts: partial(parts[0], *parts[1], **parts[2]))
+        return Snapshot(value, None)
+
+    def _rebuilt(
+        self, value: Any, parts: Iterable[Any], rebuild: Callable[[Sequence[Any]], Any], *constants: Hashable
+    ) -> Snapshot:
+        """Return ``rebuild(parts)`` of the parts as they are now; `value` itself where none of them is copied."""
+        parts = list(parts)
+        snapshots = [self.read(x) for x in parts]
+        keys = tuple(x.key for x in snapshots)
+        key = None if None in keys else (type(value), constants, keys)
+        if all(x.value is part for x, part in zip(snapshots, parts, strict=True)):
+            return Snapshot(value, key)
+        return Snapshot(rebuild([x.value for x in snapshots]), key)
+
+    def _function(self, function: FunctionType) -> Snapshot:
+        if id(function) in self.functions:
+            return self.functions[id(function)]
+        code, scope = function.__code__, dict(function.__globals__)
+        cells = tuple(CellType() for _ in function.__closure__ or ())
+        copy = FunctionType(code, scope, function.__name__, None, cells)
+        # Where its parts name it, its number among the functions is the key.
+        self.functions[id(function)] = Snapshot(copy, len(self.functions))
+        values = {name: scope[name] for name in sorted(set(_names(code))) if name in scope}
+        parts = (list(_contents(function)), values, function.__defaults__, function.__kwdefaults__)
+        read, key = self.read(parts)
+        key = None if key is None else (code, key)
+        if read is parts:
+            return Snapshot(function, key)
+        contents, values, copy.__defaults__, copy.__kwdefaults__ = read
+        scope.update(values)
+        for cell, x in zip(cells, contents, strict=True):
+            cell.cell_contents = x
+        return Snapshot(copy, key)
+
+
+def _contents(function: FunctionType) -> Iterator[Any]:
+    """Yield the values of the variables of a closure, or the cell itself of one without a value yet."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            yield cell
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in a function's code, and in the functions that it defines."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _array(x: Any) -> Snapshot:
+    x = backends.held(x)
+    ops = backends.of_type(type(x))
+    value = x if ops is None else ops.copy(x)
+    host = backends.host(value)
+    if host is None or host.dtype.kind == "O":
+        return Snapshot(value, None)
+    return Snapshot(value, (type(x), host.dtype.str, host.shape, _digest(host)))
+
+
+def _digest(x: np.ndarray[Any, Any]) -> bytes:
+    """Return the bytes of an array, by a hash where they are many."""
+    return x.tobytes() if x.nbytes <= 64 else hashlib.blake2b(np.ascontiguousarray(x).data, digest_size=16).digest()
+
+
+def _is_of_library(x: Any) -> bool:
+    """Return whether a module, class or function is one of NumPy, a framework or the standard library."""
+    if isinstance(x, ModuleType):
+        name = x.__name__
+    elif isinstance(x, BuiltinFunctionType):
+        # A method of an array is one, too.
+        return x.__self__ is None or isinstance(x.__self__, ModuleType)
+    elif isinstance(x, np.ufunc):
+        return True
+    elif isinstance(x, (FunctionType, type)) or type(x).__module__.startswith("jaxlib"):
+        name = str(x.__module__)
+    else:
+        return False
+    return name.partition(".")[0] in _LIBRARIES
