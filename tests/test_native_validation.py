@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from attnscore.backends import torch as torch_backend
 from native_cases import Case, native
 
+reads_tensors = pytest.mark.skipif(not torch_backend._SHARES_LAYOUTS, reason="this PyTorch has no exchange API")
 F4 = np.float32
 HOLE = np.stack([np.full((2, 5), 7), np.full((2, 5), 8)])
 ADDITIVE = {"form": "additive", "w_v": np.zeros(4, F4)}
@@ -332,7 +336,7 @@ WRONG_EXAMPLES: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 class Planned:
-    """A plan of arrays by name, called by their addresses."""
+    """A plan of arrays by name."""
 
     def __init__(self, arrays: dict[str, Any], form: str = "inner", *, backward: bool = False) -> None:
         score, inputs = (form, *SCORE[1:]), [arrays.get(name) for name in PLAN_INPUTS]
@@ -355,32 +359,58 @@ def test_wrong_examples(change: dict[str, Any], error: type[Exception], message:
         Planned(_plan_arrays() | change)
 
 
+def _backward_arrays() -> dict[str, Any]:
+    """Arrays of an additive backward, as its forward has filled them."""
+    arrays = _plan_arrays() | {"w_v": np.ones(4, F4)}
+    arrays |= {x: np.zeros((2, 2, 3, 5, 1), F4) for x in ("row_max", "log_denom")}
+    Planned(arrays, "additive")(arrays)
+    arrays |= {f"grad_{x}": np.zeros_like(arrays[x]) for x in ("out", "query", "key", "value")}
+    return arrays | {"grad_w_v": np.zeros((2, 2, 1, 4), F4)}
+
+
+def _of_every_input() -> dict[str, Any]:
+    """Arrays of a forward with every input that an additive score may have, and every matrix that it may fill."""
+    arrays, bounds = _plan_arrays(), np.full((2, 5), 7)
+    pairs, ids = {"bias": np.zeros((1, 2, 1, 5, 7), F4)}, {"query_ids": np.zeros((2, 5), int)}
+    pairs |= {x: np.zeros((2, 2, 3, 5, 7), F4) for x in ("scores", "attention_weights")}
+    pairs["mask"] = np.ones((2, 2, 3, 5, 7), np.uint8)
+    arrays |= pairs | ids | {"key_ids": np.zeros((2, 7), int), "start": 0 * bounds, "stop": bounds}
+    arrays |= {"w_v": np.ones(4, F4), "sink": np.zeros((2, 3), F4), "key_exps": np.ones((2, 2, 1, 7, 4), F4)}
+    return arrays | {name: np.zeros((2, 2, 3, 5, 1), F4) for name in ("row_max", "log_denom")}
+
+
+@pytest.mark.parametrize("convert", [np.asarray, pytest.param(torch.from_numpy, marks=reads_tensors)])
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"query": 0}, ValueError, "query: expected an address at a multiple of 4 bytes, got 0"),
-        ({"value": 7}, ValueError, "value: expected an address at a multiple of 4 bytes, got 7"),
-        ({"key": -1.5}, TypeError, "bytes-like object is required"),
-        ({"key": 2**70}, OverflowError, "too (big|large)"),
-        ({"row_max": 7}, ValueError, "row_max: expected an address at a multiple of 4 bytes, got 7"),
-        ({"bias": 6}, ValueError, "bias: expected an address at a multiple of 4 bytes, got 6"),
-        ({"sink": 0}, ValueError, "sink: expected an address at a multiple of 4 bytes, got 0"),
-        (
-            {"attention_weights": 7},
-            ValueError,
-            "attention_weights: expected an address at a multiple of 4 bytes, got 7",
-        ),
-    ],
-    ids=str,
+    ("make", "options"),
+    [(_of_every_input, {}), (_backward_arrays, {"backward": True})],
+    ids=["forward", "backward"],
 )
-def test_wrong_addresses(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    rows = {name: np.zeros((2, 2, 3, 5, 1), F4) for name in ("row_max", "log_denom")}
-    rows |= {"attention_weights": np.zeros((2, 2, 3, 5, 7), F4)}
-    arrays = _plan_arrays() | rows | {"bias": np.zeros((1, 2, 1, 5, 7), F4), "sink": np.zeros((2, 3), F4)}
-    plan = Planned(arrays)
+def test_memory_of_a_plan(make: Callable[[], dict[str, Any]], options: dict[str, Any], convert: Any) -> None:
+    """Every array is aligned and has at least the memory of its example."""
+    examples = make()
+    plan, arrays = Planned(examples, "additive", **options), {name: convert(x) for name, x in examples.items()}
     plan(arrays)
-    with pytest.raises(error, match=message):
-        plan(arrays | change)
+    for name, example in examples.items():
+        flat = arrays[name].reshape(-1)
+        repeated = np.broadcast_to(flat[:1], example.shape) if convert is np.asarray else flat[:1].expand(example.shape)
+        for less in (flat[:-1], repeated):
+            with pytest.raises(ValueError, match=f"^{name}: expected an array like the example of the plan, "):
+                plan(arrays | {name: less})
+        if example.itemsize > 1:
+            misaligned = np.zeros(example.nbytes + 1, np.uint8)[1:].view(example.dtype).reshape(example.shape)
+            with pytest.raises(ValueError, match=f"^{name}: expected an address at a multiple of {example.itemsize}"):
+                plan(arrays | {name: misaligned})
+        with pytest.raises(TypeError, match="bytes-like object is required"):
+            plan(arrays | {name: example.ctypes.data})  # an address has no size
+
+
+def test_memory_in_front_of_the_first_element() -> None:
+    arrays = _plan_arrays()
+    backwards = arrays | {"key": arrays["key"][..., ::-1, :]}
+    plan = Planned(backwards)
+    plan(backwards)
+    with pytest.raises(ValueError, match="key: expected an array like the example of the plan"):
+        plan(arrays)
 
 
 def test_wrong_calls_of_a_plan() -> None:
@@ -388,24 +418,8 @@ def test_wrong_calls_of_a_plan() -> None:
     plan = Planned(arrays)
     with pytest.raises(ValueError, match="threads: expected 1 or more, or a negative number, got 0"):
         plan(arrays, threads=0)
-    with pytest.raises(ValueError, match="addresses: expected 4, got 3"):
-        plan.plan((0, 0, 0), 0, 1)
-
-
-@pytest.mark.parametrize(
-    "name", ["query", "row_max", "log_denom", "grad_out", "grad_query", "grad_key", "grad_value", "grad_w_v"]
-)
-@pytest.mark.parametrize("address", [0, 7])
-def test_wrong_addresses_of_a_gradient(name: str, address: int) -> None:
-    arrays = _plan_arrays() | {"w_v": np.ones(4, F4)}
-    arrays |= {x: np.zeros((2, 2, 3, 5, 1), F4) for x in ("row_max", "log_denom")}
-    Planned(arrays, "additive")(arrays)
-    arrays |= {f"grad_{x}": np.zeros_like(arrays[x]) for x in ("out", "query", "key", "value")}
-    arrays["grad_w_v"] = np.zeros((2, 2, 1, 4), F4)
-    plan = Planned(arrays, "additive", backward=True)
-    plan(arrays)
-    with pytest.raises(ValueError, match=f"{name}: expected an address at a multiple of 4 bytes, got {address}"):
-        plan(arrays | {name: address})
+    with pytest.raises(ValueError, match="arrays: expected 4, got 3"):
+        plan.plan((arrays["query"],) * 3, 0, 1)
 
 
 def test_intervals_of_a_plan_are_those_of_the_call() -> None:
@@ -415,15 +429,11 @@ def test_intervals_of_a_plan_are_those_of_the_call() -> None:
     # Numbers that no example may have reach no memory outside of the arrays.
     plan(arrays | {"start": np.full_like(zeros, -(10**9)), "stop": np.full_like(zeros, 10**9)})
     arrays |= {"start": zeros, "stop": np.full_like(zeros, 3)}
-    outs = []
-    for place in (lambda x: x, lambda x: x.ctypes.data):
-        out = np.full_like(arrays["out"], np.nan)
-        plan({name: place(x) for name, x in arrays.items()} | {"out": out}, 2)
-        outs.append(out)
+    out = np.full_like(arrays["out"], np.nan)
+    plan(arrays | {"out": out}, 2)
     scores = np.exp(arrays["query"] @ arrays["key"][..., :3, :].swapaxes(-1, -2))
     wanted = scores @ arrays["value"][..., :3, :] / scores.sum(-1, keepdims=True)
-    np.testing.assert_allclose(outs[0], wanted, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(*outs)
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -450,7 +460,7 @@ def test_new_arrays_of_a_plan(dtype: type) -> None:
         run((np.zeros(3, dtype),))
     with pytest.raises(TypeError, match="lens: expected an int32 or int64 array"):
         run((lens.astype("f"),))
-    with pytest.raises(ValueError, match="addresses: expected 6, got 4"):
+    with pytest.raises(ValueError, match="arrays: expected 6, got 4"):
         run(())
     with pytest.raises(ValueError, match="lens: expected"):
         Planned(arrays).plan.allocate_and_run(given, (lens,), np.empty, layouts, (), 0, 1)
@@ -465,8 +475,8 @@ def test_weights_of_a_plan_are_required() -> None:
     with pytest.raises(ValueError, match=r"w_v: expected shape \(4,\), got \(3,\)"):
         Planned(arrays | {"w_v": np.ones(3, F4)}, "additive")
     plan = Planned(arrays, "additive")
-    with pytest.raises(ValueError, match="w_v: expected an address at a multiple of 4 bytes, got 0"):
-        plan(arrays | {"w_v": 0})
+    with pytest.raises(ValueError, match=r"w_v: expected .* 16 bytes of memory, got 8"):
+        plan(arrays | {"w_v": np.ones(2, F4)})
     plan(arrays)
     hidden = np.tanh(arrays["query"][..., :, None, :] + arrays["key"][..., None, :, :]).sum(-1)
     wanted = np.exp(hidden) @ arrays["value"] / np.exp(hidden).sum(-1, keepdims=True)

@@ -189,30 +189,27 @@ void backward(const ScoreSpec& score, const Objects& inputs, const Objects& resu
 
 // ---- call plans ----
 
-// Addresses of arrays: whole numbers, tensors, or memory of NumPy's that is held until the call returns.
-class Addresses {
+// The memory of arrays and tensors, which is held until the call returns where it comes by the buffer protocol.
+class Extents {
    public:
-    explicit Addresses(const nb::tuple& objects) {
+    explicit Extents(const nb::tuple& objects) {
         values.reserve(objects.size() + 8);
         for (const nb::handle object : objects) add(object);
     }
     void add(nb::handle object) {
-        char* data;
-        if (PyLong_Check(object.ptr())) {
-            values.push_back(static_cast<char*>(PyLong_AsVoidPtr(object.ptr())));
-            if (PyErr_Occurred() != nullptr) throw nb::python_error();
-        } else if (get_data(object.ptr(), data)) {
-            values.push_back(data);
-        } else {
+        Extent extent;
+        if (!get_extent(object.ptr(), extent)) {
             Py_buffer& view = views_.emplace_back().buffer;
             if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_STRIDED_RO) != 0) throw nb::python_error();
-            values.push_back(static_cast<char*>(view.buf));
+            extent = {static_cast<char*>(view.buf), 0, view.len > 0 ? view.itemsize : 0};
+            for (int i = 0; view.len > 0 && i < view.ndim; ++i) extent.add_axis(view.shape[i], view.strides[i]);
         }
+        values.push_back(extent);
     }
-    Addresses(const Addresses&) = delete;
-    Addresses& operator=(const Addresses&) = delete;
+    Extents(const Extents&) = delete;
+    Extents& operator=(const Extents&) = delete;
 
-    std::vector<char*> values;
+    std::vector<Extent> values;
 
    private:
     struct View {
@@ -355,10 +352,10 @@ CallPlan* plan_backward(const ScoreSpec& score, const Objects& inputs, const Obj
     return new CallPlan(p, in, arrays);
 }
 
-void run_plan(const CallPlan& plan, const nb::tuple& addresses, uint64_t seed, int threads) {
+void run_plan(const CallPlan& plan, const nb::tuple& arrays, uint64_t seed, int threads) {
     const Threads most = threads_of(threads);
     const Kernels& chosen = selected_kernels();
-    const Addresses held(addresses);
+    const Extents held(arrays);
     const ReleasedLock released;
     plan.run(chosen, held.values, seed, most);
 }
@@ -367,7 +364,7 @@ nb::object allocate_and_run(const CallPlan& plan, const nb::tuple& arrays, const
                             const nb::tuple& layouts, const nb::tuple& parts, uint64_t seed, int threads) {
     const Threads most = threads_of(threads);
     const Kernels& chosen = selected_kernels();
-    Addresses held(arrays);
+    Extents held(arrays);
     std::vector<int64_t> bounds;
     if (lens.size() > 0) {
         const auto [index, rows, cols] = plan.intervals();
@@ -377,8 +374,9 @@ nb::object allocate_and_run(const CallPlan& plan, const nb::tuple& arrays, const
         bounds.resize(static_cast<size_t>(2 * rows * cols));
         int64_t* stop = bounds.data() + rows * cols;
         if (!read_lengths(lens[0], stop, rows, cols, plan.key_len())) return nb::none();
-        held.values.insert(held.values.begin() + index,
-                           {reinterpret_cast<char*>(bounds.data()), reinterpret_cast<char*>(stop)});
+        const int64_t bytes = rows * cols * static_cast<int64_t>(sizeof(int64_t));
+        held.values.insert(held.values.begin() + index, {{reinterpret_cast<char*>(bounds.data()), 0, bytes},
+                                                         {reinterpret_cast<char*>(stop), 0, bytes}});
     }
     const auto count = static_cast<Py_ssize_t>(layouts.size());
     nb::object filled = nb::steal(PyTuple_New(count));

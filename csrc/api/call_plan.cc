@@ -11,12 +11,12 @@ namespace attnscore {
 
 namespace {
 
-// Throw where an address cannot be one of an array: null, or misaligned.
-void check_address(const char* name, const char* memory, int64_t item) {
-    const auto address = reinterpret_cast<uintptr_t>(memory);
-    if (address != 0 && address % static_cast<uintptr_t>(item) == 0) return;
-    throw std::invalid_argument(std::string(name) + ": expected an address at a multiple of " + std::to_string(item) +
-                                " bytes, got " + std::to_string(address));
+Extent extent_of(const Array& x) {
+    Extent extent{x.data};
+    if (is_empty(x)) return extent;
+    extent.after = x.item;
+    for (int i = 0; i < x.ndim; ++i) extent.add_axis(x.shape[i], x.strides[i] * x.item);
+    return extent;
 }
 
 struct Release {
@@ -72,46 +72,59 @@ template <class Arrays, size_t N>
 void CallPlan::add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples) {
     for (const auto& field : fields) {
         const Array& x = examples.*field.array;
-        if (x.given) slots_.push_back({field.name, is_empty(x) ? 0 : x.item, x.data, field.pointers});
+        if (x.given) slots_.push_back({field.name, is_empty(x) ? 0 : x.item, extent_of(x), field.pointers});
     }
 }
 
-void CallPlan::run(const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed, Threads threads) const {
-    if (addresses.size() != slots_.size()) {
-        throw std::invalid_argument("addresses: expected " + std::to_string(slots_.size()) + ", got " +
-                                    std::to_string(addresses.size()));
+void CallPlan::check_memory(const Slot& slot, const Extent& array) {
+    const auto address = reinterpret_cast<uintptr_t>(array.data);
+    const auto error = [&slot](const std::string& text) { throw std::invalid_argument(slot.name + (": " + text)); };
+    if (address == 0 || address % static_cast<uintptr_t>(slot.item) != 0) {
+        error("expected an address at a multiple of " + std::to_string(slot.item) + " bytes, got " +
+              std::to_string(address));
     }
+    if (array.before < slot.example.before || array.after < slot.example.after) {
+        const auto bytes = [](const Extent& x) { return std::to_string(x.before + x.after) + " bytes of memory"; };
+        error("expected an array like the example of the plan, " + bytes(slot.example) + ", got " + bytes(array));
+    }
+}
+
+void CallPlan::run(const Kernels& kernels, const std::vector<Extent>& arrays, uint64_t seed, Threads threads) const {
+    if (arrays.size() != slots_.size()) {
+        throw std::invalid_argument("arrays: expected " + std::to_string(slots_.size()) + ", got " +
+                                    std::to_string(arrays.size()));
+    }
+    for (size_t i = 0; i < slots_.size(); ++i)
+        if (slots_[i].item != 0) check_memory(slots_[i], arrays[i]);
     // Another thread is running this plan: use a working copy of its own.
     if (is_busy_.exchange(true, std::memory_order_acquire)) {
         Working own = make_working();
-        run_on(own, kernels, addresses, seed, threads);
+        run_on(own, kernels, arrays, seed, threads);
         return;
     }
     const Release release{is_busy_};
     if (!working_) working_ = make_working();
-    run_on(*working_, kernels, addresses, seed, threads);
+    run_on(*working_, kernels, arrays, seed, threads);
 }
 
 CallPlan::Working CallPlan::make_working() const {
     Working working{problem_, rows_, {}};
-    for (const Slot& slot : slots_) working.addresses.push_back(slot.origin);
+    for (const Slot& slot : slots_) working.addresses.push_back(slot.example.data);
     return working;
 }
 
-void CallPlan::run_on(Working& working, const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed,
+void CallPlan::run_on(Working& working, const Kernels& kernels, const std::vector<Extent>& arrays, uint64_t seed,
                       Threads threads) const {
-    for (size_t i = 0; i < slots_.size(); ++i)
-        if (slots_[i].item != 0) check_address(slots_[i].name, addresses[i], slots_[i].item);
     for (size_t i = 0; i < slots_.size(); ++i) {
         const char*& current = working.addresses[i];
-        if (slots_[i].item == 0 || current == addresses[i]) continue;
+        if (slots_[i].item == 0 || current == arrays[i].data) continue;
         for (const Pointer& pointer : slots_[i].pointers) {
-            if (pointer.move != nullptr) pointer.move(working.problem, working.rows, addresses[i] - current);
+            if (pointer.move != nullptr) pointer.move(working.problem, working.rows, arrays[i].data - current);
         }
-        current = addresses[i];
+        current = arrays[i].data;
     }
     for (size_t i = 0; i < slots_.size(); ++i)
-        if (slots_[i].cleared > 0) std::memset(addresses[i], 0, static_cast<size_t>(slots_[i].cleared));
+        if (slots_[i].cleared > 0) std::memset(arrays[i].data, 0, static_cast<size_t>(slots_[i].cleared));
     working.problem.seed = seed;
     if (working.problem.heads.empty()) return;
     (is_backward_ ? run_backward : run_forward)(kernels, working.problem, working.rows, threads);

@@ -1,5 +1,5 @@
-// A call whose arrays are checked once, and which then runs on other arrays of the same shapes and strides, given by
-// their addresses. The checks take longer than the products of a tiny call.
+// A call whose arrays are checked once, and which then runs on other arrays of the same shapes and strides, of which
+// only the memory is checked. All checks take longer than the products of a tiny call.
 #pragma once
 
 #include <atomic>
@@ -15,6 +15,18 @@
 
 namespace attnscore {
 
+// The memory of an array of a run: the address of its first element, and how many bytes in front of it (of an axis with
+// a negative stride) and from it on belong to the array.
+struct Extent {
+    char* data = nullptr;
+    int64_t before = 0, after = 0;
+
+    // Extend to the elements of an axis; `stride` in bytes.
+    void add_axis(int64_t length, int64_t stride) {
+        (stride < 0 ? before : after) += (length - 1) * (stride < 0 ? -stride : stride);
+    }
+};
+
 class CallPlan {
    public:
     // `score` holds form, parameters and dtypes. The arrays are examples: none is kept, and no entries are read except
@@ -22,8 +34,9 @@ class CallPlan {
     CallPlan(Problem score, const Inputs& in, const ForwardArrays& arrays);
     CallPlan(Problem score, const Inputs& in, const BackwardArrays& arrays);
 
-    // `addresses`: of the arrays that were given, in the order of their structs.
-    void run(const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed, Threads threads) const;
+    // `arrays`: those that were given, in the order of their structs. Throws std::invalid_argument where one is
+    // misaligned or has less memory than the example, so that no run reads or writes outside of its arrays.
+    void run(const Kernels& kernels, const std::vector<Extent>& arrays, uint64_t seed, Threads threads) const;
 
     // Where a run finds its intervals: `start` is the array `index` among those given, `stop` the next one, both (rows,
     // cols) in C order. The index is negative where there are none, or where they have holes.
@@ -40,8 +53,8 @@ class CallPlan {
     // An array of a run.
     struct Slot {
         const char* name;
-        int64_t item;                       // bytes of an element; 0 for an empty array, which is not read or written
-        const char* origin;                 // address of the example
+        int64_t item;  // bytes of an element; 0 for an empty array, which is not read or written
+        Extent example;
         std::span<const Pointer> pointers;  // those of the problem that point into it
         int64_t cleared = 0;                // bytes to clear before a run
     };
@@ -56,8 +69,9 @@ class CallPlan {
         std::vector<const char*> addresses;
     };
     Working make_working() const;
-    void run_on(Working& working, const Kernels& kernels, const std::vector<char*>& addresses, uint64_t seed,
+    void run_on(Working& working, const Kernels& kernels, const std::vector<Extent>& arrays, uint64_t seed,
                 Threads threads) const;
+    static void check_memory(const Slot& slot, const Extent& array);
 
     bool is_backward_;
     Intervals intervals_;

@@ -495,13 +495,13 @@ class PlannedCall {
 
     // Run, unless the ends of intervals are none: then return false.
     bool run(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
-        addresses_.clear();
+        arrays_.clear();
         for (size_t i = 0; i < args.size(); ++i) {
             // The starts that the plan has beside valid lengths.
-            if (has_lens_ && i == *start_) addresses_.push_back(nullptr);
-            addresses_.push_back(data_of(*args.get<ffi::AnyBuffer>(i)));
+            if (has_lens_ && i == *start_) arrays_.emplace_back();
+            arrays_.push_back(extent_of(*args.get<ffi::AnyBuffer>(i)));
         }
-        for (const size_t i : order_) addresses_.push_back(data_of(**rets.get<ffi::AnyBuffer>(i)));
+        for (const size_t i : order_) arrays_.push_back(extent_of(**rets.get<ffi::AnyBuffer>(i)));
         if (has_lens_) {
             read_integers(*args.get<ffi::AnyBuffer>(*start_), ends_[1]);
             if (const size_t lens = ends_[1].size()) {
@@ -514,17 +514,22 @@ class PlannedCall {
             }
         }
         if (start_) {
-            for (size_t i = 0; i < 2; ++i) addresses_[*start_ + i] = reinterpret_cast<char*>(ends_[i].data());
+            for (size_t i = 0; i < 2; ++i) {
+                const auto bytes = static_cast<int64_t>(ends_[i].size() * sizeof(int64_t));
+                arrays_[*start_ + i] = {reinterpret_cast<char*>(ends_[i].data()), 0, bytes};
+            }
         }
         const uint64_t seed = has_dropout_ ? static_cast<uint64_t>(attribute<int64_t>(attributes, "seed")) : 0;
-        plan_->run(selected_kernels(), addresses_, seed, threads.load(std::memory_order_relaxed));
+        plan_->run(selected_kernels(), arrays_, seed, threads.load(std::memory_order_relaxed));
         return true;
     }
 
    private:
     using Size = std::pair<ffi::DataType, size_t>;
 
-    static char* data_of(const ffi::AnyBuffer& x) { return static_cast<char*>(x.untyped_data()); }
+    static Extent extent_of(const ffi::AnyBuffer& x) {
+        return {static_cast<char*>(x.untyped_data()), 0, static_cast<int64_t>(x.size_bytes())};
+    }
     static Size size_of(const ffi::AnyBuffer& x) { return {x.element_type(), x.element_count()}; }
 
     static size_t place_of(ffi::Dictionary attributes, size_t operand) {
@@ -540,7 +545,7 @@ class PlannedCall {
     bool has_lens_ = false;        // whether the call has valid lengths in their place
     int64_t key_len_ = 0;
     std::vector<int64_t> ends_[2];
-    std::vector<char*> addresses_;
+    std::vector<Extent> arrays_;
 };
 
 // Whether a call can have a plan.

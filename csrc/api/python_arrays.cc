@@ -54,6 +54,23 @@ int64_t size_of_letter(char letter) {
     }
 }
 
+// The same of a dtype.
+int64_t item_of(const NumpyDtype& dtype) {
+    constexpr int kOwnTypes =
+        24;  // of NumPy itself; those of other libraries have larger numbers and letters of theirs
+    return dtype.number < kOwnTypes ? size_of_letter(dtype.letter) : 0;
+}
+
+// The memory of an array whose strides are in units of so many bytes.
+Extent extent_of(char* data, int64_t item, int ndim, const int64_t* shape, const int64_t* strides, int64_t unit) {
+    Extent extent{data, 0, item};
+    for (int i = 0; i < ndim; ++i) {
+        if (shape[i] == 0) return {data};
+        extent.add_axis(shape[i], strides[i] * unit);
+    }
+    return extent;
+}
+
 // The parts of the DLPack 1.x ABI that are read here (github.com/dmlc/dlpack, dlpack.h).
 struct DlTensor {
     void* data;
@@ -132,18 +149,22 @@ bool use_tensors(PyObject* types, PyObject* exchange_api) {
     return true;
 }
 
-bool get_data(PyObject* object, char*& data) {
-    DlTensor found;
+bool get_extent(PyObject* object, Extent& extent) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == numpy_type) {
-        data = numpy_array(object).data;
+        const NumpyArray& x = numpy_array(object);
+        const int64_t item = item_of(*x.dtype);
+        if (item == 0) return false;
+        extent = extent_of(x.data, item, x.ndim, x.shape, x.strides, 1);
         return true;
     }
+    DlTensor x;
     if (!is_tensor_type(Py_TYPE(object))) return false;
-    if (exchange->view(object, &found) != 0) {
+    if (exchange->view(object, &x) != 0) {
         PyErr_Clear();
         return false;
     }
-    data = static_cast<char*>(found.data) + found.byte_offset;
+    const int64_t item = x.bits / 8;
+    extent = extent_of(static_cast<char*>(x.data) + x.byte_offset, item, x.ndim, x.shape, x.strides, item);
     return true;
 }
 
@@ -159,11 +180,9 @@ ArrayView::ArrayView(PyObject* object) {
 
 bool ArrayView::read_numpy(const PyObject* object) {
     const NumpyArray& x = numpy_array(object);
-    constexpr int kOwnTypes =
-        24;  // of NumPy itself; other libraries' dtypes have larger numbers, and letters of theirs
-    item_ = size_of_letter(x.dtype->letter);
+    item_ = item_of(*x.dtype);
     const bool is_native = x.dtype->byte_order == '=' || x.dtype->byte_order == '|';
-    if (item_ == 0 || !is_native || x.dtype->number >= kOwnTypes || (x.flags & kAligned) == 0) return false;
+    if (item_ == 0 || !is_native || (x.flags & kAligned) == 0) return false;
     format_ = x.dtype->letter == 'l' && sizeof(long) == 8 ? 'q' : x.dtype->letter;
     ndim_ = x.ndim;
     stride_unit_ = 1;

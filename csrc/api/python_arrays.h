@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 
+#include "api/call_plan.h"
 #include "runtime/attention.h"
 
 namespace attnscore {
@@ -19,8 +20,9 @@ bool use_numpy(PyObject* ndarray, PyObject* example, const void* address);
 // `__dlpack_c_exchange_api__`. Return false, and read none, where its version is unknown here.
 bool use_tensors(PyObject* types, PyObject* exchange_api);
 
-// Get the address of an array's memory; false where `object` is of none of those types.
-bool get_data(PyObject* object, char*& data);
+// Get the memory of an array. False where `object` is of none of those types, or of a dtype that is not read here: no
+// Python error is set then.
+bool get_extent(PyObject* object, Extent& extent);
 
 // Memory, dtype, shape and strides of one array, valid while the array is held and unchanged.
 class ArrayView {

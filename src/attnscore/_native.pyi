@@ -115,11 +115,11 @@ def multiply_rows(x: Any, matrix: Any, to: NDArray[Any], threads: int, /) -> boo
 class CallPlan:
     """A forward or a backward whose arrays were checked once, for other memory of the same shapes and strides."""
 
-    def __call__(self, addresses: tuple[int | _Array, ...], seed: int, threads: int, /) -> None:
-        """Run on arrays by their addresses, or by arrays or tensors whose shapes and strides are not checked again.
+    def __call__(self, arrays: tuple[Any, ...], seed: int, threads: int, /) -> None:
+        """Run on arrays or tensors, whose shapes and strides are not checked again.
 
-        `addresses` are of all arrays that were given, in the order of the arguments. An address that is null or
-        misaligned raises ValueError, as does a wrong number of addresses. `seed` replaces that of the score.
+        `arrays` are all that were given, in the order of the arguments. One that is misaligned or has less memory than
+        the example raises ValueError, as does a wrong number of arrays. `seed` replaces that of the score.
         """
 
     def allocate_and_run(

@@ -197,8 +197,8 @@ class Backend(ABC):
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
     has_slow_callbacks = False
     """Whether a `host_callback` takes longer than a small call in the framework's own operations."""
-    has_uncounted_writes = False
-    """Whether arrays may be written to in ways that no `version` and no flag shows."""
+    has_mutable_arrays = True
+    """Whether arrays may be written to."""
     can_unpad = False
     """Whether `indices_before` and `put_rows` gather the real keys of a call: not where a program is compiled for each
     number of them."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
@@ -28,28 +28,40 @@ _MOST = {"float32": 60.0, "float64": 600.0}
 _FEW_NUMBERS = 2**12
 
 
-class _Exps(NamedTuple):
-    """Exponentials e^2b of keys b, from which tanh(a + b) = 1 - 2 / (1 + e^2a e^2b) takes a division."""
+@dataclass(eq=False, slots=True)
+class _PrivateKeys:
+    """Keys to which no caller has a reference, with exponentials that would be wrong after a write to them.
 
-    exps: HostArray
-    ops: Backend
-    version: int | None
-    """Of the keys that they are of (`Backend.version`)."""
+    No framework counts all writes (PyTorch none through ``.data`` and ``.numpy()``), so the exponentials end when a
+    caller gets the array.
+    """
+
+    key: Array
+    exps: HostArray | None
+    """e^2b of the keys b, from which tanh(a + b) = 1 - 2 / (1 + e^2a e^2b) takes a division."""
+    is_mutable: bool
 
     @staticmethod
-    def of(ops: Backend, key: Array, score: Any) -> _Exps | None:
-        """Return those of keys whose score reads them; None for others, and for keys with a gradient or traced."""
+    def of(ops: Backend, key: Array, score: Any) -> _PrivateKeys | None:
+        """Return keys whose score reads exponentials; None for others, and for keys with a gradient or traced."""
         if type(score) is not Additive or score.activation != "tanh" or backends.compiled() is not None:
             return None
         if native.module is None or ops.needs_grad(key) or ops.needs_host_callback(key) or not ops.has_cpu_buffer(key):
             return None
-        if math.prod(key.shape) < _FEW_NUMBERS or ops.has_uncounted_writes:
+        if math.prod(key.shape) < _FEW_NUMBERS:
             return None
         sums = accumulator(ops.dtype(key))
         exponents = np.clip(2 * ops.memory(ops.astype(key, sums)), -_MOST[sums], _MOST[sums])
-        if type(key) is np.ndarray:
-            key.flags.writeable = False  # writes to it are not counted
-        return _Exps(np.exp(exponents, order="C"), ops, ops.version(key))
+        if ops.has_mutable_arrays:
+            # A hook on the layer's projection may have a reference.
+            key = ops.from_memory(ops.memory(key).copy(), ops.dtype(key), key)
+        return _PrivateKeys(key, np.exp(exponents, order="C"), ops.has_mutable_arrays)
+
+    def share(self) -> Array:
+        """Return the keys to a caller, who may write to them."""
+        if self.is_mutable:
+            self.exps = None
+        return self.key
 
 
 @final
@@ -63,8 +75,8 @@ class PreparedKeys:
     Parameters
     ----------
     key : (..., key, h)
-        An array to read: slice it, concatenate it, copy it into a buffer, add features to it. Not to be written to, as
-        exponentials of it may be kept beside it for calls without gradients.
+        The array itself: later calls see what is written to it. Calls without gradients may be faster until the first
+        use of this attribute, as exponentials of the keys are cached as long as only the library has the array.
     score : the score of a query with these keys
 
     Examples
@@ -81,28 +93,32 @@ class PreparedKeys:
 
     key: Array
     score: Any
-    # Not a field: keys that are replaced, traced or differentiated have none.
-    _exps: ClassVar[_Exps | None] = None
+    # Not a field: in its place where the keys have exponentials. Keys that are replaced, traced or differentiated have
+    # none.
+    _private: ClassVar[_PrivateKeys | None] = None
 
     def __post_init__(self) -> None:
         backends.register_pytree(PreparedKeys)
 
     def __repr__(self) -> str:
-        return describe(self)
+        return describe(PreparedKeys(self.array(), self.score))
 
     def __add__(self, features: Array) -> PreparedKeys:
         """Return these keys with features (..., key, h) added: a further term of an additive score."""
-        return dataclasses.replace(self, key=self.key + features)
+        return PreparedKeys(self.array() + features, self.score)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "key" and self._private is not None:
+            return self._private.share()
+        raise AttributeError(f"'PreparedKeys' object has no attribute {name!r}")
+
+    def array(self) -> Array:
+        """Return the keys for a call, which only reads them: they keep their exponentials, unlike with ``.key``."""
+        return self.key if self._private is None else self._private.key
 
     def exps(self) -> HostArray | None:
-        """Return exponentials of the keys; None where there are none, or the keys have been written to since."""
-        if self._exps is None:
-            return None
-        exps, ops, version = self._exps
-        # NumPy counts no writes: `_Exps.of` forbids them, but a copy by pickle or deepcopy may be written to again.
-        if type(self.key) is np.ndarray and self.key.flags.writeable:
-            return None
-        return exps if ops.version(self.key) == version else None
+        """Return exponentials of the keys; None where there are none, or where a caller has the array."""
+        return None if self._private is None or backends.compiled() is not None else self._private.exps
 
     def unpack(self, score: Any) -> tuple[Array, Any]:
         """Return the key and the score of a call; raise ArgumentError where the call names a score of its own."""
@@ -110,7 +126,7 @@ class PreparedKeys:
         if not isinstance(score, str) or score != "scaled_dot":
             hint = "prepare_keys(score, key) has bound them to theirs; .key holds the array"
             raise ArgumentError(message("score", "no score with prepared keys", shown(score), hint=hint))
-        return self.key, self.score
+        return self.array(), self.score
 
 
 def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys:
@@ -179,9 +195,15 @@ def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys
 
 def with_exps(ops: Backend, key: Array, score: Any) -> PreparedKeys:
     """Return keys that a score has computed, with their exponentials where calls read them."""
-    prepared = PreparedKeys(key, score)
-    object.__setattr__(prepared, "_exps", _Exps.of(ops, key, score))
-    return prepared
+    prepared, private = PreparedKeys(key, score), _PrivateKeys.of(ops, key, score)
+    return prepared if private is None else _bound(private, score)
+
+
+def _bound(private: _PrivateKeys, score: Any) -> PreparedKeys:
+    # Without the constructor: 1 us of a small step's 35.
+    bound = object.__new__(PreparedKeys)
+    vars(bound).update(score=score, _private=private)
+    return bound
 
 
 def with_exps_of(prepared: Any, key: Array, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -189,13 +211,10 @@ def with_exps_of(prepared: Any, key: Array, arguments: dict[str, Any]) -> tuple[
 
     The score among the arguments is the layer's of now, of the kind of that of the keys.
     """
-    if type(prepared) is not PreparedKeys or prepared._exps is None or key is not prepared.key:
+    if type(prepared) is not PreparedKeys or prepared._private is None or key is not prepared._private.key:
         return key, arguments
     options = {**arguments}
-    # Without the constructor: 1 us of a small step's 35.
-    bound = object.__new__(PreparedKeys)
-    vars(bound).update(key=key, score=options.pop("score"), _exps=prepared._exps)
-    return bound, options
+    return _bound(prepared._private, options.pop("score")), options
 
 
 def _layout(shape: tuple[int, ...], head_axis: int) -> AxisLayout:

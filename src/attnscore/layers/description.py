@@ -435,8 +435,9 @@ class BaseAttention(Generic[A]):
         if not isinstance(self, PreparesKeys):
             hint = "AdditiveAttention takes prepared keys"
             raise FrameworkError(message("keys", "an array", "PreparedKeys", hint=hint))
-        shared.check_features("keys", keys.key.shape[-1], self._layer.option("num_hiddens"), "w_v")
-        return keys.key, self._layer.after_keys
+        key = keys.array()
+        shared.check_features("keys", key.shape[-1], self._layer.option("num_hiddens"), "w_v")
+        return key, self._layer.after_keys
 
     def _operands(
         self,

@@ -62,6 +62,7 @@ class JaxBackend(Backend):
     name = "jax"
     has_autodiff = True
     has_planned_gradients = True
+    has_mutable_arrays = False
     xp = jnp
 
     def register_pytree(self, kind: type) -> None:

@@ -36,7 +36,6 @@ class MxnetBackend(Backend):
 
     name = "mxnet"
     has_autodiff = True
-    has_uncounted_writes = True
     has_planned_gradients = True
     xp = Modules(mx.np, npx)
 

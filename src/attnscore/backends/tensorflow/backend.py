@@ -52,6 +52,7 @@ class TensorFlowBackend(Backend):
     name = "tensorflow"
     has_autodiff = True
     has_planned_gradients = True
+    has_mutable_arrays = False
     has_slow_callbacks = True
     xp = Modules(tf.math, tf, tf.experimental.numpy)
 
