@@ -80,6 +80,45 @@ def test_several_python_threads_at_once() -> None:
     assert not wrong
 
 
+PROCESSORS = """
+import os, time
+from native_cases import Case
+
+case = Case(lead=(4,), head=4, query_len=70, key_len=90)
+others = {int(x) for x in os.listdir("/proc/self/task")}
+whole = os.sched_getaffinity(0)
+some = set(sorted(whole)[: max(1, len(whole) - 2)])
+
+def workers_settle(threads, allowed, expected):
+    os.sched_setaffinity(0, allowed)
+    for _ in range(500):
+        case.run(threads)
+        workers = {int(x) for x in os.listdir("/proc/self/task")} - others
+        masks = [os.sched_getaffinity(x) for x in workers]
+        if masks and all(map(expected, masks)):
+            return len(masks)
+        time.sleep(0.01)
+    raise SystemExit(f"{threads} threads, the caller on {allowed}: {masks}")
+
+def few(allowed):
+    return lambda mask: mask <= allowed and len(mask) == max(1, len(allowed) - 1)
+
+for allowed in (some, whole, some, whole):
+    workers_settle(3, allowed, few(allowed))
+for allowed in (some, whole):
+    assert workers_settle(40, allowed, lambda mask: mask == allowed) > 16
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="a thread has no choice here"
+)
+def test_workers_run_on_the_processors_of_their_caller() -> None:
+    """Whoever started them; a few keep off the processor that the caller is on."""
+    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__), "OPENBLAS_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", PROCESSORS], env=environment, check=True, timeout=60)
+
+
 def child(expected: tuple[np.ndarray, ...], queue: Any) -> None:
     queue.put(all(same(answer(2), expected) for _ in range(3)))
 

@@ -3,7 +3,8 @@
 // - tasks flush subnormal results to zero and round to nearest, whatever mode the caller's thread is in;
 // - low overhead: no lock to join or leave a job, and a system call only to wake sleeping workers;
 // - no waiting for a worker that has not joined: on a busy machine the caller does the work alone;
-// - no worker on the processor of the caller, where it would run after the work is done;
+// - workers run where their caller may, whoever started them, and not on its processor, where one would run after the
+//   work is done;
 // - safe after fork: the child has none of its parent's workers and starts its own;
 // - no delay at exit: workers are detached, and what they sleep on is never destroyed.
 // Calls from a framework that runs on OpenMP take its threads instead, except after a fork.
@@ -87,44 +88,44 @@ class TaskMode {
     const uint64_t before_;
 };
 
-// Bars workers from the processor of the caller. Linux wakes a thread on the processor of its waker unless it finds an
-// idle one, and takes none in a virtual machine for idle that the host has put to sleep. The worker waits there for the
-// caller's time slice to end, in call after call: with pauses of 5 ms or more two threads took as long as one
-// (TUNING.md, Threads).
+// The processors on which workers may run: those of the caller of this job, which may differ from those of the caller
+// that started them or of the last one. A few workers are also barred from the processor that the caller is on. Linux
+// wakes a thread on the processor of its waker unless it finds an idle one, and takes none in a virtual machine for
+// idle that the host has put to sleep. The worker waits there for the caller's time slice to end, in call after call:
+// with pauses of 5 ms or more two threads took as long as one (TUNING.md, Threads).
 #if defined(__linux__)
 class Processors {
    public:
     // Called by a worker when it starts.
     static int thread() { return static_cast<int>(syscall(SYS_gettid)); }
 
-    // Keep these workers, of which some may not have started, from where the caller is. A system call for each, when
-    // the caller has moved.
-    void bar(std::atomic<int>* workers, int count) {
+    // Place these workers, of which some may not have started. A system call, and one for each worker when the caller
+    // has moved or has other processors than the last one.
+    void place(const std::atomic<int>* workers, int count) {
+        cpu_set_t allowed;
+        if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
         const int processor = sched_getcpu();
-        if (processor == barred_ && count <= known_) return;
-        cpu_set_t others;
-        // What the caller may use now: its program may have changed that since the workers began.
-        if (processor < 0 || sched_getaffinity(0, sizeof others, &others) != 0) return;
-        CPU_CLR(processor, &others);
-        if (CPU_COUNT(&others) == 0) return;
-        known_ = 0;
-        for (int i = 0; i < count; ++i) {
-            const int worker = workers[i].load(std::memory_order_relaxed);
+        if (processor >= 0 && count <= kMostBarred && CPU_COUNT(&allowed) > 1) CPU_CLR(processor, &allowed);
+        if (!CPU_EQUAL(&allowed, &current_)) {
+            current_ = allowed;
+            placed_ = 0;
+        }
+        for (; placed_ < count; ++placed_) {
+            const int worker = workers[placed_].load(std::memory_order_relaxed);
             if (worker == 0) return;
             // Where this is not allowed nothing changes.
-            (void)sched_setaffinity(worker, sizeof others, &others);
-            known_ = i + 1;
+            (void)sched_setaffinity(worker, sizeof current_, &current_);
         }
-        barred_ = processor;
     }
 
    private:
-    int barred_ = -1, known_ = 0;  // the processor, and from how many workers it is barred
+    cpu_set_t current_{};
+    int placed_ = 0;  // how many workers have these processors
 };
 #else
 struct Processors {
     static int thread() { return 1; }
-    void bar(std::atomic<int>*, int) {}
+    void place(const std::atomic<int>*, int) {}
 };
 #endif
 
@@ -149,7 +150,7 @@ class Pool {
     Job job_{};        // written by the caller while the gate is closed
     int workers_ = 0;  // started so far; used by the caller alone
     Processors processors_;
-    std::atomic<int> threads_[kMostBarred]{};  // of the first workers, as the system numbers them
+    std::atomic<int> threads_[kMostThreads]{};  // of the workers, as the system numbers them
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<uint32_t> gate_{0};
     alignas(64) std::atomic<uint32_t> generation_{0};  // grows with each job; workers sleep on it
@@ -160,7 +161,7 @@ void Pool::run(const Job& job, int helpers) {
     helpers = std::min(helpers, workers_);
     job_ = job;
     next_.store(0, std::memory_order_relaxed);
-    if (workers_ <= kMostBarred) processors_.bar(threads_, workers_);
+    processors_.place(threads_, workers_);
     gate_.store(static_cast<uint32_t>(helpers) * kSeat, std::memory_order_release);
     generation_.fetch_add(1, std::memory_order_release);
     if (helpers < workers_) {
@@ -199,7 +200,7 @@ void Pool::start_workers(int wanted) {
 #endif
     try {
         for (; workers_ < wanted; ++workers_) {
-            std::atomic<int>& thread = threads_[std::min(workers_, kMostBarred - 1)];
+            std::atomic<int>& thread = threads_[workers_];
             std::thread([this, &thread] { work(thread); }).detach();
         }
     } catch (const std::system_error&) {
