@@ -8,6 +8,7 @@ import importlib
 import itertools
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,7 @@ def _inputs(queries: int = 4, keys: int = 6) -> list[torch.Tensor]:
     return [torch.randn(2, 3, length, 5) for length in (queries, keys, keys)]
 
 
-def test_the_oldest_answer_makes_room() -> None:
+def test_the_least_recently_used_makes_room() -> None:
     memory: BoundedCache[int] = BoundedCache(maxsize=2)
     asked: list[int] = []
 
@@ -50,21 +51,44 @@ def test_the_oldest_answer_makes_room() -> None:
 
         return memory.get_or_compute(key, work)
 
-    assert [ask(key) for key in (1, 2, 1, 3, 2, 1)] == [10, 20, 10, 30, 20, 10]
-    assert asked == [1, 2, 3, 1]
+    assert [ask(key) for key in (1, 2, 1, 3, 1, 2, 3)] == [10, 20, 10, 30, 10, 20, 30]
+    assert asked == [1, 2, 3, 2, 3]
 
 
-def test_the_oldest_answers_make_room_for_heavy_ones() -> None:
-    memory: BoundedCache[int] = BoundedCache(maxsize=9, most=10)
+def test_the_least_recently_used_make_room_for_heavy_ones() -> None:
+    memory: BoundedCache[int] = BoundedCache(maxsize=9, max_weight=10)
     for key, weight in enumerate((1, 4, 4, 3, 2)):
-        memory.get_or_compute(key, lambda key=key: 10 * key)
-        memory.weigh(key, weight)
+        memory.get_or_compute(key, lambda key=key: 10 * key, weight)
     assert [memory.get(key) for key in range(5)] == [None, None, 20, 30, 40]
-    memory.weigh(3, 5)  # the weights of an entry add up
+    memory.weigh(3, 8)
     assert [memory.get(key) for key in range(5)] == [None, None, None, 30, 40]
-    memory.get_or_compute("all", lambda: 50)
-    memory.weigh("all", 11)
-    assert [memory.get(key) for key in (3, 4, "all")] == [None, None, None]
+    # What is larger than the whole cache leaves the others where they are.
+    assert memory.get_or_compute("large", lambda: 50, 11) == 50
+    assert [memory.get(key) for key in (3, 4, "large")] == [30, 40, None]
+    memory.weigh(3, 11)
+    assert memory.values() == [40]
+
+
+def test_threads_share_a_cache() -> None:
+    """Each gets the result for its key, and no more than the bound is cached."""
+    memory: BoundedCache[int] = BoundedCache(maxsize=8, max_weight=20)
+    wrong: list[int] = []
+
+    def caller(seed: int) -> None:
+        keys = np.random.default_rng(seed).integers(0, 16, 2000).tolist()
+        wrong.extend(key for key in keys if memory.get_or_compute(key, lambda key=key: -key, key % 4) != -key)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=caller, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong and 0 < len(memory.values()) <= 8
 
 
 @pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
@@ -73,7 +97,28 @@ def test_plans_of_many_heads_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     for keys in range(1, 9):
         for _ in range(2):
             ats.attend(*(torch.randn(6, 5, n, 4) for n in (1, keys, keys)))
-    assert [x.heads for x in found._entries.values()] == [30, 30, 30]
+    assert [x.heads for x in found.values()] == [30, 30, 30]
+
+
+@pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
+def test_plans_in_use_survive_large_calls_and_growing_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    builds: list[tuple[int, ...]] = []
+    monkeypatch.setattr(plan, "PLANS", BoundedCache(8, 100))
+    build = plan.build
+    monkeypatch.setattr(plan, "build", lambda *args: builds.append(args[1].score_shape.rows) or build(*args))
+    arrays = [torch.randn(2, n, 5) for n in (1, 6, 6)]
+    for length in range(1, 20):
+        ats.attend(*arrays)
+        ats.attend(*(torch.randn(1, n, 4) for n in (1, length, length)))
+        ats.attend(*(torch.randn(101, n, 4) for n in (1, 3, 3)))
+    assert builds.count((2, 1, 1, 1)) == 1 and builds.count((101, 1, 1, 1)) == 19
+
+
+@pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
+def test_explain_says_that_no_plan_is_cached() -> None:
+    small, large = (np.zeros((batch, 1, 2), np.float32) for batch in (plan.MOST_HEADS, plan.MOST_HEADS + 1))
+    assert not ats.explain(small, small, small).remarks
+    assert "no plan is cached" in str(ats.explain(large, large, large))
 
 
 def test_what_raises_has_no_hash_or_no_key_is_not_remembered() -> None:
@@ -160,9 +205,9 @@ def test_a_learned_query_beside_plain_keys_has_a_plan(monkeypatch: pytest.Monkey
     entries: BoundedCache[Any] = BoundedCache()
     monkeypatch.setattr(plan, "PLANS", entries)
     found = ats.attend(torch.nn.Parameter(query), key, value)
-    assert len(entries._entries) == 1
+    assert len(entries.values()) == 1
     torch.testing.assert_close(found, ats.attend(query, key, value))
-    assert len(entries._entries) == 1, "it is that of tensors"
+    assert len(entries.values()) == 1, "it is that of tensors"
 
 
 def test_a_name_means_the_score_that_it_stands_for_now(monkeypatch: pytest.MonkeyPatch) -> None:

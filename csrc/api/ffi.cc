@@ -564,11 +564,17 @@ bool is_planned(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionar
 // Run a call by its plan; false where it has none.
 bool run_planned(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
     // Those of a thread, so that none waits for another.
-    thread_local std::unordered_map<int64_t, std::unique_ptr<PlannedCall>> plans;
-    thread_local int64_t planned_heads = 0;
+    struct Entry {
+        std::unique_ptr<PlannedCall> plan;
+        int64_t heads, used;
+    };
+    thread_local std::unordered_map<int64_t, Entry> plans;
+    thread_local int64_t planned_heads = 0, calls = 0;
     const auto digest = attribute<int64_t>(attributes, "digest");
     if (const auto found = plans.find(digest); found != plans.end()) {
-        return found->second->fits(args, rets) && found->second->run(args, rets, attributes);
+        PlannedCall& planned = *found->second.plan;
+        found->second.used = ++calls;
+        return planned.fits(args, rets) && planned.run(args, rets, attributes);
     }
     if (!is_planned(args, rets, attributes)) return false;
     const ffi::Span<const int64_t> axes = first_result(args, attributes);
@@ -576,9 +582,16 @@ bool run_planned(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets r
     for (size_t i = 0; i + 2 < axes.size(); ++i) heads *= axes[i];
     if (heads > kMostPlannedHeads) return false;
     auto planned = std::make_unique<PlannedCall>(is_backward, args, rets, attributes);
-    if (plans.size() >= kMostPlans || planned_heads + heads > kMostPlannedHeads) plans.clear(), planned_heads = 0;
+    while (plans.size() >= kMostPlans || planned_heads + heads > kMostPlannedHeads) {
+        const auto oldest = std::min_element(plans.begin(), plans.end(), [](const auto& left, const auto& right) {
+            return left.second.used < right.second.used;
+        });
+        planned_heads -= oldest->second.heads;
+        plans.erase(oldest);
+    }
     planned_heads += heads;
-    return plans.emplace(digest, std::move(planned)).first->second->run(args, rets, attributes);
+    Entry& entry = plans.emplace(digest, Entry{std::move(planned), heads, ++calls}).first->second;
+    return entry.plan->run(args, rets, attributes);
 }
 
 ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) try {

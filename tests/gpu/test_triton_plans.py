@@ -57,7 +57,7 @@ def with_gradients(arrays: list[torch.Tensor], **options: Any) -> list[torch.Ten
 
 def only_plan() -> Any:
     """Return the plan that is kept; None where there is none."""
-    found = list(plans.PLANS._entries.values())
+    found = plans.PLANS.values()
     assert len(found) < 2
     return found[0] if found else None
 
@@ -84,7 +84,7 @@ def test_the_bits_of_a_call_without_a_plan(shape: str, mask: str, score: Any, mo
         with torch.no_grad():
             found[1].append(ats.attend(*second, kernel="triton", **options))
     monkeypatch.setattr(Triton, "prepare", lambda *_: None)
-    plans.PLANS._entries.clear()
+    plans.PLANS.clear()
     for x, wanted in zip(found, (with_gradients(first, **options), with_gradients(second, **options)), strict=True):
         for part, want in zip(x, [*wanted, wanted[0]], strict=False):
             torch.testing.assert_close(part, want, rtol=0, atol=0, equal_nan=True)

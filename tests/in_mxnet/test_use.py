@@ -261,11 +261,11 @@ def test_recorded_calls_share_a_plan_that_holds_no_array(score: str) -> None:
         loss.backward()
         return [x.grad.asnumpy() for x in arrays]
 
-    plans.PLANS._entries.clear()
+    plans.PLANS.clear()
     wanted = {seed: gradients_of(seed) for seed in (0, 10)}
-    assert len(plans.PLANS._entries) == 1 and not onp.allclose(wanted[0][2], wanted[10][2])
+    assert len(plans.PLANS.values()) == 1 and not onp.allclose(wanted[0][2], wanted[10][2])
     for seed, grads in wanted.items():
-        plans.PLANS._entries.clear()
+        plans.PLANS.clear()
         assert all(map(onp.array_equal, gradients_of(seed), grads))
 
 

@@ -12,6 +12,7 @@ from attnscore import backends, kernels, scores
 from attnscore.backends.base import Array, itemsize
 from attnscore.core import tiling
 from attnscore.core.arguments import check_choice, check_count, check_flag, shown
+from attnscore.core.plan import MOST_HEADS
 from attnscore.core.prepared import PreparedKeys
 from attnscore.core.problem import build_problem, wanted_statistics
 from attnscore.core.tiling import TilePlan
@@ -234,6 +235,9 @@ def explain(
         )
         chosen, plan = kernels.choose(kernel, problem), tiling.plan(problem)
         notes, plan = chosen.notes(problem, plan), chosen.explain_tiles(problem, plan)
+        heads = math.prod(score_shape.rows[:-1])
+        if chosen.name == "native" and heads > MOST_HEADS:
+            notes += (f"no plan is cached for {heads:,} heads of all elements of the batch, above {MOST_HEADS:,}",)
     size = itemsize(problem.dtype)
     moved = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
     moved += math.prod(score_shape.rows) * layout.value_dim

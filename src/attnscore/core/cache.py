@@ -3,12 +3,15 @@
 - A key holds everything that the computation reads, types included (``True == 1 == 1.0``).
 - A computation that raises is not cached, and raises again at the next call.
 - No array of a caller is held.
+- There is no lock, which a fork could copy while it is taken: each step is one operation of a dictionary, atomic with
+  and without the interpreter's lock. Threads that miss at the same time may compute a result twice or drop two entries.
 """
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
@@ -16,50 +19,84 @@ Result = TypeVar("Result")
 _UNHASHABLE = (TypeError, NotImplementedError)
 
 
-class BoundedCache(Generic[Result]):
-    """Results of one computation by key; a full cache drops the oldest.
+@dataclass(eq=False, slots=True)
+class _Entry(Generic[Result]):
+    value: Result
+    weight: float
+    used: int
+    """Number of entries ever inserted at the last use."""
 
-    It is full with `maxsize` entries, or where the weights that `weigh` was given add up to more than `most`.
+
+class BoundedCache(Generic[Result]):
+    """Results of one computation by key; a full cache drops the least recently used.
+
+    It is full with `maxsize` entries, or where their weights add up to `max_weight`. An entry that weighs more than the
+    whole cache is not cached. Age is counted in insertions, so a hit after a hit writes nothing.
     """
 
-    def __init__(self, maxsize: int = 512, most: int | None = None) -> None:
-        self._maxsize, self._most = maxsize, most
-        self._entries: dict[Hashable, Result] = {}
-        self._weights: dict[Hashable, int] = {}
+    def __init__(self, maxsize: int = 512, max_weight: float = math.inf) -> None:
+        self._maxsize, self._max_weight = maxsize, max_weight
+        self._entries: dict[Hashable, _Entry[Result]] = {}
+        self._inserted = 0
 
     def get(self, key: Hashable) -> Result | None:
         """Return the result for `key`, or None."""
         try:
-            return self._entries.get(key)
+            entry = self._entries.get(key)
         except _UNHASHABLE:
             return None
+        if entry is None:
+            return None
+        if entry.used != self._inserted:
+            entry.used = self._inserted
+        return entry.value
 
-    def get_or_compute(self, key: Hashable, compute: Callable[[], Result]) -> Result:
+    def get_or_compute(self, key: Hashable, compute: Callable[[], Result], weight: float = 0) -> Result:
         """Return the cached result for `key`, or ``compute()``, which is cached unless the key is None."""
         try:
-            return self._entries[key]
-        except KeyError:
-            pass
+            entry = self._entries.get(key)
         except _UNHASHABLE:
             return compute()
+        if entry is not None:
+            entry.used = self._inserted
+            return entry.value
         result = compute()
-        if key is not None:
-            if len(self._entries) >= self._maxsize:
-                self._drop_oldest()
-            self._entries[key] = result
-        return result
+        if key is None or weight > self._max_weight:
+            return result
+        entry = self._entries.setdefault(key, _Entry(result, weight, self._inserted))
+        # Now, so that a hit that follows is younger than the insertion.
+        self._inserted += 1
+        self._make_room(key)
+        return entry.value
 
-    def weigh(self, key: Hashable, weight: int) -> None:
-        """Add to the weight of an entry; the oldest go until all that are left weigh at most `most`."""
-        if self._most is None or self.get(key) is None:
+    def weigh(self, key: Hashable, weight: float) -> None:
+        """Set the weight of an entry, which has grown; the least recently used make room for it."""
+        entry = self._entries.get(key)
+        if entry is None:
             return
-        self._weights[key] = self._weights.get(key, 0) + weight
-        while sum(tuple(self._weights.values())) > self._most and self._entries:
-            self._drop_oldest()
+        if weight > self._max_weight:
+            self._entries.pop(key, None)
+        else:
+            entry.weight = weight
+            self._make_room(key)
 
-    def _drop_oldest(self) -> None:
-        # Another thread may insert or evict meanwhile; then this one leaves an entry too many.
-        with contextlib.suppress(RuntimeError, StopIteration):
-            oldest = next(iter(self._entries))
-            self._entries.pop(oldest, None)
-            self._weights.pop(oldest, None)
+    def values(self) -> list[Result]:
+        """Return all cached results."""
+        return [entry.value for entry in self._entries.copy().values()]
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        self._entries.clear()
+
+    def _make_room(self, newest: Hashable) -> None:
+        """Drop the least recently used entries until the others fit together with `newest`."""
+        entries = self._entries.copy()
+        count, weight = len(entries), sum(entry.weight for entry in entries.values())
+        if count <= self._maxsize and weight <= self._max_weight:
+            return
+        entries.pop(newest, None)
+        for key, entry in sorted(entries.items(), key=lambda item: item[1].used):
+            self._entries.pop(key, None)
+            count, weight = count - 1, weight - entry.weight
+            if count <= self._maxsize and weight <= self._max_weight:
+                return

@@ -54,7 +54,7 @@ class ExecutionPlan(Protocol):
         """Heads of all elements of the batch, for each of which a plan holds about 2 KB a direction."""
 
 
-# Heads of all plans of a cache: 75 MB a direction.
+# Heads of all plans of a cache: 75 MB a direction. A call of more heads is planned each time.
 MOST_HEADS = 2**15
 PLANS: BoundedCache[ExecutionPlan] = BoundedCache(256, MOST_HEADS)
 _NUMBERS = (int, float)
@@ -241,10 +241,7 @@ def build(cache_key: Hashable | None, problem: Problem, kernel: str, arguments: 
         if plan is None and chosen.plans_lowered_calls and _is_lowered(problem):
             plan = _build_lowered(problem, kernel, arrays)
         if plan is not None:
-            found = PLANS.get_or_compute(cache_key, lambda: plan)
-            if found is plan:
-                PLANS.weigh(cache_key, plan.heads)
-            return found
+            return PLANS.get_or_compute(cache_key, lambda: plan, plan.heads)
     return SingleCall(problem, AttentionOp(chosen, problem, tiles))
 
 

@@ -291,9 +291,9 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             plan, arguments = plans.planned(plans.signature(arguments, options), arguments, options)
             if has_weights:
                 plan = plan.with_detached_weights()
-            if type(plan) is not plans.SingleCall:
+            if type(plan) is not plans.SingleCall and plan.heads <= plans.MOST_HEADS:
                 known.plans_of[has_weights] = plan
-                _KNOWN.weigh(key, plan.heads)
+                _KNOWN.weigh(key, sum(each.heads for each in tuple(known.plans_of.values())))
         out: Tensor
         kept: Call | Weights | None = None
         if has_weights:
