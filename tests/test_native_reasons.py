@@ -218,3 +218,21 @@ def test_torch_tensors_with_a_gradient_stay_native() -> None:
     plan = ats.explain(meta, meta, meta)
     assert plan.kernel == "streaming"
     assert "whose memory the CPU cannot read" in reasons_of(plan)[0]
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_misaligned_and_negated_arrays_are_left_to_streaming(framework: str) -> None:
+    """A reason names the array; the numbers are those of a copy."""
+    convert = tensor if framework == "torch" else np.asarray
+    query = np.random.default_rng(0).standard_normal((1, 3, 4)).astype(np.float32)
+    misaligned = np.zeros(query.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(query.shape)
+    misaligned[:] = query
+    arrays = [(torch.from_numpy if framework == "torch" else np.asarray)(misaligned)]
+    if framework == "torch":
+        arrays.append(torch.complex(tensor(query), -tensor(query)).conj().imag)
+    for x in arrays:
+        key = convert(query)
+        found = ats.explain(x, key, key).reasons["native"]
+        assert found[0].startswith("query: arrays whose memory the CPU cannot read (")
+        assert "misaligned, lazily negated" in found[0]
+        np.testing.assert_allclose(ats.attend(x, key, key), ats.attend(key, key, key), rtol=1e-6, atol=1e-6)

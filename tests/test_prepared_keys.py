@@ -435,7 +435,7 @@ def test_keys_whose_data_are_longer_ones() -> None:
 
 
 @needs_native
-def test_arrays_that_nobody_can_write_to_keep_their_exponentials() -> None:
+def test_immutable_keys_keep_their_exponentials() -> None:
     _, key, _, score = _step(3.0, "float32", 16)
     prepared = ats.prepare_keys(ats.Additive(*map(jnp.asarray, (score.w_v, score.W_q, score.W_k))), jnp.asarray(key))
     assert jax.tree.leaves(prepared)[0] is prepared.key

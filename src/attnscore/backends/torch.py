@@ -147,7 +147,9 @@ class TorchBackend(Backend):
         return found
 
     def has_cpu_buffer(self, x: Array) -> bool:
-        return x.is_cpu and not (_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
+        # Tensors over memory of other libraries may be misaligned.
+        is_readable = x.is_cpu and not (_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
+        return is_readable and x.data_ptr() % x.itemsize == 0
 
     def has_values(self, *arrays: Array) -> bool:
         return not any(_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj() for x in arrays)

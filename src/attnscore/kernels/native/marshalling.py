@@ -79,9 +79,10 @@ def reasons(problem: Problem) -> list[str]:
                 found.append(f"{name} of dtype {ops.dtype(x)}")
     if problem.has_relative_bias and 0 in problem.score_shape.user_shape[-2:]:
         found.append("a bias by relative position without queries or keys")
-    if not all(map(ops.has_cpu_buffer, arrays.values())):
+    if unreadable := [name for name, x in arrays.items() if not ops.has_cpu_buffer(x)]:
         # The checks below would read the arrays.
-        return [*found, "arrays whose memory the CPU cannot read (on a device, traced, with tangents, byte-swapped)"]
+        causes = "on a device, traced, with tangents, byte-swapped, misaligned, lazily negated or conjugated"
+        return [*found, f"{', '.join(unreadable)}: arrays whose memory the CPU cannot read ({causes})"]
     rest = None if problem.mask is None else problem.visibility[1]
     if rest is None:
         return found
