@@ -32,8 +32,8 @@ from attnscore.masks.validation import checked_booleans
 
 # Pairs evaluated together: 1 MB of booleans, and 8 MB for each temporary of 64-bit numbers in the function.
 STRIP = 2**20
-# Bytes of the cached intervals of all functions.
-_MOST_BYTES = 2**26
+# Queries, times batch rows, of all cached intervals: 64 MB with one interval each.
+_MOST_ROWS = 2**22
 _CAPTURED_HINT = "arrays that it reads are passed to it by MaskFunction(function, captured=(array,))"
 _HINTS = dict.fromkeys(("numpy", "torch", "jax", "mxnet"), _CAPTURED_HINT)
 _HINTS["tensorflow"] = f"tf.gather(array, index) in place of array[index]; {_CAPTURED_HINT}"
@@ -178,10 +178,13 @@ class MaskFunction(_IndexFunction, IntervalSetMask):
         if any(map(is_unknown, lengths)):
             return None, evaluated
         key = None if key is None else (ops.name, heads, *lengths, key)
-        return _INTERVALS.get_or_compute(key, lambda: _search(evaluated, ops, heads, *lengths)), evaluated
+        interval_set = _INTERVALS.get_or_compute(
+            key, lambda: _search(evaluated, ops, heads, *lengths), weight=query_len * batch
+        )
+        return interval_set, evaluated
 
 
-_INTERVALS: BoundedCache[IntervalSet | None] = BoundedCache(64)
+_INTERVALS: BoundedCache[IntervalSet | None] = BoundedCache(256, _MOST_ROWS)
 
 
 def _search(
