@@ -115,7 +115,8 @@ for allowed in (some, whole):
 )
 def test_workers_run_on_the_processors_of_their_caller() -> None:
     """Whoever started them; a few keep off the processor that the caller is on."""
-    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__), "OPENBLAS_NUM_THREADS": "1"}
+    paths = (os.path.dirname(__file__), os.environ.get("PYTHONPATH", ""))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OPENBLAS_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", PROCESSORS], env=environment, check=True, timeout=60)
 
 

@@ -319,10 +319,18 @@ FAULTS = [
     Fault(
         "prepared-exponentials-of-the-old-keys",
         "src/attnscore/core/prepared.py",
-        "return exps if ops.version(self.key) == version else None",
-        "return exps",
-        "tests/test_prepared_keys.py -k exponentials",
+        "self.exps = None",
+        "pass",
+        "tests/test_prepared_keys.py -k written_to",
         "keys that were written to are scored as they were before",
+    ),
+    Fault(
+        "prepared-keys-that-a-hook-may-write-to",
+        "src/attnscore/core/prepared.py",
+        "ops.from_memory(ops.memory(key).copy(), ops.dtype(key), key)",
+        "key",
+        "tests/test_prepared_keys.py -k keys_of_a_layer",
+        "prepared keys are an array that a hook on the projection has got as well",
     ),
     Fault(
         "prepared-exponentials-clipped-too-soon",
@@ -619,5 +627,21 @@ FAULTS = [
         "arguments, signature = held, None",
         "tests/test_tensorflow.py -k variables_run",
         "calls with variables have no plans",
+    ),
+    Fault(
+        "cache-hits-do-not-count",
+        "src/attnscore/core/cache.py",
+        "if entry.used != self._inserted:",
+        "if False:",
+        "tests/test_plan.py -k in_use_survive",
+        "the plans that a model uses all the time go as soon as they are the oldest",
+    ),
+    Fault(
+        "cache-of-an-entry-larger-than-itself",
+        "src/attnscore/core/cache.py",
+        "if key is None or weight > self._max_weight:",
+        "if key is None:",
+        "tests/test_plan.py -k 'heavy_ones or in_use_survive'",
+        "one call of many heads drops the plans of all others",
     ),
 ]

@@ -310,8 +310,8 @@ FAULTS: list[Fault] = [
     Fault(
         "layer-prepared-keys-keep-their-score",
         "src/attnscore/core/prepared.py",
-        'vars(bound).update(key=key, score=options.pop("score"), _exps=prepared._exps)',
-        'vars(bound).update(key=key, score=options.pop("score") and prepared.score, _exps=prepared._exps)',
+        '_bound(prepared._private, options.pop("score"))',
+        '_bound(prepared._private, options.pop("score") and prepared.score)',
         "tests/test_prepared_keys.py -k keys_of_a_layer",
         "a layer's step over prepared keys takes the weights of when they were prepared",
     ),

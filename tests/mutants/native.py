@@ -821,4 +821,20 @@ FAULTS = [
         "tests/test_jax_native.py -k 'both_ways or plans_are_told'",
         "calls of the same shapes run by the plan of the first, whatever their scale",
     ),
+    Fault(
+        "native-memory-of-a-planned-array",
+        "csrc/api/call_plan.cc",
+        "array.after < slot.example.after",
+        "false",
+        "tests/test_native_validation.py -k memory",
+        "a plan runs on an array that is shorter than its example, and reads behind it",
+    ),
+    Fault(
+        "native-workers-on-the-processors-of-the-last-caller",
+        "csrc/runtime/pool.cc",
+        "!CPU_EQUAL(&allowed, &current_)",
+        "placed_ == 0",
+        "tests/test_native_threads.py -k processors",
+        "workers stay where the first caller of the pool was allowed to run",
+    ),
 ]
