@@ -704,9 +704,9 @@ FAULTS = [
     Fault(
         "native-unchecked-address",
         "csrc/api/call_plan.cc",
-        "address % static_cast<uintptr_t>(item) == 0",
-        "true",
-        "tests/test_native_validation.py -k address",
+        "address % static_cast<uintptr_t>(slot.item) != 0",
+        "false",
+        "tests/test_native_validation.py -k memory",
         "a misaligned address is taken",
     ),
     Fault(

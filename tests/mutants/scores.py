@@ -100,8 +100,8 @@ FAULTS: list[Fault] = [
     Fault(
         "prepared-without-features",
         "src/attnscore/core/prepared.py",
-        "return dataclasses.replace(self, key=self.key + features)",
-        "return dataclasses.replace(self, key=self.key)",
+        "return PreparedKeys(self.array() + features, self.score)",
+        "return PreparedKeys(self.array(), self.score)",
         _prepared("test_added_features"),
         "the location term of the additive score is dropped",
     ),
