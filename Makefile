@@ -6,6 +6,7 @@
 #   SLOW=1              the tests marked slow as well (always when CI=true)
 #   WORKERS=2           how many processes share the tests; 0: pytest itself runs them, as `ARGS=--pdb` wants it
 #   CASES=100           how many cases `make sanitize` and `make arm` draw
+#   ATTNSCORE_TARGETS=all   compiles the native kernels for every CPU, not for this one alone; `make wheel` always does
 #
 # The tests have two environments: MXNet needs NumPy below 1.24, which no other framework takes any more, and Python 3.11,
 # the last that such a NumPy was built for. One run of pytest in the first runs MXNet's tests in the second.
@@ -118,7 +119,7 @@ wheel: $(READY) ## an sdist and from it a wheel for machines of this kind, into 
 	@$(EDITABLE) '.[release]'
 	@rm -rf dist build/wheel
 	@$(BIN)/python -m build --no-isolation --sdist --outdir dist
-	@ATTNSCORE_REQUIRE_NATIVE=1 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel dist/*.tar.gz
+	@ATTNSCORE_TARGETS=all ATTNSCORE_REQUIRE_NATIVE=1 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel dist/*.tar.gz
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	@$(BIN)/python tests/try_wheel.py dist
 

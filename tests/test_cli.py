@@ -668,7 +668,9 @@ def test_version_and_info(capsys):
 
 
 def test_info_says_why_not(capsys, monkeypatch):
-    monkeypatch.setattr(ats, "available", lambda: {"frameworks": {"jax": "not installed"}, "kernels": {"x": None}})
+    monkeypatch.setattr(
+        ats, "available", lambda: {"frameworks": {"jax": "not installed"}, "kernels": {"x": None}, "targets": {}}
+    )
     _, out, _ = run(capsys, "info")
     assert "jax" in out and "not installed" in out
 

@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 import attnscore as ats
 from attnscore import kernels
+from attnscore.backends import native
 from attnscore.core.problem import build_problem
 from attnscore.kernels.base import Kernel
 from attnscore.scores.forms import DistanceForm, InnerForm
@@ -436,10 +438,20 @@ def test_the_form_of_a_gaussian_by_its_values(framework: str, monkeypatch: pytes
 
 def test_available_lists_every_framework_and_kernel() -> None:
     found = ats.available()
-    assert set(found) == {"frameworks", "kernels"}
+    assert set(found) == {"frameworks", "kernels", "targets"}
     assert {"numpy", "torch"} <= set(found["frameworks"])
     assert found["frameworks"]["numpy"] is None and found["frameworks"]["torch"] is None
     assert set(found["kernels"]) == set(kernels.table())
+
+
+def test_targets_that_were_not_compiled_are_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(targets=lambda: ["avx2", "portable"], targets_left_out=lambda: ["avx512"])
+    monkeypatch.setattr(native, "module", module)
+    found = ats.available()["targets"]
+    assert found["avx2"] is None and found["portable"] is None
+    assert found["avx512"] is not None and "ATTNSCORE_TARGETS=all" in found["avx512"]
+    monkeypatch.setattr(native, "module", None)
+    assert ats.available()["targets"] == {}
 
 
 def test_a_framework_that_is_missing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

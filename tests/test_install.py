@@ -5,6 +5,8 @@ Nothing is compiled here: wheels are made without CMake, and CMake configures at
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
+
+from attnscore.backends import native
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "attnscore"
@@ -97,6 +101,24 @@ def test_a_compiler_that_is_installed_later_is_found(tmp_path: Path, bare_path: 
     done = configure(tmp_path / "build", folders)
     assert done.returncode == 0, done.stderr
     assert "C++ compiler" not in said(done)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler here")
+def test_targets_are_chosen_by_name_or_by_this_cpu(tmp_path: Path) -> None:
+    def chosen(name: str) -> list[str]:
+        done = configure(tmp_path / "build", os.environ["PATH"], f"-DATTNSCORE_TARGETS={name}")
+        assert done.returncode == 0, done.stderr
+        return re.findall(r"attnscore: CPU targets (\S+)", done.stdout)[0].split(";")
+
+    every = chosen("all")
+    local = chosen("local")
+    assert local[0] == every[0] and len(local) <= 2 and set(local) <= set(every)
+    if native.module is not None:
+        assert local[-1] == native.module.targets()[0]
+    assert chosen(every[-1]) == list(dict.fromkeys((every[0], every[-1])))
+    wrong = configure(tmp_path / "build", os.environ["PATH"], "-DATTNSCORE_TARGETS=mmx")
+    assert wrong.returncode != 0 and "expected local, all or names among" in said(wrong) and "got mmx" in said(wrong)
 
 
 # ------------------------------------------------------------------ what an installation without kernels says

@@ -26,6 +26,7 @@
 #include "api/row_finish.h"
 #include "api/validate.h"
 #include "runtime/attention.h"
+#include "runtime/cpu.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -58,6 +59,14 @@ class ReleasedLock {
 std::vector<std::string> targets() {
     std::vector<std::string> names;
     for (const Kernels* k : runnable_kernels()) names.emplace_back(k->name);
+    return names;
+}
+
+std::vector<std::string> targets_left_out() {
+    std::vector<std::string> names;
+    const std::vector<std::string> compiled = targets();
+    for (std::string_view name : targets_of_cpu())
+        if (std::find(compiled.begin(), compiled.end(), name) == compiled.end()) names.emplace_back(name);
     return names;
 }
 
@@ -402,6 +411,7 @@ NB_MODULE(_native, m) {
     // A tensor that is alive when Python ends holds its graph, and that a call plan.
     nb::set_leak_warnings(false);
     m.def("targets", &targets);
+    m.def("targets_left_out", &targets_left_out);
     m.def("current_target", &current_target);
     m.def("select", &select_kernels);
     m.def("use_openmp", [](uintptr_t gomp_parallel) { use_openmp(reinterpret_cast<void*>(gomp_parallel)); });

@@ -1,4 +1,7 @@
 // Activations of additive scores, evaluated term by term.
+#pragma once
+
+#include "kernels/simd-inl.h"
 
 // c + a b and c - a b, rounded once where the target can.
 template <class T>

@@ -26,6 +26,11 @@
 // loop alone reaches 15 with four terms to a division, 17 to an estimate, and 18 with eight to an estimate (16 to a
 // division). Zen 4: a division takes that of 2.2 and an estimate with its step that of 3; the loop reaches 20 with four
 // terms to a division, 2% less with eight.
+#pragma once
+
+#include "kernels/activations-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/simd-inl.h"
 
 // How the gradients of a query tile and a key tile are computed, from the smallest magnitudes to the largest. Scores do
 // not tell shared_division, single_division and direct apart: see `scores_by_exps`.

@@ -1,5 +1,11 @@
 // Gradients of additive scores: da_ip = w_p sum_j ds_ij f'(a_ip + b_jp), db likewise over i, and dw_p = sum_ij ds_ij
 // f(a_ip + b_jp). Micro-tiles are not inlined, as in additive_scores-inl.h.
+#pragma once
+
+#include "kernels/activations-inl.h"
+#include "kernels/additive-inl.h"
+#include "kernels/additive_scores-inl.h"
+#include "kernels/simd-inl.h"
 
 template <class T>
 class AdditiveGradients {

@@ -1,5 +1,12 @@
 // Additive scores and their gradients pair by pair, with channels in the lanes: for tiles of so few pairs that the
 // tables of rows and keys would take longer than f itself. Pairs that are masked or whose ds is 0 are not read.
+#pragma once
+
+#include "kernels/activations-inl.h"
+#include "kernels/additive-inl.h"
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/simd-inl.h"
 
 template <class T>
 class AdditivePairs {

@@ -1,5 +1,11 @@
 // Additive scores of query rows against a key tile. A micro-tile here is R rows x a chunk of keys, over some channels.
 // Micro-tiles are not inlined: inside one large function the compiler would keep their sums in memory.
+#pragma once
+
+#include "kernels/activations-inl.h"
+#include "kernels/additive-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/simd-inl.h"
 
 template <class T>
 class AdditiveScores {

@@ -1,5 +1,11 @@
 // Tables of additive scores and their gradients: exponentials and tanh of rows and keys, each in the order of its pass.
 // Those of a query tile are made once, those of a key tile once for all query tiles that share it.
+#pragma once
+
+#include "kernels/activations-inl.h"
+#include "kernels/additive-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/simd-inl.h"
 
 // The magnitudes of the query tiles that a key tile may meet.
 template <class T>

@@ -2,6 +2,21 @@
 // against a range of its query rows, and owns every gradient that it adds to. With R ranges of both, step t pairs the
 // keys r with the rows (r + t) mod R: tasks of a step share nothing, each sum has one order, and no partial gradients
 // of keys or rows are held.
+#pragma once
+
+#include "kernels/additive-inl.h"
+#include "kernels/additive_gradients-inl.h"
+#include "kernels/additive_pairs-inl.h"
+#include "kernels/few_keys_gradients-inl.h"
+#include "kernels/for_each_task-inl.h"
+#include "kernels/gemm-inl.h"
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/score_gradients-inl.h"
+#include "kernels/scores-inl.h"
+#include "kernels/simd-inl.h"
+#include "kernels/tasks-inl.h"
+#include "kernels/unmasked_products-inl.h"
 
 // to += from, row by row.
 template <class T>
@@ -373,13 +388,4 @@ void backward_typed(const Problem& problem, Threads threads) {
     }
     for_each_task(static_cast<int64_t>(tasks.size()), threads,
                   [&](int64_t i) { backward_bias<T>(problem, *tasks[i].first, tasks[i].second, tiles); });
-}
-
-// Add to the gradients of all heads and groups.
-void backward(const Problem& problem, Threads threads) {
-    if (problem.query_len == 0 || problem.key_len == 0) return;
-    if (problem.value_dtype == Dtype::f64)
-        backward_typed<double>(problem, threads);
-    else
-        backward_typed<float>(problem, threads);
 }

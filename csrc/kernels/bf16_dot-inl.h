@@ -1,6 +1,12 @@
 // Scores and outputs of bfloat16 rows without widening them: products of pairs of neighbours are summed in float32, at
 // twice the rate of float32 products. QK^T pairs the channels of a row; P V pairs neighbouring keys, with the weights
 // rounded to bfloat16.
+#pragma once
+
+#include "kernels/gemm-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/simd-inl.h"
+#include "kernels/tiles-inl.h"
 
 #if defined(__AVX512BF16__) || (defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 constexpr bool kHasBf16Dot = true;

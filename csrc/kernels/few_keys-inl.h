@@ -1,6 +1,18 @@
 // Heads of a few query rows and a few keys: a step of a recurrent decoder, a short sentence. One tile has all of their
 // keys, so nothing is kept from tile to tile: the state of a ForwardTask takes such a head longer than its products.
 // Their forward is here, their backward in few_keys_gradients-inl.h.
+#pragma once
+
+#include "kernels/bf16_dot-inl.h"
+#include "kernels/gemm-inl.h"
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/online_softmax-inl.h"
+#include "kernels/pv-inl.h"
+#include "kernels/scores-inl.h"
+#include "kernels/simd-inl.h"
+#include "kernels/store_rows-inl.h"
+#include "kernels/tiles-inl.h"
 
 // The most rows of a short head: more take longer this way.
 constexpr int64_t kMostShortRows = 32;

@@ -1,5 +1,15 @@
 // The backward of heads of a few query rows and a few keys: from the arrays of a head to its gradients, without the
 // state of tiles and tasks, which takes such a head longer than its products.
+#pragma once
+
+#include "kernels/few_keys-inl.h"
+#include "kernels/gemm-inl.h"
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/score_gradients-inl.h"
+#include "kernels/scores-inl.h"
+#include "kernels/simd-inl.h"
+#include "kernels/unmasked_products-inl.h"
 
 // Whether the backward of a call goes head by head. The gradient of a relative bias is summed by tiles.
 inline bool has_short_gradients(const Problem& problem) {

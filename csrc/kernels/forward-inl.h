@@ -1,5 +1,24 @@
 // Forward: FlashAttention on the CPU. A task is a query tile against all keys that it attends to, or against a range of
 // them, one key tile at a time: S = Q K^T, P = online softmax of S, O += P V.
+#pragma once
+
+#include "kernels/additive-inl.h"
+#include "kernels/additive_tables-inl.h"
+#include "kernels/bf16_dot-inl.h"
+#include "kernels/few_keys-inl.h"
+#include "kernels/for_each_task-inl.h"
+#include "kernels/full_tiles-inl.h"
+#include "kernels/gemm-inl.h"
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/online_softmax-inl.h"
+#include "kernels/pv-inl.h"
+#include "kernels/score_matrix-inl.h"
+#include "kernels/scores-inl.h"
+#include "kernels/simd-inl.h"
+#include "kernels/store_rows-inl.h"
+#include "kernels/tasks-inl.h"
+#include "kernels/tiles-inl.h"
 
 // One task: attends a query tile to a range of keys, one key tile after the other.
 template <class T>
@@ -304,13 +323,4 @@ void forward_typed(const Problem& problem, Threads threads) {
         for_each_task(query_tiles, threads, [&](int64_t i) {
             merge_ranges(problem, tasks.query_tiles[i], results.data() + i * ranges, ranges);
         });
-}
-
-// Fill outputs, statistics and matrices of all heads.
-void forward(const Problem& problem, Threads threads) {
-    if (problem.query_len == 0 || problem.heads.empty()) return;
-    if (problem.value_dtype == Dtype::f64)
-        forward_typed<double>(problem, threads);
-    else
-        forward_typed<float>(problem, threads);
 }

@@ -3,6 +3,16 @@
 // before are added, then their weights. One tile at a time would take a sixth longer: between tiles a task reads a few
 // dozen cache lines of its own, which keys and values have driven out of the first-level cache, and which come behind
 // all reads under way (TUNING.md, Decoding).
+#pragma once
+
+#include "kernels/gemm-inl.h"
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/online_softmax-inl.h"
+#include "kernels/pv-inl.h"
+#include "kernels/simd-inl.h"
+#include "kernels/tiles-inl.h"
+
 template <class T>
 class FullTiles {
    public:

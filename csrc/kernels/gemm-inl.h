@@ -1,6 +1,10 @@
 // GEMM of small matrices, C (+)= A B. A micro-tile of C (kMR rows x kNR vectors) is summed in registers, from broadcast
 // elements of A, which may have any strides, and contiguous vectors of B. Every sum runs over k in order, so its bits
 // do not depend on the micro-tile that computes it.
+#pragma once
+
+#include "kernels/memory-inl.h"
+#include "kernels/simd-inl.h"
 
 // Whether the target has fused multiply-adds. Without them each product is rounded too, and sums are kept short.
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)

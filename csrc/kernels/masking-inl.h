@@ -1,4 +1,7 @@
 // Which pairs are unmasked and which weights dropout keeps: one bit for each of the 64 keys of a tile.
+#pragma once
+
+#include "kernels/simd-inl.h"
 
 // The keys [first, last); none where last <= first.
 struct Span {

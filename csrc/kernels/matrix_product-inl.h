@@ -4,6 +4,12 @@
 // A task computes rows of C in some panels of columns. It copies the rows of B in these panels part by part, so that a
 // panel stays in the first-level cache for all rows of C; where these are few it reads B where it is. Every sum runs
 // over the rows of B in the same parts, so its bits do not depend on the number of threads.
+#pragma once
+
+#include "kernels/for_each_task-inl.h"
+#include "kernels/gemm-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/simd-inl.h"
 
 constexpr int64_t kProductRows = 192;     // of a task
 constexpr int64_t kPanelRowBytes = 256;   // of a panel of B: neighbouring lines of memory are read together
@@ -134,11 +140,4 @@ void multiply_typed(const MatrixProduct& product, Threads threads) {
                 std::fill_n(as<T>(product.c) + (row + i) * product.cols + col, own_cols,
                             std::numeric_limits<T>::quiet_NaN());
     });
-}
-
-// Compute C.
-void multiply(const MatrixProduct& product, Threads threads) {
-    const double work = static_cast<double>(product.rows) * product.depth * product.cols;
-    threads = threads.at_most(1 + work / (1 << 19));
-    return (product.dtype == Dtype::f64 ? multiply_typed<double> : multiply_typed<float>)(product, threads);
 }

@@ -1,4 +1,8 @@
 // Scratch memory, and rows of the caller's memory: read, converted, prefetched, transposed.
+#pragma once
+
+#include "kernels/simd-inl.h"
+#include "kernels/storage-inl.h"
 
 inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

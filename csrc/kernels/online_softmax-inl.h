@@ -3,6 +3,13 @@
 // The weight of a score s is exp(s - lazy_max), computed as 2^((s - lazy_max) log2 e). The lazy maximum of a row is the
 // maximum of the tile that last raised it, and is raised only where the weights of a tile come out large: most tiles
 // then need neither a maximum nor a rescaling.
+#pragma once
+
+#include "kernels/bf16_dot-inl.h"
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/pv-inl.h"
+#include "kernels/simd-inl.h"
 
 // The state of a row after some of its keys. Its output, not yet normalised, is in OnlineSoftmax::out.
 template <class T>

@@ -1,4 +1,10 @@
 // The product P V of a micro-panel's weights and a tile of values.
+#pragma once
+
+#include "kernels/gemm-inl.h"
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/simd-inl.h"
 
 // Values of so few channels keep one sum per lane of keys instead of one vector per channel: a product of matrices
 // would pad each value to a vector (a tenth to a sixth of a pass over keys of 32 channels).

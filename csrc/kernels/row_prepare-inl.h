@@ -1,4 +1,8 @@
 // What the backward reads of each row: log_denom, and delta = d log-sum-exp - d out . out - d weights . weights.
+#pragma once
+
+#include "kernels/memory-inl.h"
+#include "kernels/simd-inl.h"
 
 // The dot product of x and y over the entries where x is not 0: a fully masked row, whose output and weights are 0,
 // ignores a gradient of NaN.

@@ -1,5 +1,16 @@
 // Backward, of one key tile: the weights P, computed again from each row's maximum and denominator, and the gradient dS
 // of the scores. From these backward-inl.h computes the gradients of the inputs.
+#pragma once
+
+#include "kernels/additive-inl.h"
+#include "kernels/additive_tables-inl.h"
+#include "kernels/bf16_dot-inl.h"
+#include "kernels/gemm-inl.h"
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/scores-inl.h"
+#include "kernels/simd-inl.h"
+#include "kernels/tiles-inl.h"
 
 // What vectors are multiplied by before they are tested for infinity: the difference of two large ones may overflow.
 template <class T>

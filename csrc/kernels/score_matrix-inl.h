@@ -1,5 +1,11 @@
 // The matrix of scores or weights that a caller gets in addition to the output. Scores are stored tile by tile; a row
 // becomes weights when its denominator is known, while it is still in the cache.
+#pragma once
+
+#include "kernels/masking-inl.h"
+#include "kernels/online_softmax-inl.h"
+#include "kernels/simd-inl.h"
+#include "kernels/tiles-inl.h"
 
 // Store the scores of `size` rows of a query tile against the keys [key, key + key_count).
 template <class T>

@@ -1,4 +1,16 @@
 // Scores of micro-panels of query rows against a key tile: every form, with biases, caps and masks.
+#pragma once
+
+#include "kernels/activations-inl.h"
+#include "kernels/additive-inl.h"
+#include "kernels/additive_pairs-inl.h"
+#include "kernels/additive_scores-inl.h"
+#include "kernels/bf16_dot-inl.h"
+#include "kernels/gemm-inl.h"
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/simd-inl.h"
+#include "kernels/tiles-inl.h"
 
 // Above this cap, score / cap may be subnormal.
 constexpr double kLargeCap = 1e20;

@@ -1,5 +1,6 @@
 // Vectors of the target's widest registers, as vector types of the compiler, and functions of them. Intrinsics are used
 // only where the compiler's code was measured to be worse.
+#pragma once
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;

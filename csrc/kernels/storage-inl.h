@@ -1,5 +1,6 @@
 // Numbers of every dtype in memory. Included in the unnamed namespace of its users, so that each compiles it with flags
 // of its own.
+#pragma once
 
 inline float widened(uint16_t bits, Dtype dtype) {
     uint32_t wide;

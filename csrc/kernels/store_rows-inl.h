@@ -1,4 +1,10 @@
 // What the forward keeps of each row: output, statistics, and its row of the matrix.
+#pragma once
+
+#include "kernels/memory-inl.h"
+#include "kernels/online_softmax-inl.h"
+#include "kernels/score_matrix-inl.h"
+#include "kernels/simd-inl.h"
 
 // Normalise and store the output of a row.
 template <class T>

@@ -1,4 +1,10 @@
 // The threads of a call, and the key tiles that its tasks share.
+#pragma once
+
+#include "kernels/for_each_task-inl.h"
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/simd-inl.h"
 
 // The threads that the work of a call pays for. Waking one costs some 10 us, in which tiles do at least 2^19
 // multiply-adds. One to three queries take as long as four: they wait for the keys and values.

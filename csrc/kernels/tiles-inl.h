@@ -1,5 +1,13 @@
 // Tiles of rows ready for products. A query tile is the rows of one task, in micro-panels of kMR rows; a key tile is
 // kTileKeys keys.
+#pragma once
+
+#include "kernels/additive-inl.h"
+#include "kernels/additive_tables-inl.h"
+#include "kernels/gemm-inl.h"
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/simd-inl.h"
 
 // Replace a row that holds NaN or infinity by zeros, and return whether it did.
 template <class T>

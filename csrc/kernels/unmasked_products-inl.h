@@ -1,4 +1,10 @@
 // Products over unmasked pairs alone, for rows that may hold NaN or infinity: 0 times these is NaN.
+#pragma once
+
+#include "kernels/masking-inl.h"
+#include "kernels/memory-inl.h"
+#include "kernels/score_gradients-inl.h"
+#include "kernels/simd-inl.h"
 
 // The product of a tile's A (rows x keys) and B over the unmasked pairs alone: c[j] += a[i][j] * b[i] (by_keys), or
 // c[i] += factor * a[i][j] * b[j].

@@ -49,10 +49,13 @@ _Inputs: TypeAlias = Sequence[_Optional]
 key_exps."""
 
 def targets() -> list[str]:
-    """Return the targets that this CPU runs, best first.
+    """Return the compiled targets that this CPU runs, best first.
 
     On x86-64 of "avx512bf16", "avx512", "avx2" and "portable", on 64-bit Arm of "neon_bf16" and "neon".
     """
+
+def targets_left_out() -> list[str]:
+    """Return the targets that this CPU could run and the module does not have, best first."""
 
 def current_target() -> str:
     """Return the target in use: the first, unless ATTNSCORE_TARGET in the environment or `select` names another."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnscore import backends, kernels, scores
+from attnscore.backends import native
 from attnscore.backends.base import Array, itemsize
 from attnscore.core import tiling
 from attnscore.core.arguments import check_choice, check_count, check_flag, shown
@@ -262,11 +263,12 @@ def explain(
 
 
 def available() -> dict[str, dict[str, str | None]]:
-    """Which frameworks and kernels are available: None, or the reason why one is not.
+    """Which frameworks, kernels and CPU targets are available: None, or the reason why one is not.
 
     Returns
     -------
-    dict with "frameworks" and "kernels", each from name to None or a reason
+    dict with "frameworks", "kernels" and "targets", each from name to None or a reason
+        Targets are the instruction sets of the native kernels that this CPU could run.
 
     Examples
     --------
@@ -277,4 +279,5 @@ def available() -> dict[str, dict[str, str | None]]:
     return {
         "frameworks": backends.availability(),
         "kernels": {name: kernel.missing() for name, kernel in kernels.table().items()},
+        "targets": native.targets(),
     }

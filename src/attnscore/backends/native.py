@@ -19,6 +19,16 @@ def _why_absent() -> str:
     return f"no native module: built without it, because {reason}"
 
 
+_LEFT_OUT = "not compiled: this build is for one CPU (ATTNSCORE_TARGETS=all pip install . compiles every target)"
+
+
+def targets() -> dict[str, str | None]:
+    """Return the CPU targets that this machine could run, best first: None, or why the module does not have one."""
+    if module is None:
+        return {}
+    return dict.fromkeys(module.targets()) | dict.fromkeys(module.targets_left_out(), _LEFT_OUT)
+
+
 module: Any = None
 missing: str | None = None
 if os.environ.get("ATTNSCORE_NO_NATIVE") == "1":

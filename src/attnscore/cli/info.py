@@ -37,7 +37,8 @@ def info() -> None:
         markup=False,
     )
     working = ats.available()
-    for title, part in (("Frameworks", "frameworks"), ("Kernels, fastest first", "kernels")):
+    titles = {"frameworks": "Frameworks", "kernels": "Kernels, fastest first", "targets": "CPU targets of native"}
+    for part, title in titles.items():
         lines = [(name, "yes" if reason is None else "no", reason or "") for name, reason in working[part].items()]
         out.print(table(title, ("name", "works", "why not"), lines, left=3))
     rows = [(package, version(package) or "not installed", use) for package, use in _OPTIONAL.items()]

@@ -1,0 +1,45 @@
+// The kernels, written once and compiled for each CPU target in a namespace of its own.
+//
+// FlashAttention on the CPU. The scores of a micro-panel (kMR query rows) against a key tile (64 keys) are products of
+// broadcast query elements and contiguous vectors of keys; 64 bits say which keys a row attends to. Nothing propagates
+// through a masked pair, NaN and infinity included: scores are selected, and where a tile holds such a number and a row
+// does not attend to all of it, products leave the masked pairs out.
+//
+// Three files are compiled for a target: forward.cc, backward.cc and rows.cc. CMakeLists.txt sets their flags, and
+// ATTNSCORE_TARGET to the name. Each includes all headers of the system here, and then the *-inl.h files in an unnamed
+// namespace: an inline function with another target's instructions must not be taken for one of these.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <limits>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "runtime/attention.h"
+
+namespace attnscore::ATTNSCORE_TARGET {
+
+// Fill outputs, statistics and matrices of all heads.
+void forward(const Problem& problem, Threads threads);
+// Add to the gradients of all heads and groups.
+void backward(const Problem& problem, Threads threads);
+
+}  // namespace attnscore::ATTNSCORE_TARGET
