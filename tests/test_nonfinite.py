@@ -90,6 +90,18 @@ def test_masked_entries_are_not_read(score: str, mask: str, framework: str) -> N
     _check_masked_entries(call, np.nan, framework)
 
 
+@pytest.mark.parametrize(
+    "framework", ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("jax", "tensorflow"))]
+)
+def test_the_dense_kernel_drops_what_comes_into_empty_rows(framework: str) -> None:
+    """Its gradient is autodiff through a product, where NaN times a weight of 0 is NaN."""
+    call = make_call("scaled_dot", "ValidLens-query_lens", "float64", "sink")
+    where = {"seed_out": hidden_rows(call)}
+    assert where["seed_out"].any()
+    dirty = with_nonfinite(call, np.nan, **where)
+    check_untouched(call, dirty.run(framework, kernel="dense"), call.run(framework, kernel="dense"))
+
+
 @pairs(score=SCORE_NAMES, mask=("ValidLens-query_lens", "array-4d"), nonfinite=NONFINITE, framework=FRAMEWORKS)
 def test_masked_entries_reach_nothing(score: str, mask: str, nonfinite: float, framework: str) -> None:
     _check_masked_entries(make_call(score, mask, "float32"), nonfinite, framework)

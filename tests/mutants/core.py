@@ -12,6 +12,14 @@ _STREAMING = "tests/test_every_kernel.py -k streaming"
 
 FAULTS = [
     Fault(
+        "dense-gradients-into-empty-rows",
+        "src/attnscore/kernels/dense.py",
+        "ops.where(attends, _pool(ops, pooling, visible, value), 0.0)",
+        "_pool(ops, pooling, visible, value)",
+        "tests/test_nonfinite.py -k dense_kernel_drops",
+        "NaN that comes into a fully masked query reaches the gradient of the values",
+    ),
+    Fault(
         "normalizer-sigmoid-slope",
         _NORMALIZERS,
         "return ops.sigmoid(scores) * ops.sigmoid(-scores)",

@@ -57,7 +57,9 @@ class Dense(Kernel):
         if problem.dropout is not None:
             spans = (0, score_shape.query_len), (0, score_shape.key_len)
             pooling = weights * dropouts.kept(ops, problem.dropout, score_shape, value, *spans, dtype)
-        out = _pool(ops, pooling, visible, value)
+        # Selected, so that autodiff drops what comes into a fully masked query: NaN, times its weights of 0, is NaN.
+        attends = ops.sum(ops.astype(visible, dtype), axis=-1, keepdims=True) > 0
+        out = ops.where(attends, _pool(ops, pooling, visible, value), 0.0)
         statistics = _statistics(ops, problem, masked_scores, visible, every_weight, weights)
         matrix = masked_scores if problem.matrix == "scores" else weights
         found = None if problem.matrix is None else matrix
