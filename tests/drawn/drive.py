@@ -1,4 +1,4 @@
-"""``python tests/drawn/drive.py [--cases 20000] [--seed S] [--case I]``: drawn calls against the reference.
+"""``python tests/drawn/drive.py [--cases 20000] [--minutes M] [--seed S] [--case I]``: drawn calls and the reference.
 
 Prints each case that is wrong with the command that replays it, then how many there were, and what memory grew by.
 """
@@ -72,6 +72,7 @@ def main() -> int:
     """Run the cases; return 1 where one was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=20_000)
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop here, with however many cases there were")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=None, help="drawn anew where none is given")
     parser.add_argument("--case", type=int, default=None, help="this case alone, with its traceback")
@@ -96,9 +97,12 @@ def main() -> int:
             print(described(seed, index, error, only), flush=True)
         if (index + 1) % CLEAR_EVERY == 0:
             forget_programs()
-        if (index + 1) % 500 == 0 or index + 1 == options.first + options.cases:
+        is_late = time.perf_counter() - start > 60 * options.minutes
+        if (index + 1) % 500 == 0 or index + 1 == options.first + options.cases or is_late:
             spent = f"{time.perf_counter() - start:.0f} s, {time.process_time():.0f} s of a core"
             print(f"{tally}, {wrong} wrong, {(resident() - before) / 2**20:+.0f} MiB, {spent}", flush=True)
+        if is_late:
+            break
     return int(wrong > 0)
 
 
