@@ -382,6 +382,12 @@ _ARRAYS = (
         lambda x: x.attend(mask=ats.Packed([0, 4], [0, 5])),
     ),
     case(
+        "cumulative lengths of no sequence",
+        MaskError,
+        "cu_query|the ends of at least one sequence|the start alone|numpy.cumsum([0, *lengths])",
+        lambda x: x.attend(mask=ats.Packed([0])),
+    ),
+    case(
         "cumulative lengths of queries past the keys",
         MaskError,
         "cu_query|up to 4|got 5",

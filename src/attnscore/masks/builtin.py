@@ -457,6 +457,9 @@ class Packed(RowIntervalMask):
         cu_query = check_cumulative("cu_query", self.cu_query, score_shape.query_len)
         if self.cu_key is None:
             check_cumulative("cu_query", self.cu_query, score_shape.key_len)
+            if sizes_of(self.cu_query) == (1,) and 0 not in (score_shape.query_len, score_shape.key_len):
+                hint = "of lengths, numpy.cumsum([0, *lengths])"
+                raise MaskError(message("cu_query", "the ends of at least one sequence", "the start alone", hint=hint))
             return
         cu_key = check_cumulative("cu_key", self.cu_key, score_shape.key_len)
         if self.align is None and (self.left, self.right) != (None, None):
