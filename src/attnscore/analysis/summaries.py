@@ -79,6 +79,8 @@ def top_weights(
         score_shape = problem.score_shape
         if not is_whole(k) or not 1 <= k <= score_shape.key_len:
             expected = f"a whole number from 1 to the number of keys ({score_shape.key_len})"
+            if score_shape.key_len == 0:
+                raise ArgumentError(message("key", "at least one key to choose from", "none"))
             raise ArgumentError(message("k", expected, shown(k)))
         if topk.is_profitable(problem, int(k)):
             weights, index = topk.topk_by_blocks(problem, int(k))
