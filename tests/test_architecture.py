@@ -160,6 +160,13 @@ def test_frameworks_are_imported_by_their_own_modules_alone() -> None:
     assert any(found.importer == "backends.torch" for found in OUTSIDE if found.imported == "torch")
 
 
+def test_what_crashes_after_tensorflow_is_imported_where_it_is_needed() -> None:
+    """torch.nn.attention.bias imports torch._dynamo, and that Triton."""
+    crashing = ("triton", "torch._dynamo", "torch._inductor", "torch.nn.attention.bias", "torch.export")
+    importers = {found.importer for found in OUTSIDE if found.imported.startswith(crashing)}
+    assert {name for name in importers if not name.startswith("kernels.triton.")} == {"bench.gpu_tune"}
+
+
 def test_the_core_imports_numpy_and_the_standard_library() -> None:
     top = RANK["attnscore"]
     wrong = [

@@ -6,6 +6,8 @@ import copy
 import functools
 import inspect
 import io
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -777,3 +779,23 @@ def test_the_function_compiles_as_one_graph(name: str) -> None:
     given, options = arrays(*leads), options()
     function = torch.compile(compat.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
     close(function(*given, **options), F.scaled_dot_product_attention(*given, **options))
+
+
+AFTER_TENSORFLOW = """
+import sys
+import tensorflow, torch
+from attnscore.compat import torch as compat
+from attnscore.diagnostics import watch
+model, x = torch.nn.MultiheadAttention(8, 2), torch.randn(3, 1, 8)
+with watch(model) as seen:
+    model(x, x, x)
+compat.MultiheadAttention(8, 2)(x, x, x)
+assert seen.rows() and "torch._dynamo" not in sys.modules
+"""
+
+
+@pytest.mark.slow
+def test_after_tensorflow() -> None:
+    """Triton, which torch._dynamo imports, ends a process that has TensorFlow."""
+    pytest.importorskip("tensorflow")
+    subprocess.run([sys.executable, "-c", AFTER_TENSORFLOW], check=True, timeout=300)

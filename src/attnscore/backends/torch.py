@@ -11,10 +11,11 @@ import contextlib
 import ctypes
 import math
 import os
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -524,6 +525,16 @@ def _outside_transforms() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which no `torch.func` transform wraps the results of operations."""
     transformed = torch._C._are_functorch_transforms_active()
     return temporarily_clear_interpreter_stack() if transformed else contextlib.nullcontext()
+
+
+def causal_alignment(mask: Any) -> Literal["top_left", "bottom_right"] | None:
+    """Return the alignment of a ``torch.nn.attention.bias.CausalBias``, and None for another mask."""
+    # Importing that module imports torch._dynamo and Triton, which crashes after TensorFlow. Without it no mask is one.
+    bias: Any = sys.modules.get("torch.nn.attention.bias")
+    kind: Any = getattr(bias, "CausalBias", ())
+    if not isinstance(mask, kind):
+        return None
+    return "top_left" if mask.variant == bias.CausalVariant.UPPER_LEFT else "bottom_right"
 
 
 def _is_traced(x: torch.Tensor) -> bool:

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attnscore import backends
 from attnscore.api import attend
+from attnscore.backends.torch import causal_alignment
 from attnscore.errors import AttnscoreError, message
 from attnscore.masks import Causal, Dense, KeyPadding, Mask
 from attnscore.scores import ScaledDot
@@ -137,10 +137,10 @@ def scaled_dot_product_attention(
         )
     mask: Mask | None = Causal(align="top_left") if is_causal else None
     bias: Tensor | None = None
-    if isinstance(attn_mask, CausalBias):
+    if (alignment := causal_alignment(attn_mask)) is not None:
         if is_causal:
             raise ValueError(message("is_causal", "False: CausalBias should not be used with causal=True", "True"))
-        mask = Causal(align="top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right")
+        mask = Causal(align=alignment)
     elif attn_mask is not None and is_causal:
         hint = "Explicit attn_mask should not be set when is_causal=True"
         raise RuntimeError(message("attn_mask", "None with is_causal=True", "a tensor", hint=hint))

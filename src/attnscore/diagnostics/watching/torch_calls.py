@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 import attnscore as ats
 from attnscore import backends
+from attnscore.backends.torch import causal_alignment
 from attnscore.errors import AttnscoreError
 
 Array = NDArray[np.float64]
@@ -280,9 +280,8 @@ def sdpa_call(query: Tensor, key: Tensor, given: dict[str, Any]) -> Call:
     options: dict[str, Any] = {"score": ats.ScaledDot(given.get("scale"))}
     if given.get("is_causal"):
         options["mask"] = ats.Causal(align="top_left")
-    if isinstance(mask, CausalBias):
-        lower = mask.variant == CausalVariant.LOWER_RIGHT
-        options["mask"] = ats.Causal(align="bottom_right" if lower else "top_left")
+    if (alignment := causal_alignment(mask)) is not None:
+        options["mask"] = ats.Causal(align=alignment)
     elif isinstance(mask, Tensor):
         options |= {"mask": mask.detach()} if mask.dtype == torch.bool else bias_of(mask)
     elif mask is not None:
@@ -308,7 +307,7 @@ def pooling_of(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any])
     if isinstance(mask, Tensor):
         # Where a model writes a number for -inf, a fully masked query gets the mean of the values.
         # The memory of a CausalBias has not been set.
-        is_float = mask.dtype != torch.bool and not isinstance(mask, CausalBias)
+        is_float = mask.dtype != torch.bool and causal_alignment(mask) is None
         if given.get("is_causal") or mask.requires_grad or (is_float and with_infinity(mask, _HIDDEN) is not mask):
             return None
     # Checkpointing compares what is saved with what its second pass saves, which is not watched.
