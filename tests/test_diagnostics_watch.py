@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as bound_elsewhere
 
 import attnscore as ats
@@ -338,7 +340,7 @@ def masked_calls() -> dict[str, dict[str, Any]]:
     boolean[:, :, 2] = False  # a fully masked query
     bias = torch.randn(4, 5, 7).double().masked_fill(torch.rand(4, 5, 7) > 0.6, -torch.inf)
     bias[1, 3] = -torch.inf
-    lower_right = torch.nn.attention.bias.causal_lower_right(5, 7)
+    lower_right = causal_lower_right(5, 7)
     with torch._C.DisableTorchFunctionSubclass():
         lower_right.fill_(torch.finfo(torch.float32).min)  # its memory means nothing
     return {
@@ -792,8 +794,106 @@ def test_every_name_is_put_back_also_after_an_error_and_for_several(monkeypatch)
     first.stop()
     first.stop()
     assert all(new is old for new, old in zip(bindings(), before, strict=True))
-    assert not torch_patches._WATCHERS and not torch_patches._UNDO
+    assert not torch_patches._WATCHERS and not torch_patches._ACTIVE
     assert (first.steps, second.steps) == (2, 1) and list(second.layers) == ["0", "0 #2"]
+
+
+class Calls:
+    """Another library's patch of a function or method, which counts its calls."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name, self.count = owner, name, 0
+
+    def patch(self) -> None:
+        self.before = before = getattr(self.owner, self.name)
+
+        def theirs(*arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            return before(*arguments, **options)
+
+        self.function = theirs
+        setattr(self.owner, self.name, theirs)
+
+    def unpatch(self) -> None:
+        setattr(self.owner, self.name, self.before)
+
+
+ORDERS = [x for x in itertools.permutations("WSPU") if x.index("W") < x.index("S") and x.index("P") < x.index("U")]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="".join)
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "softmax", "__call__"])
+def test_a_patch_of_another_library_stays_until_it_goes(name: str, order: tuple[str, ...], monkeypatch) -> None:
+    """Watch starts, Stops, Patch is installed, Unpatched, in every order."""
+    owner = {"softmax": torch, "__call__": nn.Module}.get(name, functional)
+    original, theirs, model, x = getattr(owner, name), Calls(owner, name), OwnAttention(), torch.randn(1, 3, 32)
+    monkeypatch.setattr(owner, name, original)  # whatever fails below
+    seen = watch(model)
+    events = {"W": seen.start, "S": seen.stop, "P": theirs.patch, "U": theirs.unpatch}
+    expected = model(x)
+    for place, event in enumerate(order, 1):
+        events[event]()
+        count, steps, done = theirs.count, seen.steps, order[:place]
+        assert torch.equal(model(x) + 0 * torch.softmax(x, -1), expected)
+        assert (theirs.count > count) == ("P" in done and "U" not in done)
+        if done != ("P", "W", "U"):  # they have put back the original, and the watch does not see its calls
+            assert (seen.steps > steps) == ("W" in done and "S" not in done)
+        if event == "S" and theirs.count > count:
+            assert getattr(owner, name) is theirs.function
+    assert order == ("P", "W", "U", "S") or {row["rows"] for row in seen.rows()} == {3 * seen.steps}
+    if order == ("W", "P", "S", "U"):  # they have put back the wrapper that they saw
+        assert getattr(owner, name) is not original
+        with watch(model):
+            pass
+    assert getattr(owner, name) is original and not torch_patches._ACTIVE
+
+
+def test_a_wrapper_under_a_patch_only_calls_its_original(monkeypatch) -> None:
+    name, model = "scaled_dot_product_attention", OwnAttention()
+    monkeypatch.setattr(functional, name, getattr(functional, name))
+    with watch(model):
+        Calls(functional, name).patch()
+    with watch(model) as seen:
+        model(torch.randn(1, 3, 32))
+    assert list(seen.layers) == ["(model)"]  # the call by that name, once
+
+
+def test_modules_that_are_imported_while_a_watch_runs(monkeypatch) -> None:
+    late, model, x = types.ModuleType("torch._late"), ByHand(), torch.randn(2, 3, 4)
+    with watch(model) as seen:
+        exec("from torch.nn.functional import softmax\ntable = {'softmax': softmax}", vars(late))
+        monkeypatch.setitem(sys.modules, "torch._late", late)
+        table = late.table
+    assert late.softmax is functional.softmax and table["softmax"] is not functional.softmax
+    model.forward = lambda x: table["softmax"](x @ x.mT, dim=-1) @ x
+    with watch(model, softmax="(model)") as seen:  # the wrapper of the first watch only calls its original
+        assert torch.equal(model(x), functional.softmax(x @ x.mT, dim=-1) @ x)
+    assert list(seen.layers) == ["(model)"] and not seen.unseen
+
+
+def test_tables_that_torch_makes_while_a_watch_runs_hold_its_own_functions() -> None:
+    for name in ("get_testing_overrides", "get_ignored_functions", "_get_overridable_functions"):
+        getattr(torch.overrides, name).cache_clear()
+    with watch(ByHand()):
+        torch.overrides.get_testing_overrides()
+    overridable = torch.overrides.get_testing_overrides()
+    assert {functional.softmax, torch.softmax, functional.scaled_dot_product_attention} <= overridable.keys()
+
+
+def test_watches_of_several_threads_leave_nothing() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    original, x = functional.scaled_dot_product_attention, torch.randn(1, 3, 32)
+
+    def use(_: int) -> int:
+        model = OwnAttention()
+        with watch(model) as seen:
+            model(x)
+        return seen.rows()[0]["rows"]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(use, range(12))) == [3] * 12
+    assert functional.scaled_dot_product_attention is bound_elsewhere is original and not torch_patches._ACTIVE
 
 
 def test_start_goes_on_with_the_same_numbers() -> None:
@@ -872,7 +972,7 @@ def test_a_watch_may_be_stopped_in_the_middle_of_a_step() -> None:
     model[1].register_forward_pre_hook(lambda *_: seen.stop())
     with seen:
         model(torch.randn(1, 3, 32))
-    assert not seen.layers and not torch_patches._UNDO
+    assert not seen.layers and not torch_patches._ACTIVE
     model[1]._forward_pre_hooks.clear()
     with seen:
         model(torch.randn(1, 3, 32))
@@ -894,7 +994,7 @@ def test_a_callback_may_raise_stop_and_ask() -> None:
     with received:
         model(x)
         model(x)
-    assert received.steps == 1 and not torch_patches._UNDO
+    assert received.steps == 1 and not torch_patches._ACTIVE
 
 
 def test_threads_have_steps_of_their_own() -> None:
@@ -1386,6 +1486,20 @@ def test_a_picture_has_one_scale_per_quantity_and_frames_the_failing_heads(some)
     assert figure.axes[4].get_yscale() == "log" and figure.axes[5].get_yscale() == "linear"
     assert f"{len(some.failing())} of 16 heads fail" in figure.get_suptitle()
     assert all(axis.get_xlabel() for axis in figure.axes[:6])
+
+
+def test_a_picture_of_hostile_names(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"_$x^$<b>": OwnAttention(heads=1)})
+    with watch(model, thresholds=Thresholds(tau=1e-3)) as seen, torch.no_grad():
+        for _ in range(2):
+            model["_$x^$<b>"](torch.randn(2, 8, 32))
+    figure = seen.plot()
+    figure.draw_without_rendering()
+    labels = [text.get_text() for axis in figure.axes if (box := axis.get_legend()) for text in box.get_texts()]
+    assert labels[0] == "_$x^$<b>, head 0"
+    page = seen.to_html(tmp_path / "page.html").read_text("utf-8")
+    assert "_$x^$&lt;b&gt;" in page and "<b>" not in page
 
 
 def test_verdicts_are_grouped_by_head(some) -> None:

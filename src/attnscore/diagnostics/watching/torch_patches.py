@@ -2,10 +2,12 @@
 
 Requirements:
 - the model's own function runs on its own arguments, and the model gets its result, unless a watch wants one pass;
-- a function mode or a module's hook would take ``nn.TransformerEncoder`` off its fused path and change its output:
-  names are replaced where they are bound in modules, and nothing else;
-- several watches may run at once; when the last one stops, every name is bound to its original again;
-- inside ``torch.compile``, and while statistics are computed, the wrappers only call their originals.
+- a function mode or a module's hook would take ``nn.TransformerEncoder`` off its fused path and change its output, and
+  modes are those of one thread: names are replaced where they are bound in modules, and nothing else;
+- several watches may run at once; when the last one stops, a name that is bound to a wrapper is bound to its original,
+  in modules that were imported meanwhile too, and a name that another library has bound since is left alone;
+- wrappers that remain somewhere (under another library's function, in a table) only call their originals from then on,
+  as they do inside ``torch.compile`` and while statistics are computed.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,12 +62,13 @@ class _ThreadState(threading.local):
 
 
 _THREAD = _ThreadState()
-_TORCH_SOFTMAX = torch.softmax
 _DEVICES = ("cpu", "cuda", "xpu")  # not every release knows more
 _BY_HAND = "a softmax of its own, which may be that of an attention: watch(model, softmax=[name]) records it"
 _LOCK = threading.RLock()
 _WATCHERS: list[Watch] = []
-_UNDO: list[Callable[[], None]] = []
+# Wrappers of the watches that run, and every wrapper that still exists.
+_ACTIVE: set[Callable[..., Any]] = set()
+_WRAPPERS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def start(watcher: Watch) -> None:
@@ -77,7 +80,7 @@ def start(watcher: Watch) -> None:
 
 
 def stop(watcher: Watch) -> None:
-    """Report no more calls to `watcher`; after the last one, bind every name to its original."""
+    """Report no more calls to `watcher`; after the last one, bind names of wrappers to the originals."""
     with _LOCK:
         if watcher in _WATCHERS:
             _WATCHERS.remove(watcher)
@@ -86,57 +89,77 @@ def stop(watcher: Watch) -> None:
 
 
 def _install() -> None:
+    _restore()  # another library may have bound a name to one of our wrappers after the last watch
+    torch.overrides.get_overridable_functions()  # cached tables of functions: filled later, they would hold wrappers
     try:
-        _bind_everywhere(functional.scaled_dot_product_attention, _sdpa)
-        _bind_everywhere(functional.multi_head_attention_forward, _multi_head)
-        _bind_everywhere(torch._transformer_encoder_layer_fwd, _encoder_layer)
-        _bind_everywhere(torch._native_multi_head_attention, _native_multi_head)
-        _bind_everywhere(functional.softmax, _softmax)
-        _bind_everywhere(torch.softmax, _softmax)
-        _replace(torch.Tensor, "softmax", _wrapped(torch.Tensor.softmax, _softmax))
-        _bind_everywhere(api.attend, _attend)
-        _replace(nn.Module, "__call__", _module_call(nn.Module.__call__))
-        interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
-        if interface is not None and "get_interface" in vars(interface):  # since transformers 5
-            _replace(interface, "get_interface", _get_interface(interface.get_interface))
+        functions = (
+            (functional.scaled_dot_product_attention, _sdpa),
+            (functional.multi_head_attention_forward, _multi_head),
+            (torch._transformer_encoder_layer_fwd, _encoder_layer),
+            (torch._native_multi_head_attention, _native_multi_head),
+            (functional.softmax, functools.partial(_softmax, functional)),
+            (torch.softmax, functools.partial(_softmax, torch)),
+            (api.attend, _attend),
+        )
+        # Tables in torch's private modules are keyed by the originals, and our own modules need the originals too.
+        _rebind(
+            [(old, _wrapped(old, new)) for old, new in functions], but=("torch._", "attnscore.diagnostics.watching.")
+        )
+        for owner, name, wrapper in _methods():
+            setattr(owner, name, _wrapped(getattr(owner, name), wrapper))
     except BaseException:
         _restore()
         raise
 
 
 def _restore() -> None:
-    while _UNDO:
-        _UNDO.pop()()
+    """Bind every name of a wrapper to its original, and let all wrappers only call their originals."""
+    _ACTIVE.clear()
+    if wrappers := list(_WRAPPERS):
+        _rebind([(wrapper, _original(wrapper)) for wrapper in wrappers])
+    for owner, name, _ in _methods():
+        if (bound := vars(owner).get(name)) in _WRAPPERS:
+            if any(vars(base).get(name) is _original(bound) for base in owner.__mro__[1:]):
+                delattr(owner, name)
+            else:
+                setattr(owner, name, _original(bound))
 
 
-def _replace(owner: Any, name: str, new: Any) -> None:
-    if name in vars(owner):
-        old = vars(owner)[name]
-        _UNDO.append(lambda: setattr(owner, name, old))
-    else:  # inherited
-        _UNDO.append(lambda: delattr(owner, name))
-    setattr(owner, name, new)
+def _methods() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return the methods that are wrapped: class, name, wrapper."""
+    methods: list[tuple[Any, str, Callable[..., Any]]]
+    methods = [(Tensor, "softmax", functools.partial(_softmax, Tensor)), (nn.Module, "__call__", _module_call)]
+    interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    if interface is not None and "get_interface" in vars(interface):  # since transformers 5
+        methods.append((interface, "get_interface", _get_interface))
+    return methods
 
 
-def _wrapped(original: Any, wrapper: Callable[..., Any]) -> Any:
+def _wrapped(original: Any, wrapper: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def called(*arguments: Any, **options: Any) -> Any:
+        if _is_bypassed() or called not in _ACTIVE:
+            return original(*arguments, **options)
         return wrapper(original, *arguments, **options)
 
+    _ACTIVE.add(called)
+    _WRAPPERS.add(called)
     return called
 
 
-def _bind_everywhere(original: Any, wrapper: Callable[..., Any]) -> None:
-    """Replace `original` under every name that a loaded module has for it (also ``from ... import``)."""
-    new = _wrapped(original, wrapper)
+def _original(wrapper: Any) -> Any:
+    return wrapper.__wrapped__
+
+
+def _rebind(pairs: Iterable[tuple[Any, Any]], but: tuple[str, ...] = ()) -> None:
+    """Replace old by new under every name that a loaded module has for it (also ``from ... import``)."""
+    new_of = {id(old): new for old, new in pairs}
     for module in list(sys.modules.values()):
-        # Tables in torch's private modules are keyed by the originals, and our own modules need the originals too.
-        name = getattr(module, "__name__", "") if isinstance(module, type(sys)) else ""
-        if not name or name.startswith(("torch._", "attnscore.diagnostics.watching.")):
-            continue
-        for bound, value in list(vars(module).items()):
-            if value is original:
-                _replace(module, bound, new)
+        if isinstance(module, type(sys)) and not str(getattr(module, "__name__", "")).startswith(but):
+            names = vars(module)  # setattr may be a module's own
+            for name, value in list(names.items()):
+                if id(value) in new_of:
+                    names[name] = new_of[id(value)]
 
 
 def _is_bypassed() -> bool:
@@ -203,21 +226,15 @@ def _scope(heads: int | None, reason: str, *, recorded: bool = False) -> Iterato
 # ---------------------------------------------------------------- wrappers, each called with its original first
 
 
-def _module_call(original: Any) -> Any:
-    @functools.wraps(original)
-    def called(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-        if _is_bypassed():
-            return original(module, *arguments, **options)
-        entered = [watcher for watcher in _WATCHERS if watcher.enter(module, options)]
-        try:
-            out = original(module, *arguments, **options)
-        except BaseException:
-            _leave(entered, failed=True)
-            raise
-        _leave(entered)
-        return out
-
-    return called
+def _module_call(original: Any, module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
+    entered = [watcher for watcher in _WATCHERS if watcher.enter(module, options)]
+    try:
+        out = original(module, *arguments, **options)
+    except BaseException:
+        _leave(entered, failed=True)
+        raise
+    _leave(entered)
+    return out
 
 
 def _leave(entered: list[Watch], failed: bool = False) -> None:
@@ -232,32 +249,34 @@ def _leave(entered: list[Watch], failed: bool = False) -> None:
 def _call_original(home: Any, original: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call a function, bound to its own name where subclasses of tensors, or modes, compare it with that name."""
     # The proxies of torch.fx are not tensors, and compare as well.
-    given = (*arguments, *options.values())
-    if torch.compiler.is_compiling() or not torch.overrides.has_torch_function(given):
+    if not torch.overrides.has_torch_function((*arguments, *options.values())):
         return original(*arguments, **options)
     with _LOCK:
-        wrapped = vars(home)[original.__name__]
-        setattr(home, original.__name__, original)
+        name = getattr(original, "__name__", "")
+        bound = vars(home).get(name)
+        if bound not in _ACTIVE or _original(bound) is not original:  # another library's function is bound
+            return original(*arguments, **options)
+        setattr(home, name, original)
         try:
             return original(*arguments, **options)
         finally:
-            setattr(home, original.__name__, wrapped)
+            if bound in _ACTIVE and vars(home).get(name) is original:
+                setattr(home, name, bound)
 
 
 def _sdpa(original: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Any:
-    if not _is_bypassed():
-        names = ("attn_mask", "dropout_p", "is_causal")
-        given = dict(zip(names, more, strict=False)) | options
-        heads = _THREAD.scopes[-1].heads if _THREAD.scopes else None
-        pooling = pooling_of(query, key, value, given) if any(x.is_pooling() for x in _WATCHERS) else None
-        out = _report(lambda: dataclasses.replace(sdpa_call(query, key, given), heads=heads, pooling=pooling))
-        if out is not None:
-            return out
+    names = ("attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, more, strict=False)) | options
+    heads = _THREAD.scopes[-1].heads if _THREAD.scopes else None
+    pooling = pooling_of(query, key, value, given) if any(x.is_pooling() for x in _WATCHERS) else None
+    out = _report(lambda: dataclasses.replace(sdpa_call(query, key, given), heads=heads, pooling=pooling))
+    if out is not None:
+        return out
     return _call_original(functional, original, (query, key, value, *more), options)
 
 
 def _attend(original: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
-    if not _is_bypassed() and isinstance(query, Tensor):
+    if isinstance(query, Tensor):
         _report(lambda: _attend_call(query, key, options))
     return original(query, key, value, **options)
 
@@ -274,18 +293,15 @@ def _attend_call(query: Tensor, key: Any, options: dict[str, Any]) -> Call | str
 
 
 def _multi_head(original: Any, *arguments: Any, **options: Any) -> Any:
-    if _is_bypassed():
-        return original(*arguments, **options)
     heads = options["num_heads"] if "num_heads" in options else arguments[4]
     with _scope(heads, "multi_head_attention_forward without a softmax that could be recorded"):
         return _call_original(functional, original, arguments, options)
 
 
-def _softmax(original: Any, *arguments: Any, **options: Any) -> Any:
+def _softmax(home: Any, original: Any, *arguments: Any, **options: Any) -> Any:
     scopes = _THREAD.scopes
     scores = arguments[0] if arguments else options.get("input")
-    home = functional if isinstance(original, FunctionType) else torch if original is _TORCH_SOFTMAX else Tensor
-    if isinstance(scores, Tensor) and scores.ndim >= 3 and not (scopes and scopes[-1].recorded) and not _is_bypassed():
+    if isinstance(scores, Tensor) and scores.ndim >= 3 and not (scopes and scopes[-1].recorded):
         if not scopes:
             for watcher in list(_WATCHERS):
                 _report(functools.partial(_by_hand, watcher, scores, _axis(*arguments[1:], **options)), [watcher])
@@ -313,52 +329,45 @@ def _by_hand(watcher: Watch, scores: Tensor, axis: int | None) -> Scores | str:
 
 
 def _encoder_layer(original: Any, *arguments: Any, **options: Any) -> Any:
-    if not _is_bypassed():
-        src, dim, heads, weight, bias = arguments[:5]
-        norm_first, eps, norm_weight, norm_bias = arguments[8:12]
-        mask, kind = (*arguments[18:], None, None)[:2]
+    src, dim, heads, weight, bias = arguments[:5]
+    norm_first, eps, norm_weight, norm_bias = arguments[8:12]
+    mask, kind = (*arguments[18:], None, None)[:2]
 
-        def make_call() -> Call:
-            x = functional.layer_norm(src, (dim,), norm_weight, norm_bias, eps) if norm_first else src
-            return dataclasses.replace(projected(x, x, dim, heads, weight, bias, mask, kind), within="self_attn")
+    def make_call() -> Call:
+        x = functional.layer_norm(src, (dim,), norm_weight, norm_bias, eps) if norm_first else src
+        return dataclasses.replace(projected(x, x, dim, heads, weight, bias, mask, kind), within="self_attn")
 
-        _report(make_call)
+    _report(make_call)
     return original(*arguments, **options)
 
 
 def _native_multi_head(original: Any, *arguments: Any, **options: Any) -> Any:
-    if not _is_bypassed():
-        query, key, _, dim, heads, weight, bias = arguments[:7]
-        mask = arguments[9] if len(arguments) > 9 else options.get("mask")
-        kind = arguments[12] if len(arguments) > 12 else options.get("mask_type")
-        _report(lambda: projected(query, key, dim, heads, weight, bias, mask, kind))
+    query, key, _, dim, heads, weight, bias = arguments[:7]
+    mask = arguments[9] if len(arguments) > 9 else options.get("mask")
+    kind = arguments[12] if len(arguments) > 12 else options.get("mask_type")
+    _report(lambda: projected(query, key, dim, heads, weight, bias, mask, kind))
     return original(*arguments, **options)
 
 
-def _get_interface(original: Any) -> Any:
+def _get_interface(original: Any, interface: Any, implementation: Any, default: Any) -> Any:
     """Choose an attention function as transformers does, eager included, wrapped so that its call is a scope."""
+    function = original(interface, implementation, default)
 
-    @functools.wraps(original)
-    def chosen(self: Any, implementation: Any, default: Any) -> Any:
-        function = original(self, implementation, default)
+    @functools.wraps(function)
+    def attention(module: Any, query: Tensor, key: Tensor, *more: Any, **options: Any) -> Any:
+        if _is_bypassed():
+            return function(module, query, key, *more, **options)
+        sinks = getattr(module, "sinks", None)
+        if function is default and isinstance(sinks, Tensor):
+            # Eager sinks are one more column of the scores, less each query's maximum: the logits are lost there.
+            mask = more[1] if len(more) > 1 else options.get("attention_mask")
+            extra = {"sink": sinks.detach(), "score": ats.ScaledDot(options.get("scaling"))}
+            _report(lambda: Call(query, key, extra | (bias_of(mask) if isinstance(mask, Tensor) else {})))
+            scope = _scope(None, "", recorded=True)
+        else:
+            reason = f"attention implementation {implementation!r}: no function that could be recorded"
+            scope = _scope(query.shape[1], reason)
+        with scope:
+            return function(module, query, key, *more, **options)
 
-        @functools.wraps(function)
-        def attention(module: Any, query: Tensor, key: Tensor, *more: Any, **options: Any) -> Any:
-            if _is_bypassed():
-                return function(module, query, key, *more, **options)
-            sinks = getattr(module, "sinks", None)
-            if function is default and isinstance(sinks, Tensor):
-                # Eager sinks are one more column of the scores, less each query's maximum: the logits are lost there.
-                mask = more[1] if len(more) > 1 else options.get("attention_mask")
-                extra = {"sink": sinks.detach(), "score": ats.ScaledDot(options.get("scaling"))}
-                _report(lambda: Call(query, key, extra | (bias_of(mask) if isinstance(mask, Tensor) else {})))
-                scope = _scope(None, "", recorded=True)
-            else:
-                reason = f"attention implementation {implementation!r}: no function that could be recorded"
-                scope = _scope(query.shape[1], reason)
-            with scope:
-                return function(module, query, key, *more, **options)
-
-        return attention
-
-    return chosen
+    return attention
