@@ -197,10 +197,12 @@ def test_a_small_file_keeps_the_sharpest_heads(tmp_path: Path) -> None:
 def test_text_is_no_markup(tmp_path: Path) -> None:
     class Hostile(Words):
         def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-            return ["</script><script>alert(1)</script>" for _ in ids]
+            return ["</script><!--<script>alert(1)" for _ in ids]
 
     page = inspect_model(made("gpt2"), TEXT, tokenizer=Hostile()).to_html(tmp_path / "a.html").read_text("utf-8")
-    assert "<script>alert" not in page.replace("<\\/script><script>alert", "")
+    data = page.split('<script type="application/json" id="data">')[1].split("</script>")[0]
+    assert "<" not in data and set(json.loads(data)["tokens"]) == {"</script><!--<script>alert(1)"}
+    assert "<script>alert" not in page
 
 
 @pytest.mark.parametrize(

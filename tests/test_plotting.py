@@ -271,6 +271,36 @@ def test_short_numbers():
     assert two_decimals(-0.004) == "0.00"
 
 
+HOSTILE = ["$x^$", "$$", "<b>", "&amp;", r"\frac{", "_a_b", "a\nb", "", "\N{GRINNING FACE}", "#%{}~^", r"\$5"]
+WHOLE = "".join(HOSTILE)
+SQUARE = RNG.random((len(HOSTILE),) * 2)
+HOSTILE_CALLS = {
+    "heatmaps": lambda: show_heatmaps(SQUARE, WHOLE, WHOLE, [WHOLE], label=WHOLE),
+    "attention": lambda: show_attention(
+        SQUARE, HOSTILE, titles=[WHOLE], suptitle=WHOLE, xlabel=WHOLE, ylabel=WHOLE, label=WHOLE
+    ),
+    "head grid": lambda: show_head_grid(SQUARE, [WHOLE], suptitle=WHOLE, xlabel=WHOLE, ylabel=WHOLE),
+    "pooled weights": lambda: show_pooled_weights(SQUARE, query_len=11, key_len=11, titles=[WHOLE]),
+    "key mass": lambda: show_key_mass(SQUARE[0], HOSTILE, titles=[WHOLE]),
+    "top weights": lambda: show_top_weights(ats.top_weights(SQUARE, SQUARE, 2), HOSTILE, title=WHOLE),
+    "long attention": lambda: show_long_attention(SQUARE, SQUARE, tokens=HOSTILE, title=WHOLE),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Glyph .* missing")
+@pytest.mark.parametrize("name", HOSTILE_CALLS)
+def test_texts_of_the_caller_are_drawn_as_they_are(name):
+    from matplotlib.text import Text
+
+    with matplotlib.rc_context({"text.usetex": name == "key mass"}):
+        figure = HOSTILE_CALLS[name]()
+        texts = [text for text in figure.findobj(Text) if set(text.get_text()) & {"$", "\\"}]
+        texts = [text for text in texts if "mathdefault" not in text.get_text()]  # matplotlib's own powers of ten
+        assert texts and not any(text.get_parse_math() or text.get_usetex() for text in texts)
+    if name != "key mass":  # its numbers would need LaTeX
+        figure.draw_without_rendering()
+
+
 # ---------------------------------------------------------------- long contexts
 
 Q, K = RNG.normal(size=(2, 300, 8))

@@ -7,7 +7,8 @@ Requirements:
   exactly 0 are grey too;
 - weights have a sequential scale from 0; signed numbers, as scores, a diverging one with 0 in its middle;
 - text and background have the colours of matplotlib's settings, so that a style for dark pages works;
-- token labels are drawn as they are (a "$" starts no formula), rotated and thinned until they do not touch;
+- tokens, titles and labels are drawn as they are (a "$" starts no formula, a "_" in front hides nothing);
+- tokens are rotated and thinned until they do not touch;
 - axes of long contexts count tokens, whatever the number of bins or points; size and cost of a picture are bounded.
 """
 
@@ -49,6 +50,8 @@ _BAND = "#f4a582"
 # Lines of 8-point text every 0.16 inch do not touch.
 INCHES_PER_LABEL = 0.16
 LABEL_POINTS = 8
+# Properties of a text that may come from a caller: no formulas, of matplotlib or of LaTeX.
+LITERAL: dict[str, Any] = {"parse_math": False, "usetex": False}
 # Maps that are longer than wide, or wider than long, by more than this fill their panel; square cells would be hairs.
 _MOST_SQUARE = 8
 # Larger figures are shrunk on a screen until their labels cannot be read; longer axes are thinned instead.
@@ -126,7 +129,7 @@ def new_figure(figsize: tuple[float, float], *, title: str | None = None) -> Fig
     # Notebooks find a PNG through this name; without it they need pyplot to have been imported first.
     figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # the protocol is by name
     if title:
-        figure.suptitle(title, fontsize=12)
+        figure.suptitle(title, fontsize=12, **LITERAL)
     return figure
 
 
@@ -161,8 +164,9 @@ def labelled_panels(
 
 def label(axis: Axes, title: str, xlabel: str = "", ylabel: str = "", *, title_points: int = 11) -> None:
     """Set the title of a panel and the names of its axes."""
-    axis.set_title(title, fontsize=title_points)
-    axis.set(xlabel=xlabel, ylabel=ylabel)
+    axis.set_title(title, fontsize=title_points, **LITERAL)
+    axis.set_xlabel(xlabel, **LITERAL)
+    axis.set_ylabel(ylabel, **LITERAL)
 
 
 def frame(axis: Axes) -> None:
@@ -176,9 +180,9 @@ def frame(axis: Axes) -> None:
 
 def style_lines(axis: Axes, title: str, xlabel: str, ylabel: str = "") -> None:
     """Set title, labels and a light grid of a panel of lines."""
-    axis.set_title(title, fontsize=10)
-    axis.set_xlabel(xlabel, fontsize=9)
-    axis.set_ylabel(ylabel, fontsize=9)
+    axis.set_title(title, fontsize=10, **LITERAL)
+    axis.set_xlabel(xlabel, fontsize=9, **LITERAL)
+    axis.set_ylabel(ylabel, fontsize=9, **LITERAL)
     axis.grid(which="major", color=_EDGE, alpha=0.25, linewidth=0.7)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
@@ -187,7 +191,8 @@ def style_lines(axis: Axes, title: str, xlabel: str, ylabel: str = "") -> None:
 
 def legend(owner: Axes | Figure, **options: Any) -> None:
     """Add a legend without a frame."""
-    owner.legend(fontsize=LABEL_POINTS, frameon=False, **options)
+    for text in owner.legend(fontsize=LABEL_POINTS, frameon=False, **options).get_texts():
+        text.set(**LITERAL)
 
 
 def colour_bar(figure: Figure, image: ScalarMappable, axes: list[Axes], label: str = "") -> None:
@@ -195,7 +200,7 @@ def colour_bar(figure: Figure, image: ScalarMappable, axes: list[Axes], label: s
     bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=24)
     bar.outline.set_linewidth(0.4)
     bar.ax.tick_params(which="both", length=2, width=0.6, labelsize=LABEL_POINTS)
-    bar.set_label(label, fontsize=9)
+    bar.set_label(label, fontsize=9, **LITERAL)
 
 
 def whole_number_ticks(axis: Axes, shape: tuple[int, ...], *, every: bool = False) -> None:
@@ -378,9 +383,9 @@ def _label_axis(axis: Axes, which: str, labels: Sequence[str]) -> None:
     text = [labels[place] for place in places]
     if which == "x":
         rotation = 0 if max(map(len, text), default=0) <= 2 else 90
-        axis.set_xticks(places, text, rotation=rotation, parse_math=False)
+        axis.set_xticks(places, text, rotation=rotation, **LITERAL)
     else:
-        axis.set_yticks(places, text, parse_math=False)
+        axis.set_yticks(places, text, **LITERAL)
 
 
 def draw_head_map(
@@ -472,7 +477,7 @@ def _draw_heaviest(axis: Axes, mass: Matrix, marked: Indices, tokens: Tokens) ->
     # An infinite mass, from a sum that overflowed, has the longest bar.
     widths = np.minimum(masses, high)
     axis.barh(places, widths, color=RED, height=0.7)
-    axis.set_yticks(places, [_key_name(int(key), tokens) for key in marked], parse_math=False)
+    axis.set_yticks(places, [_key_name(int(key), tokens) for key in marked], **LITERAL)
     axis.set_ylim(max(1, len(marked)) - 0.4, -0.6)
     axis.set_xlim(0, 1.45 * high)
     for place, (width, of_key) in enumerate(zip(widths, masses, strict=True)):
@@ -545,7 +550,7 @@ def draw_lines(
     right = axis.secondary_yaxis("right")
     for side, names, count in zip((axis, right), tokens, lengths, strict=True):
         labels = [str(place) for place in range(count)] if names is None else names
-        side.set_yticks(range(len(labels)), labels, parse_math=False)
+        side.set_yticks(range(len(labels)), labels, **LITERAL)
         side.tick_params(length=2, width=0.6, labelsize=LABEL_POINTS)
         side.spines[:].set_visible(False)
     return colours

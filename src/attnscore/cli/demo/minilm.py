@@ -286,7 +286,7 @@ def _draw_chosen_heads(
         largest = sorted(((share[panel], name) for name, share in shares.items()), reverse=True)[:2]
         named = [f"{share:.0%} {name.removeprefix('the ')}" for share, name in largest if share >= _LEAST_SHARE]
         titles.append(f"layer {one['layer']}, head {one['head']}: {entropy:.2f} nats\n" + ", ".join(named))
-    sentence = textwrap.shorten(batch.sentences[place], 220, placeholder=" …").replace("$", r"\$")
+    sentence = textwrap.shorten(batch.sentences[place], 220, placeholder=" …")
     sentence = textwrap.fill(f"“{sentence}”", 100)
     meaning = "all-MiniLM-L6-v2: above each map its mean entropy, and the keys that get most of its weight"
     figure = show_attention(maps, tokens, titles=titles, suptitle=f"{sentence}\n{meaning}")

@@ -47,8 +47,8 @@ def _page(inspection: Inspection, megabytes: float) -> str:
     offline = require("plotly.offline", "report", "pip install 'attnscore[inspect]'")
     folder = resources.files("attnscore.diagnostics.inspection")
     page, style, script = (folder.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
-    # "</" would end the script that contains the data.
-    data = json.dumps(_data(inspection, megabytes), allow_nan=False, ensure_ascii=False).replace("</", "<\\/")
+    # In the script that contains the data "</script" would end it, and "<!--" with "<script" keep its end tag from it.
+    data = json.dumps(_data(inspection, megabytes), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
     parts = {
         "title": html.escape(f"Attention of {inspection.model}"),
         "facts": html.escape(inspection.facts),

@@ -348,8 +348,8 @@ class Records:
         else:
             axis.set_ylim(bottom=0)
         axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-        lines, labels = axis.get_legend_handles_labels()
-        once = dict(zip(labels, lines, strict=True))
+        # Not get_legend_handles_labels, which leaves out names that begin with "_".
+        once = {str(line.get_label()): line for line in axis.lines}
         legend(axis, handles=list(once.values()), labels=list(once))
 
 
