@@ -27,11 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.extend.core import get_opaque_trace_state
 
 from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
+from attnscore.backends.jax.tracers import trace_state
 from attnscore.core.arguments import check_flag
 from attnscore.core.cache import BoundedCache
 from attnscore.core.prepared import with_exps_of
@@ -89,7 +89,7 @@ rngs : nnx.Rngs
 _LAST: weakref.WeakKeyDictionary[nnx.Module, _Call | _Weights | str] = weakref.WeakKeyDictionary()
 
 # The trace state of JAX where no transformation runs.
-_OUTSIDE = get_opaque_trace_state(convention="nnx")  # type: ignore[no-untyped-call]  # untyped in JAX
+_OUTSIDE = trace_state()
 
 Draws: TypeAlias = nnx.Rngs | nnx.RngStream | jax.Array
 """Where the dropout of a call may draw from."""
@@ -263,7 +263,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         found = getattr(self, part.name)
         if isinstance(found, Unsized):
             # A parameter made inside grad would get no gradient, silently.
-            if get_opaque_trace_state(convention="nnx") != _OUTSIDE:  # type: ignore[no-untyped-call]  # untyped in JAX
+            if trace_state() != _OUTSIDE:
                 hint = "query_size=, key_size= and value_size= say how long the vectors are"
                 wanted = f"a first call outside jit, grad and vmap, which makes {part.name}"
                 used = (part.input,) if isinstance(part, Linear) else part.inputs

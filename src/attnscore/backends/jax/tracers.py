@@ -12,7 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import get_opaque_trace_state
+
+try:
+    from jax.extend.core import get_opaque_trace_state
+except ImportError:  # of older releases
+    from jax.core import get_opaque_trace_state
 
 # Kinds of tracers, by class name: the classes are private to JAX, which may move them.
 RECORDED, REVERSE, FORWARD, MAPPED = "DynamicJaxprTracer", "LinearizeTracer", "JVPTracer", "BatchTracer"
@@ -51,12 +55,13 @@ def concrete(x: Any) -> Any:
 def is_tracing() -> bool:
     """Whether operations are staged into a program now: inside jit, not merely inside grad or vmap."""
     # Comparing states takes 1 us, an operation 20.
-    return _trace_state() != _OUTSIDE and isinstance(jnp.zeros(()), jax.core.Tracer)
+    return trace_state() != _OUTSIDE and isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
-def _trace_state() -> Any:
+def trace_state() -> Any:
+    """Return what differs between programs, and between them and the outside."""
     return get_opaque_trace_state(convention="nnx")  # type: ignore[no-untyped-call]  # untyped in JAX
 
 
 # The state where no transformation runs; None where this module is first imported inside of a program.
-_OUTSIDE = None if isinstance(jnp.zeros(()), jax.core.Tracer) else _trace_state()
+_OUTSIDE = None if isinstance(jnp.zeros(()), jax.core.Tracer) else trace_state()
