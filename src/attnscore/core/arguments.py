@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -71,10 +70,13 @@ def check_number(name: str, x: Any) -> float:
     return float(x)
 
 
-@cache
+# Not a cached function, of which torch.compile warns.
+_LARGEST = {name: float(np.finfo(name).max) for name in ("float16", "float32", "float64")}
+
+
 def largest_of(dtype: str) -> float:
     """Return the largest number of a floating dtype, infinity where a Python float overflows (long double)."""
-    return float(np.finfo(dtype).max)
+    return _LARGEST.get(dtype, math.inf)
 
 
 def check_held(name: str, x: Any, dtype: str, factor: float, smallest: float | None = None) -> float:
