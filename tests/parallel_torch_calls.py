@@ -486,3 +486,21 @@ def sharded_layer() -> bool:
         (one.grad, other.grad.full_tensor()) for one, other in zip(plain.parameters(), layer.parameters(), strict=True)
     ]
     return all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in (outs, *grads))
+
+
+def attend_of_distributed_tensors() -> tuple[bool, bool, str]:
+    """Whether `ats.attend` gives a DTensor, and its gradients, the numbers of one process; its message with a mask."""
+    from attnscore.errors import FrameworkError
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(48, dtype=torch.float64).reshape(4, 3, 4).sin().requires_grad_()
+    own = distribute_tensor(whole.detach(), mesh, [Sharded(0)]).requires_grad_()
+    outs = [ats.attend(x, x, x, score="gaussian") for x in (whole, own)]
+    for out in outs:
+        out.square().sum().backward()
+    same = [torch.allclose(a, b.full_tensor()) for a, b in (outs, (whole.grad, own.grad))]
+    try:
+        ats.attend(own, own, own, mask=ats.Causal())
+    except FrameworkError as error:
+        return *same, str(error)
+    return *same, ""

@@ -438,7 +438,7 @@ def test_the_form_of_a_gaussian_by_its_values(framework: str, monkeypatch: pytes
 
 def test_available_lists_every_framework_and_kernel() -> None:
     found = ats.available()
-    assert set(found) == {"frameworks", "kernels", "targets"}
+    assert set(found) == {"frameworks", "kernels", "targets", "fallbacks"}
     assert {"numpy", "torch"} <= set(found["frameworks"])
     assert found["frameworks"]["numpy"] is None and found["frameworks"]["torch"] is None
     assert set(found["kernels"]) == set(kernels.table())

@@ -473,3 +473,10 @@ def test_normalizers_are_refused_where_parts_are_merged(way: str) -> None:
     with pytest.raises(RankError, match=f"got '{way}': a normalizer other than the softmax") as caught:
         run(2, "scaled_dot", "Causal", normalizer="sparsemax", **WAYS[way])
     assert {*caught.value.kinds.values()} == {"ArgumentError"}
+
+
+def test_attend_dispatches_operations_of_distributed_tensors() -> None:
+    """`ats.attend` itself, by operations of torch; positions are refused, as they would be plain tensors."""
+    for out, gradient, text in group_of(2).run("parallel_torch_calls.attend_of_distributed_tensors"):
+        assert out and gradient
+        assert "DTensor" in text and "to_local" in text and "Hint" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -316,7 +317,20 @@ _NOT_ARRAYS = (
         lambda x: x.attend(key=torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(5, 4)], layout=torch.jagged)),
         only="torch",
     ),
+    case(
+        "a MaskedTensor",
+        FrameworkError,
+        "query|dense|MaskedTensor|Hint|get_data",
+        lambda x: x.attend(query=_masked_tensor()),
+        only="torch",
+    ),
 )
+
+
+def _masked_tensor() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype
+        return torch.masked.masked_tensor(torch.ones(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bool))
 
 
 def _of_cupy() -> object:

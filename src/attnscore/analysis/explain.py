@@ -267,8 +267,9 @@ def available() -> dict[str, dict[str, str | None]]:
 
     Returns
     -------
-    dict with "frameworks", "kernels" and "targets", each from name to None or a reason
-        Targets are the instruction sets of the native kernels that this CPU could run.
+    dict with "frameworks", "kernels" and "targets", each from name to None or a reason, and "fallbacks"
+        Targets are the instruction sets of the native kernels that this CPU could run. Fallbacks are the private names
+        that a framework in use lacks, each with what is slower without it.
 
     Examples
     --------
@@ -280,4 +281,5 @@ def available() -> dict[str, dict[str, str | None]]:
         "frameworks": backends.availability(),
         "kernels": {name: kernel.missing() for name, kernel in kernels.table().items()},
         "targets": native.targets(),
+        "fallbacks": dict(backends.fallbacks()),
     }

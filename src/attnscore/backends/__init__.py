@@ -216,7 +216,7 @@ _OUTSIDE: dict[str, Callable[..., Any]] = {}
 def compiled() -> Callable[..., Any] | None:
     """Return the replacement of `attend` under torch.compile and `torch.jit.trace`; None in an ordinary call."""
     torch = sys.modules.get("torch")
-    if torch is None or not (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None):
+    if torch is None or not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
         return None
     return COMPILED[_imported("torch")]
 
@@ -264,6 +264,11 @@ _made_outside._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def availability() -> dict[str, str | None]:
     """Return for each framework None if it can be used here, otherwise the reason why not."""
     return {name: _missing(name) for name in _TABLE}
+
+
+def fallbacks() -> dict[str, str]:
+    """Return what the releases of the loaded frameworks lack, and what goes another way therefore."""
+    return {name: cost for backend in _LOADED.values() for name, cost in backend.fallbacks.items()}
 
 
 def _missing(name: str) -> str | None:

@@ -202,6 +202,8 @@ class Backend(ABC):
     can_unpad = False
     """Whether `indices_before` and `put_rows` gather the real keys of a call: not where a program is compiled for each
     number of them."""
+    fallbacks: Mapping[str, str] = {}
+    """Private names that this release of the framework does not have, and what goes another way."""
     has_planned_gradients = False
     """Whether autograd records calls of execution plans (`record`), so that arrays with a gradient are plain too."""
 

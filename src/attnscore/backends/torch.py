@@ -19,16 +19,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch._C import _dispatch_keys as dispatch_keys
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-from torch.utils._pytree import tree_map
 
 from attnscore.backends import native
+from attnscore.backends import torch_private as private
 from attnscore.backends.base import (
     ACCELERATORS,
     DTYPES,
@@ -40,29 +35,20 @@ from attnscore.backends.base import (
     Signature,
     importable,
 )
+from attnscore.errors import FrameworkError, message
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
 _FLOATS = tuple(_DTYPES[name] for name in DTYPES)
 # Types without overridden operations (__torch_function__, __torch_dispatch__).
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NO_DISPATCH: Any = torch.Tensor.__torch_dispatch__
 # Device types that attention runs on, and their autocast dtypes outside `numeric_scope`.
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 _NO_SCOPE = contextlib.nullcontext()
 # Entries that one thread reads faster than PyTorch starts an operation.
 _MOST_ON_ONE_THREAD = 2**16
 _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated
-
-
-def _plain_keys() -> frozenset[int]:
-    """Return the dispatch keys of plain CPU tensors, with and without autograd."""
-    with disable_current_modes(), torch.inference_mode():
-        inference = torch.empty(0, device="cpu")
-        with torch.inference_mode(False):
-            return frozenset(dispatch_keys(x).raw_repr() for x in (torch.empty(0, device="cpu"), inference))
-
-
-_PLAIN_KEYS = _plain_keys()
 
 
 def _shares_layouts() -> bool:
@@ -72,14 +58,14 @@ def _shares_layouts() -> bool:
 
 
 _SHARES_LAYOUTS = _shares_layouts()
-_is_transformed = torch._C._are_functorch_transforms_active
-_count_function_modes, _count_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-_is_autocast = torch._C._is_any_autocast_enabled
 
 
 def _is_watched() -> bool:
     """Whether a mode of PyTorch takes part in each operation: overriding, autocast, torch.compile."""
-    return bool(_count_function_modes() or _count_dispatch_modes() or _is_autocast() or is_compiling())
+    # The compiler first, which cannot trace the others.
+    return bool(
+        is_compiling() or private.count_function_modes() or private.count_dispatch_modes() or private.is_any_autocast()
+    )
 
 
 class TorchBackend(Backend):
@@ -91,6 +77,7 @@ class TorchBackend(Backend):
     wants_aligned = False
     can_unpad = True
     has_planned_gradients = True
+    fallbacks = private.FALLBACKS
 
     def dtype(self, x: Array) -> str:
         return _NAMES[x.dtype]
@@ -103,6 +90,8 @@ class TorchBackend(Backend):
             if x.layout == torch.jagged and x.lengths() is not None:
                 return "a jagged tensor with holes between its sequences", "x.contiguous().values()"
             return "a nested tensor", "x.to_padded_tensor(0.0), with valid_lens,"
+        if isinstance(x, torch.masked.MaskedTensor):
+            return "a MaskedTensor", "x.get_data(), with a mask of attend,"
         return None if x.layout == torch.strided else (f"a sparse tensor ({x.layout})", "x.to_dense()")
 
     def ragged(self, x: Array) -> Ragged | None:
@@ -119,13 +108,13 @@ class TorchBackend(Backend):
         return str(x.device)
 
     def is_recording(self) -> bool:
-        return torch._C._get_tracing_state() is not None
+        return private.tracing_state() is not None
 
     def shape(self, x: Array) -> tuple[Any, ...]:
         if not self.is_recording():
             return tuple(x.shape)
-        with outside_trace():  # where sizes are numbers
-            return tuple(x.shape)
+        with private.outside_trace():  # where sizes are numbers
+            return tuple(map(int, x.shape))
 
     def astype(self, x: Array, dtype: str) -> Array:
         return x.to(_DTYPES[dtype])
@@ -139,29 +128,32 @@ class TorchBackend(Backend):
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
         if not isinstance(x, torch.Tensor):
             return np.asarray(x)
-        if x.device.type != "cpu" or _is_traced(x):
+        if x.device.type != "cpu" or is_traced(x):
             return None
         # A `torch.func` transform would wrap the detached tensor, and a wrapped tensor has no memory.
-        with _outside_transforms():
+        outside = _outside_transforms()
+        if outside is None:
+            return None
+        with outside:
             x = x.detach()
             found: np.ndarray[Any, Any] = x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
         return found
 
     def has_cpu_buffer(self, x: Array) -> bool:
         # Tensors over memory of other libraries may be misaligned.
-        is_readable = x.is_cpu and not (_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
+        is_readable = x.is_cpu and not (is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
         return is_readable and x.data_ptr() % x.itemsize == 0
 
     def has_values(self, *arrays: Array) -> bool:
-        return not any(_is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj() for x in arrays)
+        return not any(is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj() for x in arrays)
 
     def is_plain(self, *arrays: Array) -> bool:
         if _is_watched():
             return False
-        has_tangents, is_transformed = forward_ad._current_level >= 0, _is_transformed()
+        has_tangents, is_transformed = private.dual_levels._current_level >= 0, private.are_transforms_active()
         for x in arrays:
             # Other keys: on a device, negated or conjugated, wrapped by a transform, fake, sparse, nested.
-            if type(x) not in _PLAIN or dispatch_keys(x).raw_repr() not in _PLAIN_KEYS:
+            if type(x) not in _PLAIN or not private.has_plain_keys(x):
                 return False
             # Inside a transform, tensors that require a gradient are wrapped when their memory is taken.
             if (has_tangents and _is_dual(x)) or (is_transformed and x.requires_grad):
@@ -178,13 +170,13 @@ class TorchBackend(Backend):
 
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
         # Parameters pass the same checks as tensors.
-        if _SHARES_LAYOUTS and forward_ad._current_level < 0 and not _is_transformed():
+        if _SHARES_LAYOUTS and private.dual_levels._current_level < 0 and not private.are_transforms_active():
             found: Signature | None = None if _is_watched() else native.module.signature(arrays)
             return found
         return tuple((x.shape, x.dtype, x.stride()) for x in arrays) if self.is_plain(*arrays) else None
 
     def device_signature(self, arrays: Sequence[Array]) -> Signature | None:
-        if _is_watched() or _is_transformed() or forward_ad._current_level >= 0:
+        if _is_watched() or private.are_transforms_active() or private.dual_levels._current_level >= 0:
             return None
         for x in arrays:
             if type(x) not in _PLAIN or not x.is_cuda or x.layout != torch.strided or x.is_neg() or x.is_conj():
@@ -205,7 +197,7 @@ class TorchBackend(Backend):
         self, shape: tuple[int, ...], dtype: str, lengths: list[int], swapped: int | None
     ) -> Sequence[Array]:
         # A transform of `torch.func` would wrap the parts.
-        if not _SHARES_LAYOUTS or _is_transformed():
+        if not _SHARES_LAYOUTS or private.are_transforms_active():
             return ()
         block = torch.from_numpy(np.empty(shape, dtype))
         if swapped is not None:
@@ -243,7 +235,7 @@ class TorchBackend(Backend):
 
     def number(self, x: Array) -> float | None:
         # While a CUDA graph is captured, nothing can be read.
-        if _is_traced(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if is_traced(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         return float(x.detach())
 
@@ -254,13 +246,18 @@ class TorchBackend(Backend):
         return like.new_full(tuple(shape), value, dtype=like.dtype if dtype is None else _DTYPES[dtype])
 
     def positions(self, start: int, count: int, like: Array) -> Array:
+        if hasattr(like, "to_local"):
+            # The operations of a DTensor take no plain tensor, such as one of positions.
+            expected = "plain tensors, where positions count: with a mask, dropout or a relative bias"
+            hint = "x.to_local() is the part of this rank, x.full_tensor() the whole"
+            raise FrameworkError(message("query, key, value", expected, type(like).__name__, hint=hint))
         return torch.arange(start, start + count, device=like.device)
 
     def slice_axis(self, x: Array, axis: int, start: int, count: int) -> Array:
         return x.narrow(axis, start, count)
 
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
-        if x.requires_grad or block.requires_grad or _is_traced(block):
+        if x.requires_grad or block.requires_grad or is_traced(block):
             # Autograd and transforms do not allow writes in place.
             return torch.cat(
                 [
@@ -311,7 +308,7 @@ class TorchBackend(Backend):
         return torch.nn.functional.embedding_bag(at, x, offsets, mode="sum", include_last_offset=True)
 
     def searchsorted(self, ordered: Array, values: Array) -> Array:
-        if is_functorch_wrapped_tensor(ordered) or torch.onnx.is_in_onnx_export():
+        if private.is_wrapped(ordered) or torch.onnx.is_in_onnx_export():
             # Under `vmap`, torch.searchsorted copies what it is given, and warns of it. ONNX has no such operator.
             return (ordered[:, None] <= values).sum(0)
         return torch.searchsorted(ordered, values, right=True)
@@ -337,7 +334,7 @@ class TorchBackend(Backend):
 
     def numeric_scope(self) -> contextlib.AbstractContextManager[Any]:
         # `autocast` casts the inputs; inside, autocast is off, or it would round the products of every tile too.
-        if not _is_autocast():
+        if not private.is_any_autocast():
             return _NO_SCOPE
         return self._without_autocast([kind for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)])
 
@@ -359,12 +356,13 @@ class TorchBackend(Backend):
             return function(carry) if known else carry
         # Under `torch.func.vmap` some of the batch take the function and some do not, and while a CUDA graph is
         # captured the host cannot know: both are computed.
-        return tree_map(lambda new, old: torch.where(condition, new, old), function(carry), carry)
+        return map_leaves(lambda new, old: torch.where(condition, new, old), function(carry), carry)
 
     def copy(self, x: Array) -> Array:
-        if _is_traced(x):
+        outside = None if is_traced(x) else _outside_transforms()
+        if outside is None:
             return x
-        with _outside_transforms():
+        with outside:
             return x.detach().clone()
 
     def version(self, x: Array) -> int | None:
@@ -389,10 +387,10 @@ class TorchBackend(Backend):
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
             return run.forward(operands)
         read = [x for x in run.constants() if isinstance(x, torch.Tensor)]
-        if any(_is_traced(x) or _is_dual(x) for x in (*operands, *read)):
+        if any(is_traced(x) or _is_dual(x) for x in (*operands, *read)):
             return run.forward(operands)
         run = run.with_backward()
-        if not _is_transformed():
+        if not private.are_transforms_active():
             found: tuple[Array, ...] = _AttentionFunction.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
             return found
         return run.without_saved(_TransformedFunction.apply(run, *operands))  # type: ignore[no-untyped-call]  # torch's own
@@ -405,7 +403,7 @@ class TorchBackend(Backend):
     def vjp(
         self, function: Callable[..., Array], inputs: Sequence[Array]
     ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
-        if torch.is_grad_enabled() or any(_is_traced(x) for x in inputs):
+        if torch.is_grad_enabled() or any(is_traced(x) for x in inputs):
             # The gradient itself is differentiated: autograd records it.
             inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in inputs]
             value = function(*inputs)
@@ -427,12 +425,12 @@ class TorchBackend(Backend):
         return x.detach()
 
     def draws_seeds_by_example(self) -> bool:
-        return bool(_is_transformed())
+        return bool(private.are_transforms_active())
 
     def draw_seed(self, like: Array) -> Any:
         seed = torch.randint(0, 2**62, (), dtype=torch.int64)
         # Inside `torch.func.vmap(randomness="different")` it is one seed per example.
-        if is_functorch_wrapped_tensor(seed):
+        if private.is_wrapped(seed):
             return SeedHalves(self.low_32_bits(seed), self.shift_right(seed, 32))
         return int(seed)
 
@@ -521,10 +519,10 @@ class _TransformedFunction(torch.autograd.Function):
         return outputs, None
 
 
-def _outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which no `torch.func` transform wraps the results of operations."""
-    transformed = torch._C._are_functorch_transforms_active()
-    return temporarily_clear_interpreter_stack() if transformed else contextlib.nullcontext()
+def _outside_transforms() -> contextlib.AbstractContextManager[Any] | None:
+    """Return a context in which no `torch.func` transform wraps results; None where a transform cannot be left."""
+    outside = private.outside_transforms if private.are_transforms_active() else contextlib.nullcontext
+    return None if outside is None else outside()
 
 
 def causal_alignment(mask: Any) -> Literal["top_left", "bottom_right"] | None:
@@ -537,23 +535,26 @@ def causal_alignment(mask: Any) -> Literal["top_left", "bottom_right"] | None:
     return "top_left" if mask.variant == bias.CausalVariant.UPPER_LEFT else "bottom_right"
 
 
-def _is_traced(x: torch.Tensor) -> bool:
-    """Whether `x` has no concrete values: wrapped by a torch.func transform, fake, meta or being compiled."""
-    if is_compiling() or x.is_meta or isinstance(x, FakeTensor):
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether `x` has no memory that the host reads.
+
+    It is wrapped by a torch.func transform, meta, being compiled, or of a class that dispatches operations itself
+    (fake tensors, DTensor).
+    """
+    if is_compiling() or x.is_meta or type(x).__torch_dispatch__ is not _NO_DISPATCH:
         return True
     # Legacy batched tensors: `torch.autograd.functional.jacobian(vectorize=True)`.
-    return bool(is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x))
+    return private.is_wrapped(x) or private.is_legacy_batched(x)
 
 
-@contextlib.contextmanager
-def outside_trace() -> Iterator[None]:
-    """Hide operations from `torch.jit.trace`."""
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Apply a function to the leaves of tuples, lists and dictionaries of the same structure."""
+    if isinstance(tree, dict):
+        return {name: map_leaves(function, x, *(other[name] for other in others)) for name, x in tree.items()}
+    if not isinstance(tree, (tuple, list)):
+        return function(tree, *others)
+    parts = [map_leaves(function, *x) for x in zip(tree, *others, strict=True)]
+    return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
 
 
 def _is_finite(x: torch.Tensor) -> bool:
@@ -565,7 +566,7 @@ def _is_finite(x: torch.Tensor) -> bool:
         if found is not None:  # traced tensors have no memory that the module reads
             return found
     # On a GPU the answer would wait for all work before it, and end the capture of a CUDA graph.
-    if x.device.type in ACCELERATORS or _is_traced(x):
+    if x.device.type in ACCELERATORS or is_traced(x):
         return False
     # A sum is finite only where all terms are, and takes a twentieth of the time of isfinite; large terms may overflow.
     x = x.detach() if x.requires_grad else x
@@ -575,7 +576,7 @@ def _is_finite(x: torch.Tensor) -> bool:
 
 def _is_dual(x: torch.Tensor) -> bool:
     """Whether `x` carries a forward-mode tangent."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]  # torch's own
+    return private.dual_levels._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _zeros_for_none(grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

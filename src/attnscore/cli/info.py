@@ -6,6 +6,7 @@ import os
 import platform
 
 import attnscore as ats
+from attnscore import backends
 from attnscore.bench.machine import version
 from attnscore.cli.console import console, table
 
@@ -36,10 +37,14 @@ def info() -> None:
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         markup=False,
     )
+    if version("torch") is not None:
+        backends.load("torch")  # which then says what it lacks
     working = ats.available()
     titles = {"frameworks": "Frameworks", "kernels": "Kernels, fastest first", "targets": "CPU targets of native"}
     for part, title in titles.items():
         lines = [(name, "yes" if reason is None else "no", reason or "") for name, reason in working[part].items()]
         out.print(table(title, ("name", "works", "why not"), lines, left=3))
+    if fallbacks := working.get("fallbacks"):
+        out.print(table("Not in these releases", ("name", "therefore"), list(fallbacks.items()), left=2))
     rows = [(package, version(package) or "not installed", use) for package, use in _OPTIONAL.items()]
     out.print(table("Optional packages", ("package", "version", "what for"), rows, left=3))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -21,13 +20,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from attnscore import api, backends, kernels, masks, scores
 from attnscore.analysis import weights as blocks
 from attnscore.api import Gradients
+from attnscore.backends import torch_private as private
 from attnscore.backends.base import accumulator
-from attnscore.backends.torch import outside_trace
 from attnscore.core import tiling
 from attnscore.core.arguments import check_flag
 from attnscore.core.normalizers import Entmax
@@ -329,7 +327,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return _outside(query, key, value, **arguments)
         _check_not_traced(query)
-        with outside_trace():
+        with private.outside_trace():
             return api.attend(query, key, value, **arguments)
     has_weights = check_flag("return_weights", arguments.pop("return_weights"))
     arguments["matrix"] = "weights" if has_weights else None
@@ -365,16 +363,12 @@ def _is_registered(score: Any) -> bool:
 
 def _has_operator(arguments: dict[str, Any]) -> bool:
     # Operators would silently lose the tangents of forward mode, and have no rule for torch.func.
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if private.dual_levels._current_level >= 0 or private.are_transforms_active():
         return False
     return all(_can_be_written(x) for x in arguments.values())
 
 
-# Older releases of torch take no reason.
-_WHY = {"reason": "attnscore: no operator for a custom score or mask and inside torch.func"}
-
-
-@torch.compiler.disable(**(_WHY if "reason" in inspect.signature(torch.compiler.disable).parameters else {}))  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own
+@torch.compiler.disable(reason="attnscore: no operator for a custom score or mask and inside torch.func")  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own
 def _outside(*arrays: Tensor, **arguments: Any) -> Any:
     return api.attend(*arrays, **arguments)
 

@@ -15,10 +15,10 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from attnscore import backends, scores
+from attnscore.backends import torch_private as private
 from attnscore.backends.base import SeedHalves, Unknown, accumulator, surely_equal
 from attnscore.backends.torch import TorchBackend
 from attnscore.core import plan as plans
@@ -47,7 +47,7 @@ def _(length: torch.SymInt, other: Any) -> bool:
 
 
 # So that a saved program can return them.
-pytree._register_namedtuple(AttentionStats, serialized_type_name="attnscore.AttentionStats")
+private.register_namedtuple(AttentionStats, serialized_type_name="attnscore.AttentionStats")
 
 
 class _Primitive(TorchBackend):

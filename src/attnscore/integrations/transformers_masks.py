@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 import attnscore as ats
+from attnscore.backends.torch import map_leaves
 from attnscore.masks import Mask
 
 # Functions of (batch, head, query, key) indices, as transformers writes them.
@@ -58,7 +58,7 @@ class StructuredMask(Tensor):
             with torch.overrides.enable_reentrant_dispatch():
                 return x._made()
 
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+        return func(*map_leaves(plain, args), **map_leaves(plain, kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # see there
         return f"StructuredMask({self.structure!r}, shape={tuple(self.shape)})"

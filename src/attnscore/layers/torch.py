@@ -31,6 +31,8 @@ from torch.nn.parameter import UninitializedParameter
 from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
+from attnscore.backends import torch as backend
+from attnscore.backends import torch_private as private
 from attnscore.backends.base import Signature
 from attnscore.core import plan as plans
 from attnscore.core.arguments import CallArguments, check_flag, shown
@@ -57,8 +59,6 @@ __all__ = [
 ]
 
 _OPS = backends.load("torch")
-_has_any_global_hook: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
-_tracing_state, _is_transformed = torch._C._get_tracing_state, torch._C._are_functorch_transforms_active
 _LENS_DTYPES = (torch.int32, torch.int64)  # which a plan reads at each call
 _OWN_ATTEND = (attend,)  # not a name of it: `watch` binds all names of `attend` to a function that reports the call
 _documented = Documentation(
@@ -87,7 +87,7 @@ def _is_bare(module: nn.Module, kind: type[nn.Module]) -> bool:
         and "forward" not in module.__dict__
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
-        and not _has_any_global_hook()
+        and not private.has_any_global_hook()
         and module._parameters.get("weight") is not None
     )
 
@@ -234,7 +234,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
 
     def _layout(self, queries: Tensor, keys: Tensor, values: Tensor, lens: Any) -> Signature | None:
         """Return the layouts of the arrays of a call and of all parameters; None unless all are plain tensors."""
-        if _tracing_state() is not None or _is_transformed():
+        if private.tracing_state() is not None or private.are_transforms_active():
             return None
         arrays: list[Any] = [queries, keys, values]
         if lens is not None:
@@ -371,7 +371,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         for linear in linears:
             if linear.input in inputs and (weight := self._weight(linear)) is not None:
                 arrays.append(weight)
-        if torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active():
+        if private.tracing_state() is not None or private.are_transforms_active():
             return False
         if (signature := _OPS.signature(arrays)) is None:
             return False
@@ -577,15 +577,9 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def is_traced(*arguments: Any) -> bool:
     """Whether the tensors in these stand for values of a later run, or for many values at once."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or private.tracing_state() is not None:
         return True
-    for argument in arguments:
-        for x in _tensors(argument):
-            if type(x) is not Tensor and isinstance(x, torch._subclasses.FakeTensor):
-                return True
-            if torch._C._functorch.is_functorch_wrapped_tensor(x):
-                return True
-    return False
+    return any(x.device.type != "meta" and backend.is_traced(x) for argument in arguments for x in _tensors(argument))
 
 
 # ------------------------------------------------------------------ the layers

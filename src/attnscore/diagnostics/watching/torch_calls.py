@@ -24,7 +24,8 @@ from torch.nn import functional
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.backends.torch import causal_alignment
+from attnscore.backends import torch_private as private
+from attnscore.backends.torch import causal_alignment, is_traced
 from attnscore.errors import AttnscoreError
 
 Array = NDArray[np.float64]
@@ -311,7 +312,7 @@ def pooling_of(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any])
         if given.get("is_causal") or mask.requires_grad or (is_float and with_infinity(mask, _HIDDEN) is not mask):
             return None
     # Checkpointing compares what is saved with what its second pass saves, which is not watched.
-    has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    has_hooks = private.saved_tensor_hooks(False) is not None
     if given.get("dropout_p") or has_hooks or _OPS.has_autocast(query):
         return None
     return Pooling(value, torch.is_grad_enabled())
@@ -359,11 +360,7 @@ def reason_against(*tensors: Any) -> str | None:
     for x in tensors:
         if not isinstance(x, Tensor):
             continue
-        if (
-            isinstance(x, torch._subclasses.FakeTensor)
-            or x.is_meta
-            or torch._C._functorch.is_functorch_wrapped_tensor(x)
-        ):
+        if is_traced(x):
             return "symbolic tensors, which hold no numbers"
         if x.layout != torch.strided:
             return f"a layout of {x.layout}"

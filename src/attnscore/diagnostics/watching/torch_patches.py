@@ -28,6 +28,7 @@ from torch.nn import functional
 
 import attnscore as ats
 from attnscore import api
+from attnscore.backends import torch_private as private
 from attnscore.core.normalizers import ONLY_SOFTMAX, resolve
 from attnscore.core.prepared import PreparedKeys
 from attnscore.diagnostics.watching.torch_calls import (
@@ -69,6 +70,8 @@ _WATCHERS: list[Watch] = []
 # Wrappers of the watches that run, and every wrapper that still exists.
 _ACTIVE: set[Callable[..., Any]] = set()
 _WRAPPERS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+# Options of PyTorch to set back.
+_UNDO: list[Callable[[], Any]] = []
 
 
 def start(watcher: Watch) -> None:
@@ -92,15 +95,19 @@ def _install() -> None:
     _restore()  # another library may have bound a name to one of our wrappers after the last watch
     torch.overrides.get_overridable_functions()  # cached tables of functions: filled later, they would hold wrappers
     try:
-        functions = (
+        functions = [
             (functional.scaled_dot_product_attention, _sdpa),
             (functional.multi_head_attention_forward, _multi_head),
-            (torch._transformer_encoder_layer_fwd, _encoder_layer),
-            (torch._native_multi_head_attention, _native_multi_head),
             (functional.softmax, functools.partial(_softmax, functional)),
             (torch.softmax, functools.partial(_softmax, torch)),
             (api.attend, _attend),
-        )
+        ]
+        if (fused := private.fused_encoder()) is None:
+            mha = torch.backends.mha
+            _UNDO.append(functools.partial(mha.set_fastpath_enabled, mha.get_fastpath_enabled()))
+            mha.set_fastpath_enabled(False)
+        else:
+            functions += zip(fused, (_encoder_layer, _native_multi_head), strict=True)
         # Tables in torch's private modules are keyed by the originals, and our own modules need the originals too.
         _rebind(
             [(old, _wrapped(old, new)) for old, new in functions], but=("torch._", "attnscore.diagnostics.watching.")
@@ -115,6 +122,8 @@ def _install() -> None:
 def _restore() -> None:
     """Bind every name of a wrapper to its original, and let all wrappers only call their originals."""
     _ACTIVE.clear()
+    while _UNDO:
+        _UNDO.pop()()
     if wrappers := list(_WRAPPERS):
         _rebind([(wrapper, _original(wrapper)) for wrapper in wrappers])
     for owner, name, _ in _methods():
@@ -165,7 +174,7 @@ def _rebind(pairs: Iterable[tuple[Any, Any]], but: tuple[str, ...] = ()) -> None
 def _is_bypassed() -> bool:
     """Return whether wrappers only call their originals: in traced or compiled code, and while we record."""
     # In this order: compiled code evaluates the first term and reads nothing of ours.
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _THREAD.is_recording
+    return torch.compiler.is_compiling() or private.tracing_state() is not None or _THREAD.is_recording
 
 
 def _report(make_call: Callable[[], Call | Scores | str], watchers: Sequence[Watch] = _WATCHERS) -> Tensor | None:

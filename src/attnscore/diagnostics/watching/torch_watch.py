@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from attnscore.backends import torch_private as private
 from attnscore.core.arguments import check_flag, is_whole, shown
 from attnscore.diagnostics.watching import torch_patches
 from attnscore.diagnostics.watching.health import Thresholds
@@ -139,7 +140,7 @@ class Watch(Records):
             return False
         here = self._thread
         if not here.stack:
-            if torch._C._current_graph_task_id() != -1:  # checkpointing computes it again
+            if private.graph_task() != -1:  # checkpointing computes it again
                 return False
             with self._lock:
                 if begins := not self._first or name in (self._first, _WHOLE):

@@ -1,0 +1,141 @@
+"""Private names of PyTorch, and what takes the place of one that a release does not have.
+
+- No other file of the package reads a private name of a PyTorch module.
+- A replacement is slower, never wrong: it assumes that a transform, a mode or a hook is active.
+- `FALLBACKS` says what each costs; ``attnscore.available()`` and ``attnscore info`` show it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+FALLBACKS: dict[str, str] = {}
+_GENERAL = "calls have no plans"
+_UNPLANNED = f"{_GENERAL}, torch.compile breaks its graph at each, and torch.jit.trace refuses them"
+
+
+def _resolve(path: str, replacement: Any, cost: str) -> Any:
+    """Return the object of a dotted path; without it the replacement, whose cost is noted."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        FALLBACKS[path] = cost
+        return replacement
+
+
+def _has_no_storage(x: torch.Tensor) -> bool:
+    """Whether a transform wraps a tensor: it then has no memory."""
+    try:
+        x.untyped_storage()
+    except RuntimeError:
+        return True
+    return False
+
+
+# ---------------------------------------------------------------- torch.func and forward mode
+
+are_transforms_active: Callable[[], bool] = _resolve(
+    "torch._C._are_functorch_transforms_active", lambda: True, _UNPLANNED
+)
+is_wrapped: Callable[[torch.Tensor], bool] = _resolve(
+    "torch._C._functorch.is_functorch_wrapped_tensor", _has_no_storage, "a slower test of each tensor"
+)
+is_legacy_batched: Callable[[torch.Tensor], bool] = _resolve(
+    "torch._C._functorch.is_legacy_batchedtensor", _has_no_storage, "a slower test of each tensor"
+)
+# None: what is read on the host inside a transform counts as unknown there.
+outside_transforms: Callable[[], contextlib.AbstractContextManager[Any]] | None = _resolve(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", None, "masks are not read inside torch.func"
+)
+# Its `_current_level` is -1 outside of forward mode.
+dual_levels: Any = forward_ad
+if _resolve("torch.autograd.forward_ad._current_level", None, _UNPLANNED) is None:
+    dual_levels = SimpleNamespace(_current_level=0)
+
+# ---------------------------------------------------------------- modes
+
+count_function_modes: Callable[[], int] = _resolve("torch._C._len_torch_function_stack", lambda: 1, _GENERAL)
+count_dispatch_modes: Callable[[], int] = _resolve("torch._C._len_torch_dispatch_stack", lambda: 1, _GENERAL)
+is_any_autocast: Callable[[], bool] = _resolve("torch._C._is_any_autocast_enabled", lambda: True, _GENERAL)
+_without_modes: Callable[[], contextlib.AbstractContextManager[Any]] | None = _resolve(
+    "torch.utils._python_dispatch._disable_current_modes", None, _GENERAL
+)
+_keys: Callable[[torch.Tensor], Any] | None = _resolve("torch._C._dispatch_keys", None, _GENERAL)
+if _resolve("torch._C.DispatchKeySet.raw_repr", None, _GENERAL) is None:
+    _keys = None
+
+
+def _plain_keys() -> frozenset[int]:
+    """Return the dispatch keys of plain CPU tensors, with and without autograd."""
+    if _keys is None or _without_modes is None:
+        return frozenset()
+    with _without_modes(), torch.inference_mode():
+        inference = torch.empty(0, device="cpu")
+        with torch.inference_mode(False):
+            return frozenset(_keys(x).raw_repr() for x in (torch.empty(0, device="cpu"), inference))
+
+
+_PLAIN_KEYS = _plain_keys()
+
+
+def has_plain_keys(x: torch.Tensor) -> bool:
+    """Whether a tensor is on the CPU, not negated, conjugated, wrapped, fake, sparse or nested; False if unknown."""
+    return bool(_PLAIN_KEYS) and _keys(x).raw_repr() in _PLAIN_KEYS  # type: ignore[misc]  # there are none without it
+
+
+# ---------------------------------------------------------------- torch.jit.trace, torch.export
+
+tracing_state: Callable[[], Any] = _resolve(
+    "torch._C._get_tracing_state",
+    lambda: torch.jit.is_tracing() or None,  # type: ignore[attr-defined, no-untyped-call]  # torch's own
+    "a slower test at each call",
+)
+_set_tracing_state: Callable[[Any], None] = _resolve(
+    "torch._C._set_tracing_state", lambda state: None, "torch.jit.trace warns that sizes are constants"
+)
+register_namedtuple: Callable[..., None] = _resolve(
+    "torch.utils._pytree._register_namedtuple", lambda *_, **__: None, "programs that return statistics are not saved"
+)
+
+
+@contextlib.contextmanager
+def outside_trace() -> Iterator[None]:
+    """Hide operations from `torch.jit.trace`."""
+    state = tracing_state()
+    _set_tracing_state(None)
+    try:
+        yield
+    finally:
+        _set_tracing_state(state)
+
+
+# ---------------------------------------------------------------- modules
+
+has_any_global_hook: Callable[[], bool] = _resolve(
+    "torch.nn.modules.module._has_any_global_hook", lambda: True, "layers call their projections as modules"
+)
+
+# ---------------------------------------------------------------- diagnostics.watch
+
+_FUSED = ("torch._transformer_encoder_layer_fwd", "torch._native_multi_head_attention")
+_HAS_FUSED = None not in [_resolve(path, None, "watch turns the fused encoder off") for path in _FUSED]
+
+
+def fused_encoder() -> list[Any] | None:
+    """Return the functions of a fused encoder layer as they are bound now; None where a release has others."""
+    return [pkgutil.resolve_name(path) for path in _FUSED] if _HAS_FUSED else None
+
+
+graph_task: Callable[[], int] = _resolve(
+    "torch._C._current_graph_task_id", lambda: -1, "watch records a checkpointed pass each time it is computed"
+)
+saved_tensor_hooks: Callable[[bool], Any] = _resolve(
+    "torch._C._autograd._top_saved_tensors_default_hooks", lambda _: True, "watch computes attention twice"
+)
