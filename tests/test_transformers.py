@@ -116,8 +116,8 @@ def test_the_mask_of_a_flattened_batch():
     layer, given = torch.nn.Identity(), {"cu_seq_lens_q": cu_query, "cu_seq_lens_k": cu_key, "max_length_q": 4}
     seen = torch.rand(1, 1, 6, 7) > 0.3
     cases = (
-        (None, {}, packed.causal("bottom_right")),
-        (None, {"is_causal": False}, packed),
+        (None, {}, packed),
+        (None, {"is_causal": True}, packed.causal("bottom_right")),
         (ats.Causal(offset=1), {}, packed & ats.Causal(offset=1)),
         (seen, {}, packed & ats.Dense(seen)),
         (seen[:, :, :1], {}, packed & ats.KeyPadding(seen[:, 0, 0])),
@@ -221,16 +221,18 @@ def test_weights_are_returned_when_asked_for():
 @pytest.mark.parametrize(
     ("asked", "of_layer", "queries", "causal"),
     [
-        (None, True, 5, True),
-        (None, False, 5, False),
+        (None, True, 5, False),
+        (None, None, 5, False),
         (True, False, 5, True),
         (False, True, 5, False),
         (True, True, 1, False),
     ],
 )
 def test_causal_flag_without_a_mask(asked, of_layer, queries, causal):
-    layer = Layer()
-    layer.is_causal = of_layer
+    """What the layer says does not count: BridgeTower's encoders say that they are causal, Align's say nothing."""
+    layer = torch.nn.Identity()
+    if of_layer is not None:
+        layer.is_causal = of_layer
     out, _ = attention_forward(layer, Q[:, :, :queries], K, V, None, is_causal=asked)
     mask = ats.Causal() if causal else None
     torch.testing.assert_close(out.transpose(1, 2), ats.attend(Q[:, :, :queries], K, V, mask=mask))
@@ -251,9 +253,30 @@ def test_scale_bias_and_float_mask_add_up():
     torch.testing.assert_close(out.transpose(1, 2), expected)
 
 
-@pytest.mark.parametrize("option", ["cache", "indices", "block_indices", "sinks"])
+@pytest.mark.parametrize("named", [("attention_mask",), ("module", "query", "key", "value", "attention_mask")])
+def test_arguments_by_keyword_as_models_pass_them(named):
+    function = AttentionInterface()[NAME]
+    arguments = {"module": Layer(), "query": Q, "key": K, "value": V, "attention_mask": torch.rand(2, 1, 5, 5) > 0.3}
+    expected = attention_forward(*arguments.values(), scaling=0.7)[0]
+    positional = [x for name, x in arguments.items() if name not in named]
+    out, _ = function(*positional, **{name: arguments[name] for name in named}, scaling=0.7)
+    torch.testing.assert_close(out, expected)
+
+
+def test_selected_keys_are_those_that_the_mask_leaves():
+    """What DeepSeek V3.2's indexer selects, in any order: a boolean array for eager attention, indices for others."""
+    indices = torch.rand(2, 5, 5).argsort(-1)[..., :3]
+    selected = torch.zeros(2, 5, 5, dtype=torch.bool).scatter(-1, indices, True)[:, None]
+    seen = torch.rand(2, 1, 5, 5) > 0.3
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+    for mask, expected in ((None, selected), (seen, seen & selected), (ats.Causal(), causal & selected)):
+        out, _ = attention_forward(Layer(), Q, K, V, mask, indices=indices.int())
+        torch.testing.assert_close(out.transpose(1, 2), ats.attend(Q, K, V, mask=expected))
+
+
+@pytest.mark.parametrize("option", ["cache", "block_indices", "sinks"])
 def test_what_would_change_the_result_is_refused(option):
-    with pytest.raises(ats.ArgumentError, match=option):
+    with pytest.raises(ats.ArgumentError, match=rf'{option}: .*Hint: model.set_attn_implementation\("eager"\)'):
         attention_forward(Layer(), Q, K, V, None, **{option: torch.zeros(1)})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import masking_utils as own
 
 import attnscore as ats
@@ -157,6 +158,37 @@ def test_an_object_is_a_tensor_for_who_computes_with_it() -> None:
     assert torch.equal(torch.where(made, 0.0, -1.0), torch.where(wanted, 0.0, -1.0))
     assert torch.equal(torch.cat([made, wanted]), torch.cat([wanted, wanted]))
     assert repr(made).startswith("StructuredMask(SlidingWindow(left=2") and "shape=(2, 1, 10, 10)" in repr(made)
+
+
+def test_a_mask_that_is_added_to_scores_is_refused() -> None:
+    """A layer with its own attention expects minus infinities: BigBird-Pegasus's encoder, the text model of BLIP."""
+    scores = torch.zeros(2, 1, 10, 10)
+    for add in (lambda mask: scores + mask, lambda mask: mask + scores, scores.add_):
+        with pytest.raises(ats.ArgumentError, match=r"AttentionInterface.*Hint: attn_implementation=\"eager\""):
+            add(attention_mask(2, 10, 10, mask_function=WINDOW))
+
+
+def test_a_model_without_the_interface_is_refused() -> None:
+    """transformers checks that where the implementation is changed, not where the model is made."""
+    config = transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=2, attn_implementation=NAME)
+    model = transformers.BloomModel(config)
+    for length in (1, 5):
+        with pytest.raises(ats.ArgumentError, match=r"AttentionInterface.*got BloomAttention"):
+            model(input_ids=torch.ones(1, length, dtype=torch.long), attention_mask=torch.ones(1, length))
+
+
+def test_models_without_sdpa_attention_get_additive_masks() -> None:
+    """DeepSeek V4 concatenates numbers to add; Llama takes booleans."""
+    for kind, boolean in (("DeepseekV4", False), ("Llama", True)):
+        assert getattr(transformers, f"{kind}Model")._supports_sdpa == boolean
+        for queries in (1, 12):
+            arguments = (2, queries, 12, 12 - queries, 0, CAUSAL, PADDING)
+            config = getattr(transformers, f"{kind}Config")()
+            mask = attention_mask(*arguments, config=config, dtype=torch.float32)
+            expected = (own.sdpa_mask if boolean else own.eager_mask)(*arguments)
+            assert mask.dtype == expected.dtype and torch.equal(
+                torch.where(mask == 0, 0, 1), torch.where(expected == 0, 0, 1)
+            )
 
 
 class Layer(torch.nn.Module):

@@ -23,7 +23,7 @@ from attnscore.integrations.transformers_masks import StructuredMask, attention_
 from attnscore.masks import Mask
 
 # Each of these selects or moves keys, or changes the normalisation; ignoring one would be a wrong result.
-_UNSUPPORTED = ("cache", "indices", "block_indices", "sinks")
+_UNSUPPORTED = ("cache", "block_indices", "sinks")
 # transformers searches a name for these words and would choose another implementation.
 _TAKEN = ("eager", "sdpa", "flash", "flex", "paged|", "/")
 
@@ -103,8 +103,8 @@ def register(name: str = "attnscore", *, observer: Observer | None = None) -> st
         text = message("transformers", "version 5 or later", "none here", hint=hint)
         raise FrameworkError(text) from error
 
-    def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-        return attention_forward(module, query, key, value, mask, observer=observer, **options)
+    def forward(*arguments: Any, **options: Any) -> Any:
+        return attention_forward(*arguments, observer=observer, **options)
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, attention_mask)
@@ -126,6 +126,7 @@ def attention_forward(
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    indices: Tensor | None = None,
     output_attentions: bool | None = False,
     observer: Observer | None = None,
     **others: Any,
@@ -147,7 +148,8 @@ def attention_forward(
     dropout : float
         Probability, used in training only.
     is_causal : bool, optional
-        Applies when there is no mask, as in transformers' own functions; None: what the module says.
+        Applies when there is no mask. None: every key, as in eager attention. Causal layers get a mask, and the
+        module's flag is wrong in some models (Align, BridgeTower).
     softcap : float, optional
         Scores become ``softcap * tanh(score / softcap)``.
     s_aux : Tensor (head,), optional
@@ -156,6 +158,8 @@ def attention_forward(
         Added to the scores.
     cu_seq_lens_q, cu_seq_lens_k : Tensor (sequences + 1,), optional
         Cumulative lengths of a flattened batch: queries attend to the keys of their own sequence.
+    indices : Tensor (batch, query, selected), optional
+        Keys that each query attends, of those that the mask leaves.
     output_attentions : bool, optional
         Return the weights too.
     observer : callable, optional
@@ -174,10 +178,13 @@ def attention_forward(
     """
     for option in _UNSUPPORTED:
         if others.get(option) is not None:
-            raise ArgumentError(message(option, "None; attnscore does not support it", type(others[option]).__name__))
+            expected, hint = "None; attnscore does not support it", 'model.set_attn_implementation("eager")'
+            raise ArgumentError(message(option, expected, type(others[option]).__name__, hint=hint))
     score = ats.ScaledDot(scaling)
     packed = None if cu_seq_lens_q is None else _packed(query, cu_seq_lens_q, cu_seq_lens_k)
-    mask, bias = _mask_and_bias(module, query, attention_mask, is_causal, position_bias, packed)
+    mask, bias = _mask_and_bias(query, attention_mask, is_causal, position_bias, packed)
+    if indices is not None:
+        mask = _both(_selected(indices, key.shape[-2]), mask)
     shared: dict[str, Any] = {
         "score": ats.SoftCap(score, softcap) if softcap is not None else score,
         "mask": mask,
@@ -208,8 +215,18 @@ def _packed(query: Tensor, cu_query: Tensor, cu_key: Tensor | None) -> ats.Packe
     return ats.Packed(cu_query, None if cu_key is cu_query else cu_key)
 
 
+def _selected(indices: Tensor, keys: int) -> ats.Dense:
+    """Return the mask of the keys that each query selects."""
+    none = indices.new_zeros((*indices.shape[:-1], keys), dtype=torch.bool)
+    return ats.Dense(none.scatter(-1, indices.long(), True).unsqueeze(1))
+
+
+def _both(first: Mask, second: Mask | Tensor | None) -> Mask:
+    """Return the conjunction of two masks."""
+    return first if second is None else first & (second if isinstance(second, Mask) else ats.Dense(second))
+
+
 def _mask_and_bias(
-    module: Any,
     query: Tensor,
     mask: Mask | Tensor | None,
     is_causal: bool | None,
@@ -217,17 +234,14 @@ def _mask_and_bias(
     packed: ats.Packed | None,
 ) -> tuple[Mask | Tensor | None, Tensor | None]:
     if packed is not None and mask is not None:
-        mask, bias = _mask_and_bias(module, query, mask, is_causal, position_bias, None)
-        if mask is None:
-            return packed, bias
-        return packed & (mask if isinstance(mask, Mask) else ats.Dense(mask)), bias
+        mask, bias = _mask_and_bias(query, mask, is_causal, position_bias, None)
+        return _both(packed, mask), bias
     if mask is None:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if packed is not None:
             # As FlashAttention aligns sequences.
-            return packed.causal("bottom_right") if causal else packed, position_bias
+            return packed.causal("bottom_right") if is_causal else packed, position_bias
         # One query is a decoding step and attends to all keys; else transformers' functions align at the top left.
-        return ats.Causal(align="top_left") if causal and query.shape[-2] > 1 else None, position_bias
+        return ats.Causal(align="top_left") if is_causal and query.shape[-2] > 1 else None, position_bias
     if isinstance(mask, StructuredMask):
         return mask.structure, position_bias
     if isinstance(mask, Mask):

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -25,6 +26,7 @@ from torch import Tensor
 
 import attnscore as ats
 from attnscore.backends.torch import map_leaves
+from attnscore.errors import ArgumentError, message
 from attnscore.masks import Mask
 
 # Functions of (batch, head, query, key) indices, as transformers writes them.
@@ -50,6 +52,12 @@ class StructuredMask(Tensor):
             # Gradient checkpointing does that to all arguments of a layer.
             given = args[0]
             return StructuredMask(given.structure, given._made, tuple(given.shape), given.device)
+
+        if func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) and any(
+            isinstance(x, Tensor) and x.is_floating_point() for x in args
+        ):
+            # Scores plus a boolean mask: an attention of the model's own, which expects zeros and minus infinities.
+            raise _not_by_interface("scores plus the mask")
 
         def plain(x: Any) -> Any:
             if not isinstance(x, StructuredMask):
@@ -95,19 +103,36 @@ def attention_mask(
         The pattern takes scalars, no arrays.
     device : torch.device or str
     **others
-        Passed to transformers' own mask function.
+        Passed to transformers' own mask function. ``config``: the configuration of the model.
 
     Returns
     -------
     Tensor (batch, 1, query, key) or None
-        A `StructuredMask`; a plain one for one query and under a compiler; None where nothing is masked.
+        A `StructuredMask`; a plain one for one query and under a compiler; None where nothing is masked. For models
+        without sdpa attention, whose code expects zeros and minus infinities, the mask of eager attention.
+
+    Raises
+    ------
+    ArgumentError
+        The model computes attention itself and would misread a boolean mask.
     """
     from transformers import masking_utils
 
+    boolean = _takes_booleans(others.get("config"))
     pattern = mask_function or masking_utils.causal_mask_function
     if isinstance(q_offset, Tensor) and not masking_utils.is_tracing(q_offset):
         # The cache updates it in place. Reading it from a device would synchronise.
         q_offset = int(q_offset) if q_offset.is_cpu else q_offset.clone()
+
+    if not boolean:
+        additive: Tensor | None = masking_utils.eager_mask(
+            *(batch_size, q_length, kv_length, q_offset, kv_offset, pattern, attention_mask),
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            use_vmap=use_vmap,
+            device=device,
+            **others,
+        )
+        return additive
 
     def made(causal_skip: bool = False, bidirectional_skip: bool = False) -> Tensor | None:
         dense: Tensor | None = masking_utils.sdpa_mask(
@@ -137,6 +162,26 @@ def attention_mask(
     structure = reduce(lambda a, b: a & b, parts) if parts else ats.SlidingWindow(align="top_left")
     found: Tensor = StructuredMask(structure, made, (batch_size, 1, q_length, kv_length), device)
     return found
+
+
+def _takes_booleans(config: Any) -> bool:
+    """Return whether a model expects boolean masks, as sdpa attention does; refuse one without an interface."""
+    from transformers import AttentionInterface, PreTrainedModel
+
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    names = vars(sys.modules[name]) if name in sys.modules else {}
+    classes = [x for x in names.values() if isinstance(x, type) and x.__module__ == name]
+    if not any(x is AttentionInterface or isinstance(x, AttentionInterface) for x in names.values()):
+        for layer in classes:
+            if "Attention" in layer.__name__:
+                raise _not_by_interface(layer.__name__)
+    models = [x for x in classes if issubclass(x, PreTrainedModel)]
+    return not models or any(getattr(x, "_supports_sdpa", True) for x in models)
+
+
+def _not_by_interface(got: str) -> ArgumentError:
+    expected, hint = "a model whose layers call transformers' AttentionInterface", 'attn_implementation="eager"'
+    return ArgumentError(message("attn_implementation", expected, got, hint=hint))
 
 
 @dataclass(frozen=True)
