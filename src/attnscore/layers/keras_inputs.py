@@ -159,6 +159,7 @@ def drawn_seed(generator: Any) -> Any:
     if backends.compiled() is not None:
         # torch's compiler takes no state from a generator of Keras.
         return None
+    OPS.check_can_draw()
     halves = keras.random.randint((2,), 0, 2**31 - 1, dtype="int32", seed=generator)
     found = backends.host(halves)
     if found is not None:

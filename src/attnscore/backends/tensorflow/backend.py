@@ -129,6 +129,12 @@ class TensorFlowBackend(Backend):
             warnings.warn(str(refusal), stacklevel=2)
             raise refusal
 
+    def check_can_draw(self) -> None:
+        if graphs.is_recomputed():
+            expected = "a seed under tf.recompute_grad and keras.remat, whose gradient would draw another dropout mask"
+            hint = "draw it outside of the function that is recomputed; a Keras layer that is recomputed has no dropout"
+            raise FrameworkError(message("seed", expected, None, hint=hint))
+
     def needs_one_tile(self) -> bool:
         # The interpreter of TensorFlow Lite has no slices of more than five axes, with which a loop reads its tiles.
         return not tf.executing_eagerly() and graphs.is_for_lite()
@@ -383,6 +389,7 @@ class TensorFlowBackend(Backend):
         return gradients.product_of_rows(x, matrix, bias)
 
     def draw_seed(self, like: Array) -> Any:
+        self.check_can_draw()
         seed = tf.random.uniform((), maxval=2**62, dtype=tf.int64)
         return int(seed) if tf.executing_eagerly() else SeedHalves(self.low_32_bits(seed), self.shift_right(seed, 32))
 

@@ -2,8 +2,9 @@
 
 - An attention op has its own VJP (``tf.custom_gradient``; the tape itself for calls that have a plan). A second tape
   differentiates that in TensorFlow's own operations.
-- Where TensorFlow ignores a custom gradient (``tf.autodiff.ForwardAccumulator``, a graph that is rewritten), the op
-  itself runs in TensorFlow's operations.
+- A graph that TensorFlow rewrites (``tf.vectorized_map``, jacobians) loses it; the operations of the forward then have
+  gradients of their own.
+- Under ``tf.autodiff.ForwardAccumulator``, which ignores a custom gradient, the op runs in TensorFlow's operations.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ def has_tangents(arrays: Sequence[Array]) -> bool:
 def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
     """``run.forward(operands)``, with ``run.backward`` as its gradient."""
     operands = [tf.convert_to_tensor(x) for x in operands]
-    if has_tangents(operands) or (not tf.executing_eagerly() and graphs.rewritten()):
-        # A custom gradient has no forward mode, and is lost when a graph is rewritten.
+    if has_tangents(operands):
+        # A custom gradient has no forward mode.
         return run.streaming().forward(operands)
-    wanted: list[bool] | None = None
-    if tf.executing_eagerly():
+    is_eager, wanted = tf.executing_eagerly(), None
+    if is_eager:
         wanted = [needs_grad(x) for x in operands]
         if not any(wanted):
             return run.forward(operands)
@@ -57,8 +58,9 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def hook(*arrays: Array) -> Any:
-        # No tape records these operations: `vjp` is the gradient.
-        outputs = run.forward([tf.stop_gradient(x) for x in arrays])
+        # `vjp` is the gradient, and a tape records no operation of the forward. In a graph they keep the gradients of
+        # their own, for where the graph is rewritten, by which TensorFlow drops `vjp`.
+        outputs = run.forward([tf.stop_gradient(x) for x in arrays] if is_eager else list(arrays))
 
         def vjp(*grads: Array, variables: Any = None) -> Any:
             # `results` and not `outputs`, so that a second tape differentiates through them.

@@ -3,12 +3,14 @@
 - A graph calls back into the process that traced it, over the runtime's own buffers, without copies.
 - Where that process cannot be called, the graph runs in TensorFlow's own operations: exported and loaded elsewhere,
   compiled by XLA afterwards, on another device.
-- The derivative of a callback is that of TensorFlow's own operations.
+- The gradient of a callback is the gradient of TensorFlow's own operations. It goes with the operation into graphs that
+  TensorFlow makes of a traced one (``tf.vectorized_map``, jacobians, derivatives).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,9 +25,10 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from attnscore.backends.base import Array
 
-# Modules that trace a graph to take it out of this process, where no callback is of use.
 _LITE = "tensorflow.lite."
-_EXPORTERS = ("keras.src.export.", _LITE)
+# Modules that trace a graph to export or to vectorize it, where a callback is of no use, or is called in a loop. One
+# that has moved costs time: a graph with a callback is right in either place.
+_REWRITERS = ("keras.src.export.", "tensorflow.python.ops.parallel_for.", _LITE)
 
 
 def calls_back(*arrays: Array) -> bool:
@@ -33,30 +36,7 @@ def calls_back(*arrays: Array) -> bool:
     if not any(isinstance(x, tf.Tensor) and not hasattr(x, "numpy") for x in arrays):
         return False
     graph = tf.compat.v1.get_default_graph()
-    return isinstance(graph, FuncGraph) and not GraphOrParentsInXlaContext(graph) and not rewritten()
-
-
-def rewritten() -> bool:
-    """Whether the graph that is traced now is rewritten or exported, which cannot be done to a callback.
-
-    ``model.export`` and TensorFlow Lite's converter take it out of this process. TensorFlow rewrites the loop body of
-    ``tf.vectorized_map`` or of a jacobian to batched operations. It differentiates the operations of a function called
-    under two tapes or a ForwardAccumulator, and a custom gradient then counts as 0. TensorFlow 2.21 marks none of these
-    on the graph: only Python's stack shows it.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        name = frame.f_code.co_name
-        if frame.f_globals.get("__name__", "").startswith(_EXPORTERS):
-            return True
-        if name == "_pfor_impl":
-            return True
-        if name == "_build_functions_for_outputs":
-            owner = frame.f_locals.get("self")
-            forward_mode = getattr(owner, "_forwardprop_input_indices", None)
-            return bool(forward_mode) or type(owner).__name__ == "_HigherOrderTapeGradientFunctions"
-        frame = frame.f_back
-    return False
+    return isinstance(graph, FuncGraph) and not GraphOrParentsInXlaContext(graph) and not _is_traced_by(_REWRITERS)
 
 
 def is_for_xla() -> bool:
@@ -66,9 +46,19 @@ def is_for_xla() -> bool:
 
 def is_for_lite() -> bool:
     """Whether TensorFlow Lite's converter traces the graph."""
+    return _is_traced_by(_LITE)
+
+
+def is_recomputed() -> bool:
+    """Whether this is called by a function of ``tf.recompute_grad``, which Keras's ``remat`` takes too."""
+    return _is_traced_by("tensorflow.python.ops.custom_gradient", "inner")
+
+
+def _is_traced_by(modules: str | tuple[str, ...], function: str | None = None) -> bool:
+    """Whether Python's stack shows a module whose name begins so, in a function of this name."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_LITE):
+        if frame.f_globals.get("__name__", "").startswith(modules) and function in (None, frame.f_code.co_name):
             return True
         frame = frame.f_back
     return False
@@ -81,36 +71,49 @@ def host_callback(
     otherwise: Callable[..., tuple[Array, ...]],
 ) -> tuple[Array, ...]:
     """Trace ``function(*arrays)`` for a graph that runs in this process, ``otherwise(*arrays)`` for any other."""
-    # Copies in this graph: a second derivative is traced in another, which captures from this one alone.
-    arrays = [tf.identity(x) for x in arrays]
     dtypes = [dtype for _, dtype in results]
+    shapes = [[n if isinstance(n, (int, np.integer)) else None for n in shape] for shape, _ in results]
+    gradient = _register_gradient(otherwise, [x.shape for x in arrays])
 
     def here() -> list[Array]:
-        # Stateless: independent calls may run at once, and an unused one is pruned.
-        return list(tf.numpy_function(function, arrays, dtypes, stateful=False))
+        with tf.compat.v1.get_default_graph().gradient_override_map({"PyFuncStateless": gradient}):
+            # Stateless: independent calls may run at once, and an unused one is pruned.
+            outputs = tf.numpy_function(function, arrays, dtypes, stateful=False)
+        return [tf.ensure_shape(x, shape) for x, shape in zip(outputs, shapes, strict=True)]
 
     def anywhere() -> list[Array]:
         return [tf.cast(x, dtype) for x, dtype in zip(otherwise(*arrays), dtypes, strict=True)]
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def call(*given: Array) -> Any:
-        found = _case(_runs_here(arrays[0]), [anywhere, here])
-        for x, (shape, _) in zip(found, results, strict=True):
-            x.set_shape([n if isinstance(n, (int, np.integer)) else None for n in shape])
+    outputs = _case(_runs_here(arrays[0]), [anywhere, here])
+    for x, shape in zip(outputs, shapes, strict=True):
+        x.set_shape(shape)
+    return tuple(outputs)
 
-        def vjp(*grads: Array, variables: Any = None) -> Any:
-            floats = [x for x in given if x.dtype.is_floating]
-            with tf.GradientTape() as tape:
-                tape.watch(floats)
-                again = list(otherwise(*given))
-            none = tf.UnconnectedGradients.ZERO
-            found_grads = iter(tape.gradient(again, floats, list(grads), unconnected_gradients=none))
-            passed = [next(found_grads) if x.dtype.is_floating else None for x in given]
-            return passed if variables is None else (passed, [None] * len(variables))
 
-        return found, vjp
+def _register_gradient(function: Callable[..., tuple[Array, ...]], shapes: Sequence[tf.TensorShape]) -> str:
+    """Register the gradient of `function` for operations with the same inputs and outputs; return its name.
 
-    return tuple(call(*arrays))
+    It reads the operation alone, and no tensor of the graph that was traced. ``tf.vectorized_map`` and jacobians copy
+    an operation that they cannot vectorize with the name of its gradient; ``tf.custom_gradient`` is dropped there.
+    """
+    name = f"attnscore_{uuid.uuid4().hex}"
+
+    @tf.RegisterGradient(name)  # type: ignore[untyped-decorator]
+    def gradient(op: Any, *grads: Array) -> list[Array | None]:
+        if op is None:
+            # As `tf.saved_model.save` calls it, with the inputs in place of the gradients. The callback does not run in
+            # the process that loads the model, and neither does this.
+            return [x * math.nan if x.dtype.is_floating else None for x in grads]
+        inputs = [tf.ensure_shape(x, shape) for x, shape in zip(op.inputs, shapes, strict=True)]
+        floats = [x for x in inputs if x.dtype.is_floating]
+        with tf.GradientTape() as tape:
+            tape.watch(floats)
+            outputs = [tf.cast(x, y.dtype) for x, y in zip(function(*inputs), op.outputs, strict=True)]
+        none = tf.UnconnectedGradients.ZERO
+        left = iter(tape.gradient(outputs, floats, list(grads), unconnected_gradients=none))
+        return [next(left) if x.dtype.is_floating else None for x in inputs]
+
+    return name
 
 
 def _runs_here(x: Array) -> Array:
@@ -138,7 +141,10 @@ def _runs_here_function(dtype: tf.DType) -> Any:
         with tf.control_dependencies([x]):
             # XLA compiles the last branch of a case by DeviceIndex alone, and so skips what it cannot compile.
             device = tf.raw_ops.DeviceIndex(device_names=["CPU"])
-        return _case(device, [on_a_cpu, lambda: [tf.constant(0)]])[0]
+        (index,) = _case(device, [on_a_cpu, lambda: [tf.constant(0)]])
+        # As a size. Of other numbers `tf.vectorized_map` makes arrays, and it refuses a case by an array that has more
+        # than one output.
+        return tf.size(tf.zeros([index]))
 
     with tf.init_scope():
         return tf.function(runs_here, autograph=False).get_concrete_function(tf.TensorSpec(None, dtype))
