@@ -675,6 +675,8 @@ FAULTS = [
         "if key is None:",
         "tests/test_plan.py -k 'heavy_ones or in_use_survive'",
         "one call of many heads drops the plans of all others",
+    ),
+    Fault(
         "tensorflow-forward-without-gradient",
         "src/attnscore/backends/tensorflow/gradients.py",
         "if is_eager else list(arrays))",

@@ -181,7 +181,8 @@ def _takes_booleans(config: Any) -> bool:
 
 def _not_by_interface(got: str) -> ArgumentError:
     expected, hint = "a model whose layers call transformers' AttentionInterface", 'attn_implementation="eager"'
-    return ArgumentError(message("attn_implementation", expected, got, hint=hint))
+    error: ArgumentError = ArgumentError(message("attn_implementation", expected, got, hint=hint))
+    return error
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def _install() -> None:
     _restore()  # another library may have bound a name to one of our wrappers after the last watch
     torch.overrides.get_overridable_functions()  # cached tables of functions: filled later, they would hold wrappers
     try:
-        functions = [
+        functions: list[tuple[Any, Callable[..., Any]]] = [
             (functional.scaled_dot_product_attention, _sdpa),
             (functional.multi_head_attention_forward, _multi_head),
             (functional.softmax, functools.partial(_softmax, functional)),
