@@ -599,8 +599,8 @@ FAULTS = [
     Fault(
         "torch-planned-under-autocast",
         "src/attnscore/backends/torch.py",
-        " or private.count_dispatch_modes() or private.is_any_autocast()\n",
-        " or private.count_dispatch_modes()\n",
+        "private.count_dispatch_modes() or private.is_any_autocast()",
+        "private.count_dispatch_modes()",
         "tests/test_every_framework.py tests/test_plan.py -k autocast",
         "a plan is used inside autocast, which then casts nothing",
     ),

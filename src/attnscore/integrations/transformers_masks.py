@@ -165,7 +165,10 @@ def attention_mask(
 
 
 def _takes_booleans(config: Any) -> bool:
-    """Return whether a model expects boolean masks, as sdpa attention does; refuse one without an interface."""
+    """Return whether a model leaves boolean masks as they are; refuse one that computes attention itself.
+
+    Those do that are written for sdpa or flex attention, whose masks are no zeros and minus infinities either.
+    """
     from transformers import AttentionInterface, PreTrainedModel
 
     name = type(config).__module__.replace(".configuration_", ".modeling_")
@@ -176,7 +179,7 @@ def _takes_booleans(config: Any) -> bool:
             if "Attention" in layer.__name__:
                 raise _not_by_interface(layer.__name__)
     models = [x for x in classes if issubclass(x, PreTrainedModel)]
-    return not models or any(getattr(x, "_supports_sdpa", True) for x in models)
+    return not models or any(x._supports_sdpa or x._supports_flex_attn for x in models)
 
 
 def _not_by_interface(got: str) -> ArgumentError:
