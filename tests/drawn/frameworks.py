@@ -181,8 +181,9 @@ class Torch:
         function: Callable[..., Named] = forward
         if case.mode == "compiled":
             torch._dynamo.reset()
-            # A custom score has no operator: its call breaks the graph.
-            is_custom = any(kind.startswith("custom") for kind in kinds_in(case.call.score))
+            # A custom score or a function as mask has no operator: its call breaks the graph.
+            kinds = kinds_in(case.call.score) | kinds_in(case.call.mask)
+            is_custom = any(kind.startswith(("custom", "function")) for kind in kinds)
             function = torch.compile(forward, backend="aot_eager", fullgraph=not is_custom, dynamic=False)
         elif case.mode == "checkpoint":
             function = functools.partial(checkpoint, forward, use_reentrant=False)

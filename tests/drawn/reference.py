@@ -420,11 +420,16 @@ def scales(call: Call, results: Arrays, rng: np.random.Generator) -> dict[str, f
         torch.linalg.vector_norm(k.detach(), dim=-1)
     )
     level = max(1.0, *terms, norms if call.score.kind in ("dot", "scaled_dot") else 0.0)
+    if "score.W" in leaves:
+        # Of a bilinear score, the products of which each sum is made.
+        level = max(level, largest((q.abs() @ leaves["score.W"].abs() @ k.abs().mT).detach()))
     keys = math.log(max(2, call.key_len))
     value, out = largest(call.arrays["value"]), call.seeds.get("out", np.zeros(1))
     scale = {"out": value * level, "weights": level, "scores": level, "log_sum_exp": level + keys, "max_score": level,
-             "mean_score": level, "var_score": level * level, "entropy": level * keys + level, "max_weight": level,
-             "sum_weights": level, "sum_sq_weights": level}  # fmt: skip
+             "mean_score": level, "var_score": level * level, "entropy": level * keys + level,
+             "max_weight": level}  # fmt: skip
+    # Of other normalizers than the softmax the weights sum to more than 1.
+    scale |= {name: level * max(1.0, largest(results.get(name, 0.0))) for name in ("sum_weights", "sum_sq_weights")}
     if call.keep is not None:
         scale["out"] *= largest(call.keep)
     if not call.seeds:
