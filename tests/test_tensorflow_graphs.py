@@ -610,3 +610,17 @@ def test_lengths_that_a_graph_clips_stay_errors_elsewhere() -> None:
     for given in (x, x.numpy()):
         with pytest.raises(ats.MaskError, match="from 0 to 5"):
             ats.attend(given, given, given, valid_lens=[6, 0])
+
+
+def test_a_sink_without_queries() -> None:
+    """TensorFlow's optimizer of graphs divided by the number of queries, which ended the process."""
+
+    @tf.function
+    def gradients(query: Any, key: Any, value: Any, sink: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch((query, sink))
+            total = tf.reduce_sum(ats.attend(query, key, value, sink=sink, kernel="streaming"))
+        return tape.gradient(total, (query, sink))
+
+    of_query, of_sink = gradients(*(tf.zeros(shape) for shape in ((1, 0, 3), (1, 4, 3), (1, 4, 2), ())))
+    assert of_query.shape == (1, 0, 3) and float(of_sink) == 0

@@ -168,7 +168,8 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
     """Compute output, log-sum-exp and statistics of every query: the online softmax over its key tiles."""
     ops, score_shape, wanted, dtype = problem.ops, problem.score_shape, problem.statistics, problem.accumulator
     inputs = _isolate_nonfinite(_with_asserted_shapes(problem))
-    sink = None if problem.sink is None else ops.astype(ops.reshape(problem.sink, (*problem.sink.shape, 1, 1)), dtype)
+    sink = None if problem.sink is None or _has_no_rows(problem) else problem.sink
+    sink = None if sink is None else ops.astype(ops.reshape(sink, (*sink.shape, 1, 1)), dtype)
 
     def update(state: RowState, scores: Array, unmasked: Array | None, rows: Span, cols: Span) -> RowState:
         value = ops.astype(_slice(ops, problem.value, -2, cols), dtype)
@@ -450,9 +451,20 @@ def _tile_gradients(
     return {**found, "bias": relative.sum_diagonals(ops, grad_scores) if problem.has_relative_bias else grad_scores}
 
 
+def _has_no_rows(problem: Problem) -> bool:
+    """Return whether there are no queries.
+
+    TensorFlow's optimizer of graphs (2.21) divides by the length of an empty array, which ends the process: the sink of
+    no queries is left out.
+    """
+    return any(not is_unknown(n) and n == 0 for n in problem.score_shape.rows)
+
+
 def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
     """Compute the gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
     ops, dtype = problem.ops, problem.accumulator
+    if _has_no_rows(problem):
+        return {name: ops.zeros(ops.shape(x), x, dtype) for name, x in operands(problem).items()}
     inputs = _isolate_nonfinite(problem)
     context = _row_context(inputs, plan, result, grads)
     shapes = {name: ops.shape(x) for name, x in operands(problem).items() if name != "sink"}
