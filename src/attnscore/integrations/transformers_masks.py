@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class StructuredMask(Tensor):
             isinstance(x, Tensor) and x.is_floating_point() for x in args
         ):
             # Scores plus a boolean mask: an attention of the model's own, which expects zeros and minus infinities.
-            raise _not_by_interface("scores plus the mask")
+            _refuse("scores plus the mask")
 
         def plain(x: Any) -> Any:
             if not isinstance(x, StructuredMask):
@@ -177,15 +177,14 @@ def _takes_booleans(config: Any) -> bool:
     if not any(x is AttentionInterface or isinstance(x, AttentionInterface) for x in names.values()):
         for layer in classes:
             if "Attention" in layer.__name__:
-                raise _not_by_interface(layer.__name__)
-    models = [x for x in classes if issubclass(x, PreTrainedModel)]
+                _refuse(layer.__name__)
+    models: list[Any] = [x for x in classes if issubclass(x, PreTrainedModel)]
     return not models or any(x._supports_sdpa or x._supports_flex_attn for x in models)
 
 
-def _not_by_interface(got: str) -> ArgumentError:
+def _refuse(got: str) -> NoReturn:
     expected, hint = "a model whose layers call transformers' AttentionInterface", 'attn_implementation="eager"'
-    error: ArgumentError = ArgumentError(message("attn_implementation", expected, got, hint=hint))
-    return error
+    raise ArgumentError(message("attn_implementation", expected, got, hint=hint))
 
 
 @dataclass(frozen=True)
