@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch._functorch.config as functorch_config
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
 from cases import FRAMEWORKS, SOME_MASKS, SOME_SCORES
@@ -130,3 +135,68 @@ def test_double_backward_replays_too(small_tiles: None) -> None:
     x = torch.randn(1, 1, 6, 3, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(0)
     torch.autograd.gradgradcheck(lambda x: ats.attend(x, x, x, dropout=0.4, seed=2), (x,), fast_mode=True)
+
+
+def _error_of_replay(function: Callable[..., Tensor]) -> float:
+    """Return the largest error of the gradients of `function`, a call with dropout of 0.5.
+
+    With one-hot values the output is the weights after dropout, which show the mask of the forward.
+    """
+    query, key = (torch.randn(2, n, 4, dtype=torch.float64, requires_grad=True) for n in (6, 5))
+    value = torch.eye(5, dtype=torch.float64).repeat(2, 1, 1).requires_grad_()
+    leaves = query, key, value
+    out = function(*leaves)
+    grad = torch.randn_like(out)
+    weights = (query @ key.mT / 2).softmax(-1) * (out.detach() != 0) * 2
+    torch.testing.assert_close(out, weights)
+    got = torch.autograd.grad(out, leaves, grad)
+    wanted = (*torch.autograd.grad(weights, leaves[:2], grad), out.detach().mT @ grad)
+    return max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["native", "streaming"])
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_checkpoint_has_the_gradients_of_its_forward(kernel: str, preserve: bool) -> None:
+    """Also where it draws another seed when it computes the call again."""
+
+    def function(*arrays: Tensor) -> Tensor:
+        call = functools.partial(ats.attend, dropout=0.5, kernel=kernel)
+        return cast(Tensor, checkpoint(call, *arrays, use_reentrant=False, preserve_rng_state=preserve))
+
+    assert max(_error_of_replay(function) for _ in range(3)) < 1e-12
+
+
+def test_a_checkpoint_with_another_seed_has_no_second_derivative() -> None:
+    x = torch.randn(1, 6, 4, requires_grad=True)
+    call = functools.partial(ats.attend, dropout=0.5)
+    out = checkpoint(call, x, x, x, use_reentrant=False, preserve_rng_state=False)
+    with pytest.raises(RuntimeError, match="preserve_rng_state=True"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("preserve", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in (True, False))])
+def test_a_compiled_backward_that_computes_again_replays_the_mask(
+    preserve: bool | None, budget: float, backend: str
+) -> None:
+    """With and without a checkpoint; two calls of a graph drop other weights."""
+
+    def twice(*arrays: Tensor) -> tuple[Tensor, Tensor]:
+        return ats.attend(*arrays, dropout=0.5), ats.attend(*arrays, dropout=0.5)
+
+    def again(*arrays: Tensor) -> Any:
+        if preserve is None:
+            return twice(*arrays)
+        return checkpoint(twice, *arrays, use_reentrant=False, preserve_rng_state=preserve)
+
+    def first(*arrays: Tensor) -> Tensor:
+        outputs = compiled(*arrays)
+        assert not torch.equal(*outputs)
+        return cast(Tensor, outputs[0])
+
+    torch.compiler.reset()
+    with functorch_config.patch(activation_memory_budget=budget):
+        compiled = torch.compile(again, fullgraph=True, backend=backend)
+        assert _error_of_replay(first) < 1e-12
+    torch.compiler.reset()

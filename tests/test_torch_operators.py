@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -234,6 +234,28 @@ def test_autocast_inside() -> None:
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     assert compiled(*leaves).dtype == torch.bfloat16
     agree(compiled(*leaves), function(*leaves), leaves)
+
+
+# torch's own, where the compiler goes on after a break with a jagged tensor.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_jagged_tensors_run_outside_the_graph() -> None:
+    def function(x: Tensor) -> Tensor:
+        x = x * 2
+        return cast(Tensor, ats.attend(x, x, x, mask=ats.Causal(), head_axis=-2)).sin()
+
+    parts = [torch.randn(n, HEADS, DIM) for n in (3, 1, 4)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    got, wanted = torch.compile(function, backend="aot_eager")(x), function(x)
+    torch.testing.assert_close(got.values(), wanted.values())
+    grads = [torch.autograd.grad(y.values().square().sum(), x)[0].values() for y in (got, wanted)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
+def test_jagged_tensors_are_refused_by_a_trace() -> None:
+    x = torch.nested.nested_tensor([torch.randn(n, DIM) for n in (3, 1)], layout=torch.jagged)
+    with pytest.raises(ats.FrameworkError, match="a jagged tensor"):
+        torch.jit.trace(lambda x: ats.attend(x, x, x), (x,))
 
 
 def test_dropout_draws_from_the_generator() -> None:

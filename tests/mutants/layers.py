@@ -476,6 +476,22 @@ FAULTS: list[Fault] = [
         "log-sum-exp and entropy have no gradient under torch.compile",
     ),
     Fault(
+        "compile-seed-drawn-again",
+        "src/attnscore/integrations/torch_compile.py",
+        "checkpoint(_replayed_seed, use_reentrant=False)",
+        "_replayed_seed()",
+        "tests/test_dropout.py -k compiled_backward",
+        "a compiled backward that computes the forward again draws another seed",
+    ),
+    Fault(
+        "compile-jagged-in-the-graph",
+        "src/attnscore/integrations/torch_compile.py",
+        "isinstance(x, Tensor) and not x.is_nested for x",
+        "isinstance(x, Tensor) for x",
+        "tests/test_torch_operators.py -k jagged",
+        "an operator that takes no jagged tensors gets one",
+    ),
+    Fault(
         "transformers-window-width",
         "src/attnscore/integrations/transformers_masks.py",
         "ats.SlidingWindow(left=width - 1, offset=place.offset)",

@@ -142,6 +142,10 @@ class DifferentiableOp(Protocol):
     def saved_outputs(self) -> int:
         """How many outputs, from the first, the backward reads."""
 
+    @property
+    def seed(self) -> int:
+        """The seed of dropout; 0 for none, and for one that is traced."""
+
     def constants(self) -> Sequence[Array]:
         """Return the arrays that are read and get no gradient: those of the mask."""
 

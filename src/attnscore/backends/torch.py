@@ -470,7 +470,9 @@ class _AttentionFunction(torch.autograd.Function):
         if len(returned) > 1:
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*returned[run.differentiable_outputs :])
-        ctx.save_for_backward(*operands, *outputs[: run.saved_outputs])
+        # Of dropout: a checkpoint around the call computes the saved tensors again, and may draw another seed.
+        seed = (torch.tensor(run.seed, device="cpu"),) if run.seed and not private.are_transforms_active() else ()
+        ctx.save_for_backward(*operands, *outputs[: run.saved_outputs], *seed)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -479,10 +481,18 @@ class _AttentionFunction(torch.autograd.Function):
                 "the mask of attend() has been modified by an inplace operation, and its gradient needs it as it was. "
                 "Hint: give the call a copy (mask.clone())"
             )
-        saved = ctx.saved_tensors
-        operands, outputs = saved[: ctx.count], saved[ctx.count :]
+        run, saved, last = ctx.run, ctx.saved_tensors, ctx.count + ctx.run.saved_outputs
+        operands, outputs, seed = saved[: ctx.count], saved[ctx.count : last], saved[last:]
+        if seed and int(seed[0]) != run.seed:
+            # The outputs are of the seed that a checkpoint drew, and the gradients are those of the first forward.
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "attend() with dropout drew another seed when a checkpoint computed it again, and has no gradient "
+                    "of the gradient then. Hint: preserve_rng_state=True, or pass a seed"
+                )
+            outputs = run.forward(operands)[: run.saved_outputs]
         wanted = ctx.needs_input_grad[1:]
-        return None, *ctx.run.backward(operands, outputs, grads[: ctx.run.differentiable_outputs], wanted)
+        return None, *run.backward(operands, outputs, grads[: run.differentiable_outputs], wanted)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

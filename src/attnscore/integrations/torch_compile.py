@@ -4,8 +4,8 @@
   the other arguments are written as one expression, with slots for tensors and numbers: tensors stay in the graph,
   and a number that changes (a temperature, the offset of a cache) causes no recompilation.
 - The operator runs the code of eager mode; lengths are read, tiles planned and errors raised there, at run time.
-- A custom score or mask has no such expression and runs outside the graph, by a graph break. A trace has no breaks,
-  and would keep the result as a constant: there the call is refused.
+- A custom score or mask has no such expression and runs outside the graph, by a graph break, as jagged tensors do. A
+  trace has no breaks, and would keep the result as a constant: there the call is refused.
 - A gradient of the gradient is not compiled; in eager mode there is one.
 """
 
@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from attnscore import api, backends, kernels, masks, scores
 from attnscore.analysis import weights as blocks
@@ -46,6 +47,12 @@ _FUNCTIONS = _CLASSES | {"float": float, "int": int}
 _SAVED = ("log_denom", "row_max")
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's own
+def _is_exporting() -> bool:
+    """Return `torch.compiler.is_exporting`, which the compiler of torch before 2.12 takes to be true."""
+    return torch.compiler.is_exporting()
+
+
 # ---------------------------------------------------------------- expression of a call
 
 
@@ -65,7 +72,7 @@ class _Slots:
         if isinstance(x, (int, torch.SymInt)):
             self.integers.append(x)
             return f"integers[{len(self.integers) - 1}]"
-        if isinstance(x, float) and torch.compiler.is_exporting():
+        if isinstance(x, float) and _is_exporting():
             # A constant, which `decomposed` can read.
             return f"float({str(x)!r})"
         if isinstance(x, (float, torch.SymFloat)):
@@ -268,6 +275,26 @@ def _gradient_shapes(*arguments: Any) -> list[Tensor]:
     return [torch.empty_like(x) for x, want in zip((query, key, value, *arrays), wanted, strict=True) if want]
 
 
+# Not by `custom_op`, which takes no tags before torch 2.5. The tag lets a compiler replay the draw.
+_DRAW = "attnscore::draw_seed"
+torch.library.define(_DRAW, "(Tensor apart) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+
+
+@torch.library.impl(_DRAW, "CompositeExplicitAutograd")
+def _draw_seed(apart: Tensor) -> Tensor:
+    """Draw a dropout seed; `apart` is new at each draw, as the compiler joins operators of equal arguments."""
+    return torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake(_DRAW)  # type: ignore[untyped-decorator]  # torch's own
+def _seed_shape(apart: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _replayed_seed() -> Tensor:
+    return cast(Tensor, torch.ops.attnscore.draw_seed(torch.empty(0, device="cpu")))
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     query, key, value, arrays, *rest = inputs
     ctx.set_materialize_grads(False)
@@ -317,7 +344,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     score = arguments["score"]
     if isinstance(score, (str, scores.Wrapper)) and _is_registered(score):
         arguments["score"] = scores.resolve(score)
-    is_possible = all(isinstance(x, Tensor) for x in (query, key, value)) and _has_operator(arguments)
+    is_possible = all(isinstance(x, Tensor) and not x.is_nested for x in (query, key, value))
+    is_possible = is_possible and _has_operator(arguments)
     if torch_export.is_active() and (torch.onnx.is_in_onnx_export() or not is_possible):
         return torch_export.attend(query, key, value, **arguments)
     if torch.onnx.is_in_onnx_export():
@@ -336,8 +364,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = [x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value)]
     if arguments["dropout"] != 0 and arguments["seed"] is None:
-        # Drawn in the graph: an operator has no state.
-        arguments["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
+        # Drawn in the graph: an operator has no state. The compiler may compute any part of the graph again in the
+        # backward, but restores the generator for random operators of a checkpoint alone.
+        if torch.compiler.is_dynamo_compiling() and not _is_exporting():
+            arguments["seed"] = checkpoint(_replayed_seed, use_reentrant=False)
+        else:
+            arguments["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
     if isinstance(arguments["seed"], int):
         arguments["seed"] %= 2**63  # what `attend` takes of it, in 64 bits
     slots = _Slots()
@@ -368,7 +400,7 @@ def _has_operator(arguments: dict[str, Any]) -> bool:
     return all(_can_be_written(x) for x in arguments.values())
 
 
-@torch.compiler.disable(reason="attnscore: no operator for a custom score or mask and inside torch.func")  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own
+@torch.compiler.disable(reason="attnscore: no operator for a custom score or mask, jagged tensors, and torch.func")  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own
 def _outside(*arrays: Tensor, **arguments: Any) -> Any:
     return api.attend(*arrays, **arguments)
 
@@ -380,7 +412,7 @@ def _check_not_traced(query: Any) -> None:
             message(
                 "attend",
                 "a call that one operator can stand for, while torch.jit.trace records",
-                "a score or mask of your own, an array of another framework, or torch.func",
+                "a score or mask of your own, a jagged tensor, an array of another framework, or torch.func",
                 hint="torch.compile breaks its graph there and goes on",
             )
         )

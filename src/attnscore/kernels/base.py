@@ -115,6 +115,11 @@ class AttentionOp:
     def saved_outputs(self) -> int:
         return self.differentiable_outputs + 1 + self.kernel.saves_scores
 
+    @property
+    def seed(self) -> int:
+        dropout = self.problem.dropout
+        return 0 if dropout is None or isinstance(dropout.seed, SeedHalves) else dropout.seed
+
     def with_backward(self) -> AttentionOp:
         """Return the op for a call whose backward follows, which may save the scores."""
         kernel = self.kernel.with_backward(self.problem, self.plan)

@@ -44,7 +44,7 @@ class TritonCall:
     heads: int
     """As `core.plan` weighs plans: those of 2 KB each that take what the intervals of the mask do."""
 
-    differentiable_outputs, saved_outputs = 2, 3
+    differentiable_outputs, saved_outputs, seed = 2, 3, 0
 
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
