@@ -565,7 +565,7 @@ def table(examined: list[Row]) -> str:
         "| | classes | folders |",
         "|---|---|---|",
         f"| work | {classes['works']} | {', '.join(names['works'])} |",
-        f"| refused, with the reason | {classes['refused']} | {', '.join(refusals(examined))} |",
+        f"| refused, with the reason | {classes['refused']} | {'; '.join(refusals(examined))} |",
         f"| keep their own attention: transformers' interface is not used | {classes['not used']} |"
         f" {', '.join(names['not used'])} |",
         f"| not checked: eager attention does not run with inputs made by name | {classes['not run']} |"
@@ -579,9 +579,12 @@ def table(examined: list[Row]) -> str:
 
 
 def refusals(examined: list[Row]) -> list[str]:
-    """Folders with the argument that is refused."""
-    refused = {(row.folder, row.reason.split(": ")[1]) for row in examined if row.status == "refused"}
-    return [f"{folder} (`{argument}`)" for folder, argument in sorted(refused)]
+    """The arguments that are refused, each with its folders."""
+    folders_of: dict[str, set[str]] = {}
+    for row in examined:
+        if row.status == "refused":
+            folders_of.setdefault(row.reason.split(": ")[1], set()).add(row.folder)
+    return [f"`{argument}`: {', '.join(sorted(names))}" for argument, names in folders_of.items()]
 
 
 def write_table(examined: list[Row]) -> None:
