@@ -433,3 +433,21 @@ def test_variables_of_a_layer_of_the_users_own_learn() -> None:
     changed = [not np.array_equal(old, new) for old, new in zip(before, after, strict=True)]
     # A bias of all keys alike changes no weight.
     assert changed[0] and changed[1] and changed[3]
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch's checkpoints restore its own generator")
+def test_remat_replays_dropout() -> None:
+    import torch
+
+    layer, x = MultiHeadAttention(8, 2, dropout=0.5), torch.tensor(X, requires_grad=True)
+    layer(x, x, x)
+    leaves = [x, *(variable.value for variable in layer.trainable_variables)]
+
+    def call(x: Any) -> Any:
+        return layer(x, x, x, training=True)
+
+    grads = []
+    for function in (call, keras.remat(call)):
+        torch.manual_seed(0)
+        grads.append(torch.autograd.grad(function(x).square().sum(), leaves))
+    torch.testing.assert_close(*grads)

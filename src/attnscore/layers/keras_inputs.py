@@ -155,9 +155,10 @@ def value_of(variable: Any) -> Array:
 
 
 def drawn_seed(generator: Any) -> Any:
-    """Return a seed from a layer's generator: a number, or in a graph its two halves."""
-    if backends.compiled() is not None:
-        # torch's compiler takes no state from a generator of Keras.
+    """Return a seed from a layer's generator: a number, or in a graph its two halves; None for torch's generator."""
+    if backends.compiled() is not None or (BACKEND == "torch" and generator.get_config()["seed"] is None):
+        # torch's compiler takes no state from a generator of Keras, and `keras.remat` restores none: as in Keras's own
+        # dropout, torch's generator decides unless the layer has a seed.
         return None
     OPS.check_can_draw()
     halves = keras.random.randint((2,), 0, 2**31 - 1, dtype="int32", seed=generator)
