@@ -146,6 +146,9 @@ class DifferentiableOp(Protocol):
     def seed(self) -> int:
         """The seed of dropout; 0 for none, and for one that is traced."""
 
+    def with_seed(self, seed: int, /) -> DifferentiableOp:
+        """Return the op with another seed of dropout, where it has one."""
+
     def constants(self) -> Sequence[Array]:
         """Return the arrays that are read and get no gradient: those of the mask."""
 

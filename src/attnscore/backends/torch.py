@@ -470,7 +470,7 @@ class _AttentionFunction(torch.autograd.Function):
         if len(returned) > 1:
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*returned[run.differentiable_outputs :])
-        # Of dropout: a checkpoint around the call computes the saved tensors again, and may draw another seed.
+        # Saved as the output that depends on it is: a checkpoint around the call may draw another one.
         seed = (torch.tensor(run.seed, device="cpu"),) if run.seed and not private.are_transforms_active() else ()
         ctx.save_for_backward(*operands, *outputs[: run.saved_outputs], *seed)
 
@@ -484,13 +484,7 @@ class _AttentionFunction(torch.autograd.Function):
         run, saved, last = ctx.run, ctx.saved_tensors, ctx.count + ctx.run.saved_outputs
         operands, outputs, seed = saved[: ctx.count], saved[ctx.count : last], saved[last:]
         if seed and int(seed[0]) != run.seed:
-            # The outputs are of the seed that a checkpoint drew, and the gradients are those of the first forward.
-            if torch.is_grad_enabled():
-                raise RuntimeError(
-                    "attend() with dropout drew another seed when a checkpoint computed it again, and has no gradient "
-                    "of the gradient then. Hint: preserve_rng_state=True, or pass a seed"
-                )
-            outputs = run.forward(operands)[: run.saved_outputs]
+            run = run.with_seed(int(seed[0]))
         wanted = ctx.needs_input_grad[1:]
         return None, *run.backward(operands, outputs, grads[: run.differentiable_outputs], wanted)
 

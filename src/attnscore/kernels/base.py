@@ -12,11 +12,11 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from attnscore import backends
 from attnscore.backends.base import Array, SeedHalves
-from attnscore.core.dropout import PairDropout
+from attnscore.core.dropout import Dropout, PairDropout
 from attnscore.core.problem import Problem
 from attnscore.core.tiled import Result, RowGradients, operands
 from attnscore.core.tiling import TilePlan
@@ -119,6 +119,10 @@ class AttentionOp:
     def seed(self) -> int:
         dropout = self.problem.dropout
         return 0 if dropout is None or isinstance(dropout.seed, SeedHalves) else dropout.seed
+
+    def with_seed(self, seed: int) -> AttentionOp:
+        dropout = dataclasses.replace(cast(Dropout, self.problem.dropout), seed=seed)
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, dropout=dropout))
 
     def with_backward(self) -> AttentionOp:
         """Return the op for a call whose backward follows, which may save the scores."""

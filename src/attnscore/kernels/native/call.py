@@ -564,6 +564,9 @@ class NativeOp:
     def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], NativeOp]]:
         return (), lambda arrays: self
 
+    def with_seed(self, seed: int) -> NativeOp:
+        return dataclasses.replace(self, seed=seed)
+
     def with_backward(self) -> NativeOp:
         return self
 
