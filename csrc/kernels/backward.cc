@@ -1,19 +1,14 @@
-// The backward of a target.
+// The backward of a target with sums of one type.
 #include "kernels/target.h"
 
 namespace attnscore::ATTNSCORE_TARGET {
-namespace {
 
 #include "kernels/backward-inl.h"
 
-}  // namespace
-
+template <class T>
 void backward(const Problem& problem, Threads threads) {
-    if (problem.query_len == 0 || problem.key_len == 0) return;
-    if (problem.value_dtype == Dtype::f64)
-        backward_typed<double>(problem, threads);
-    else
-        backward_typed<float>(problem, threads);
+    if (problem.query_len > 0 && problem.key_len > 0) backward_typed<T>(problem, threads);
 }
+template void backward<ATTNSCORE_SUM>(const Problem& problem, Threads threads);
 
 }  // namespace attnscore::ATTNSCORE_TARGET

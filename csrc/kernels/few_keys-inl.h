@@ -89,10 +89,7 @@ struct ShortScores {
     void multiply(const Terms& terms, T* s, const View<T>& own, const StoredRows<T>& keys, int64_t cols,
                   const Interleaved<T>& other) const {
         const int64_t width = padded(cols, L);
-        if (few_rows)
-            return keys.with_view([&](const auto& stored) {
-                few_rows_gemm(terms, s, own.data, own.stride, rows, stored, count, width, other);
-            });
+        if (few_rows) return few_rows_gemm(terms, s, own.data, own.stride, rows, keys, count, width, other);
         T* transposed = arena.take<T>(width * kTileKeys);
         transpose_tile(transposed, View<T>{as<T>(keys.data), keys.stride}, width, count);
         gemm(terms, s, kTileKeys, own.data, own.stride, 1, transposed, kTileKeys, rows, padded(count, L), cols, false);

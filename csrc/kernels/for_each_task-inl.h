@@ -1,4 +1,4 @@
-// Tasks on several threads. Included in the unnamed namespace of its users, the kernels and what is done around them.
+// Tasks on several threads. Included in a namespace of its users: a target's, or an unnamed one around the kernels.
 #pragma once
 
 // Call f(0) .. f(count - 1) on the pool, or on OpenMP's threads. The first exception leaves on the caller's thread, not

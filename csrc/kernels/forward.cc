@@ -1,19 +1,14 @@
-// The forward of a target.
+// The forward of a target with sums of one type.
 #include "kernels/target.h"
 
 namespace attnscore::ATTNSCORE_TARGET {
-namespace {
 
 #include "kernels/forward-inl.h"
 
-}  // namespace
-
+template <class T>
 void forward(const Problem& problem, Threads threads) {
-    if (problem.query_len == 0 || problem.heads.empty()) return;
-    if (problem.value_dtype == Dtype::f64)
-        forward_typed<double>(problem, threads);
-    else
-        forward_typed<float>(problem, threads);
+    if (problem.query_len > 0 && !problem.heads.empty()) forward_typed<T>(problem, threads);
 }
+template void forward<ATTNSCORE_SUM>(const Problem& problem, Threads threads);
 
 }  // namespace attnscore::ATTNSCORE_TARGET

@@ -72,10 +72,8 @@ class FullTiles {
 
     // Compute the scores of tile i, whose keys begin at `key`; `other` has its turns between the keys.
     void fill_scores(int64_t i, int64_t key, const Interleaved<T>& other) const {
-        stored_rows<T>(head_.key, key_dtype_, key).with_view([&](const auto& keys) {
-            few_rows_gemm(Product<T>{}, tile(scores_, i), queries_.query, queries_.width, queries_.count, keys,
-                          kTileKeys, queries_.width, other);
-        });
+        few_rows_gemm(Product<T>{}, tile(scores_, i), queries_.query, queries_.width, queries_.count,
+                      stored_rows<T>(head_.key, key_dtype_, key), kTileKeys, queries_.width, other);
     }
 
     // Compute the weights of tile i. Where it raises the lazy maximum of a row, the tiles before it, whose values are

@@ -2,11 +2,23 @@
 #include "kernels/target.h"
 
 namespace attnscore::ATTNSCORE_TARGET {
-namespace {
 
 #include "kernels/matrix_product-inl.h"
 #include "kernels/row_finish-inl.h"
 #include "kernels/row_prepare-inl.h"
+
+namespace {
+
+// Whether sums are of double: they are where values are.
+bool is_double(const Problem& problem) { return problem.value_dtype == Dtype::f64; }
+
+void forward_of(const Problem& problem, Threads threads) {
+    (is_double(problem) ? forward<double> : forward<float>)(problem, threads);
+}
+
+void backward_of(const Problem& problem, Threads threads) {
+    (is_double(problem) ? backward<double> : backward<float>)(problem, threads);
+}
 
 // Compute C.
 void multiply(const MatrixProduct& product, Threads threads) {
@@ -20,6 +32,7 @@ void multiply(const MatrixProduct& product, Threads threads) {
 #define ATTNSCORE_TEXT_(x) #x
 #define ATTNSCORE_TEXT(x) ATTNSCORE_TEXT_(x)
 extern const Kernels kernels;
-const Kernels kernels = {ATTNSCORE_TEXT(ATTNSCORE_TARGET), forward, backward, finish_rows, prepare_rows, multiply};
+const Kernels kernels = {
+    ATTNSCORE_TEXT(ATTNSCORE_TARGET), forward_of, backward_of, finish_rows, prepare_rows, multiply};
 
 }  // namespace attnscore::ATTNSCORE_TARGET

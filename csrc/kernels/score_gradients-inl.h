@@ -204,8 +204,8 @@ struct ScoreGradients {
                !for_bias);
         // O = (P * keep) V, so dP = dO V^T
         if (tile.few_rows) {
-            few_rows_gemm(Product<T>{}, ds, queries.grad_out.row(first), queries.grad_out.stride, size, tile.values,
-                          key_count, tile.value_width, none);
+            few_rows_gemm(Product<T>{}, ds, queries.grad_out.row(first), queries.grad_out.stride, size,
+                          StoredRows<T>(tile.values), key_count, tile.value_width, none);
             skip_masked = true;
         } else {
             gemm(Product<T>{}, ds, kTileKeys, queries.grad_out.row(first), queries.grad_out.stride, 1,

@@ -1,4 +1,4 @@
-// Numbers of every dtype in memory. Included in the unnamed namespace of its users, so that each compiles it with flags
+// Numbers of every dtype in memory. Included in a namespace of its users, so that each compiles it with flags
 // of its own.
 #pragma once
 

@@ -5,9 +5,10 @@
 // through a masked pair, NaN and infinity included: scores are selected, and where a tile holds such a number and a row
 // does not attend to all of it, products leave the masked pairs out.
 //
-// Three files are compiled for a target: forward.cc, backward.cc and rows.cc. CMakeLists.txt sets their flags, and
-// ATTNSCORE_TARGET to the name. Each includes all headers of the system here, and then the *-inl.h files in an unnamed
-// namespace: an inline function with another target's instructions must not be taken for one of these.
+// For a target five files are compiled: products.cc, scores.cc, forward.cc and backward.cc twice, with sums of float
+// and of double, and rows.cc once. CMakeLists.txt sets their flags, ATTNSCORE_TARGET to the name and ATTNSCORE_SUM to
+// the type. Each includes all headers of the system here, and then *-inl.h files inside of the target's namespace: an
+// inline function with another target's instructions must not be taken for one of these.
 #pragma once
 
 #include <algorithm>
@@ -37,9 +38,11 @@
 
 namespace attnscore::ATTNSCORE_TARGET {
 
-// Fill outputs, statistics and matrices of all heads.
+// Fill outputs, statistics and matrices of all heads; T is the type of the sums.
+template <class T>
 void forward(const Problem& problem, Threads threads);
 // Add to the gradients of all heads and groups.
+template <class T>
 void backward(const Problem& problem, Threads threads);
 
 }  // namespace attnscore::ATTNSCORE_TARGET

@@ -1,0 +1,89 @@
+// Products of tiles with sums of one type: the matrices of GEMM, and a few query rows with their keys, key by key.
+#include "kernels/target.h"
+
+namespace attnscore::ATTNSCORE_TARGET {
+
+#include "kernels/gemm-inl.h"
+
+// The sums by lanes of the terms of R rows, `stride` apart, with one row `b`, in parts of kMaxTerms. `prefetches`:
+// fetch what stands behind `b`. The terms of a row are added in one order whatever R is, because the backward may join
+// other rows than the forward did.
+template <int R, class Terms, bool prefetches, class E, class T = typename Terms::Sum>
+__attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T* a, int64_t stride, const E* b,
+                                                                         int64_t width) {
+    constexpr int L = Vector<T>::lanes;
+    const auto part = [&](int64_t j, int64_t end) {
+        std::array<V<T>, R> even{}, odd{};
+        const auto add = [&](std::array<V<T>, R>& sum, int64_t at) {
+            const V<T> own = load_as<T>(b + at);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) sum[r] = Terms::add(sum[r], load(a + r * stride + at), own);
+        };
+        for (; j + 2 * L <= end; j += 2 * L) {
+            if constexpr (prefetches) prefetch_stream<T, 2>(b + j);
+            add(even, j);
+            add(odd, j + L);
+        }
+        if (j < end) add(even, j);
+        for (int r = 0; r < R; r++) even[r] += odd[r];
+        return even;
+    };
+    if constexpr (Terms::kMaxTerms == std::numeric_limits<int64_t>::max()) {
+        return part(0, width);
+    } else {
+        constexpr int64_t most = 2 * L * Terms::kMaxTerms;
+        std::array<V<T>, R> sum = part(0, std::min(width, most));
+        for (int64_t j = most; j < width; j += most) {
+            const std::array<V<T>, R> next = part(j, std::min(width, j + most));
+            for (int r = 0; r < R; r++) sum[r] += next[r];
+        }
+        return sum;
+    }
+}
+
+// `few_rows_gemm` of R rows. Reading memory takes all the time there, so each key is read once for all rows. `other`
+// has its turn after each 2 KB of keys, so that memory does not idle between keys and values.
+template <int R, class Terms, bool prefetches, class E, class T = typename Terms::Sum>
+void few_rows_kernel(T* s, const T* q, int64_t stride, const View<E>& keys, int64_t count, int64_t width,
+                     const Interleaved<T>& other) {
+    constexpr int L = Vector<T>::lanes;
+    const int64_t turn_keys = 2048 / (std::max<int64_t>(width, 1) * static_cast<int64_t>(sizeof(E)));
+    const int turn = std::clamp<int>(std::bit_floor(static_cast<uint64_t>(turn_keys)), 1, L);
+    const int64_t whole = count - count % L;
+    for (int64_t i = 0; i < whole; i += L) {
+        V<T> sum[R][L];
+        for (int first = 0; first < L; first += turn) {
+            for (int u = first; u < first + turn; u++) {
+                const auto lanes = lanes_of_terms<R, Terms, prefetches>(q, stride, keys.row(i + u), width);
+                for (int r = 0; r < R; r++) sum[r][u] = lanes[r];
+            }
+            other.run(i + first, i + first + turn);
+        }
+        for (int r = 0; r < R; r++) store(s + r * kTileKeys + i, reduce_sums<T>(sum[r]));
+    }
+    other.run(whole, other.count);
+    for (int64_t i = whole; i < count; i++) {
+        const auto lanes = lanes_of_terms<R, Terms, false>(q, stride, keys.row(i), width);
+        for (int r = 0; r < R; r++) s[r * kTileKeys + i] = reduce_sum<T>(lanes[r]);
+    }
+    for (int r = 0; r < R; r++) std::fill(s + r * kTileKeys + count, s + (r + 1) * kTileKeys, T(0));
+}
+
+template <class Terms, class T>
+void few_rows_gemm(const Terms&, T* s, const T* q, int64_t stride, int64_t rows, const StoredRows<T>& keys,
+                   int64_t count, int64_t width, const Interleaved<T>& other) {
+    keys.with_view([&](const auto& view) {
+        with_constant_rows<kFewRows>(rows, [&](auto R) {
+            // A call of fewer keys than a tile has none behind them to prefetch.
+            if (other.count > 0 && count == kTileKeys)
+                few_rows_kernel<R, Terms, true>(s, q, stride, view, count, width, other);
+            else
+                few_rows_kernel<R, Terms, false>(s, q, stride, view, count, width, other);
+        });
+    });
+}
+
+ATTNSCORE_PRODUCTS(, Product, ATTNSCORE_SUM)
+ATTNSCORE_PRODUCTS(, SquaredDistance, ATTNSCORE_SUM)
+
+}  // namespace attnscore::ATTNSCORE_TARGET
