@@ -79,6 +79,17 @@ def test_any_number_of_axes(shape: tuple[int, ...], framework: str) -> None:
 
 
 @frameworks
+@pytest.mark.parametrize("queries", [0, 1, 3])
+def test_a_length_for_each_query_without_a_batch(queries: int, framework: str) -> None:
+    scores, lens = np.random.default_rng(0).standard_normal((queries, 4)), np.arange(queries) + 1
+    found = array(ats.masked_softmax(native(scores, framework), valid_lens=native(lens, framework)))
+    np.testing.assert_allclose(found, softmax(scores, np.arange(4) < lens[:, None]), atol=1e-15)
+    x = native(scores, framework)
+    for kernel in ("auto", "streaming", "dense"):
+        assert ats.attend(x, x, x, valid_lens=native(lens, framework), kernel=kernel).shape == (queries, 4)
+
+
+@frameworks
 def test_lengths_of_the_mission(framework: str) -> None:
     scores = native(np.random.default_rng(0).standard_normal((2, 2, 4)), framework)
     found = array(ats.masked_softmax(scores, np.array([[1, 3], [2, 4]])))

@@ -232,7 +232,7 @@ class _Tracer:
         """Return traced values, one or one per batch row (or query), as (batch or 1, query or 1)."""
         ops = self.ops
         x = ops.astype(ops.asarray(x, self.like), "int64")
-        if per_query and len(x.shape) == 1 and not self.score_shape.has_batch and x.shape[0] > 1:
+        if per_query and len(x.shape) == 1 and not self.score_shape.has_batch and x.shape[0] != 1:
             return ops.reshape(x, (1, -1))
         return x if len(x.shape) == 2 else ops.reshape(x, (-1, 1))
 

@@ -102,7 +102,7 @@ def per_batch(ops: Backend, score_shape: ScoreShape, x: Any, like: Array, *, fla
 def per_query(ops: Backend, score_shape: ScoreShape, x: Any, rows: Array) -> Array:
     """Return a number, (batch,) or (batch, query), at `rows`, on the canonical axes."""
     x = ops.astype(ops.asarray(x, rows), "int64")
-    if len(x.shape) == 1 and not score_shape.has_batch and x.shape[0] > 1:
+    if len(x.shape) == 1 and not score_shape.has_batch and x.shape[0] != 1:
         x = ops.reshape(x, (1, -1))
     if len(x.shape) < 2:
         return per_batch(ops, score_shape, x, rows)
