@@ -184,6 +184,8 @@ class Torch:
             # A custom score or a function as mask has no operator: its call breaks the graph.
             kinds = kinds_in(case.call.score) | kinds_in(case.call.mask)
             is_custom = any(kind.startswith(("custom", "function")) for kind in kinds)
+            if "not" in kinds:
+                forward.arguments(leaves, of_mask)  # makes the mask: the compiler has no `~`
             function = torch.compile(forward, backend="aot_eager", fullgraph=not is_custom, dynamic=False)
         elif case.mode == "checkpoint":
             function = functools.partial(checkpoint, forward, use_reentrant=False)
