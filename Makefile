@@ -3,7 +3,8 @@
 #
 #   PYTHON=python3.12   another interpreter, with an environment of its own (.venv-python3.12)
 #   ARGS="-k causal"    further arguments of pytest, or of `attnscore demo`
-#   SLOW=1              the tests marked slow as well (always when CI=true)
+#   FOR=masks           the tests that concern these packages or modules; FOR=changed: what differs from main
+#   SLOW=1              the tests marked slow as well; SLOW=2/4: the third quarter of them
 #   WORKERS=2           how many processes share the tests; 0: pytest itself runs them, as `ARGS=--pdb` wants it
 #   CASES=100           how many cases `make sanitize` and `make arm` draw
 #   ATTNSCORE_TARGETS=all   compiles the native kernels for every CPU, not for this one alone; `make wheel` always does
@@ -14,19 +15,22 @@
 PYTHON ?=
 VENV   ?= .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
 BIN    := $(VENV)/bin
-# What the demo needs is installed first; all other targets need the rest too.
-DEMO_READY := $(VENV)/.demo-ready
-READY      := $(VENV)/.ready
-SLOW   ?= $(CI)
+# What is installed: for the demo, for NumPy and PyTorch alone, for everything.
+DEMO_READY  := $(VENV)/.demo-ready
+QUICK_READY := $(VENV)/.quick-ready
+READY       := $(VENV)/.ready
+FOR    ?=
+SLOW   ?=
 ARGS   ?=
 CASES  ?= 100
 # Of two cores one process uses little more than one. More workers are more memory: each holds every framework.
 WORKERS ?= 2
 
 PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
+SLOW_TESTS = $(if $(findstring /,$(SLOW)),-m "" --slow-part $(SLOW),$(if $(filter 1 true yes,$(SLOW)),-m ""))
 
-# Exactly this release, and before all else: a range, here or in another package, would pass over a CPU build
-# that the machine has ready and take the newest torch, with several GB of CUDA libraries.
+# Exactly this release: a range, here or in another package, would pass over a CPU build that the machine has ready and
+# take the newest torch, with several GB of CUDA libraries.
 TORCH := torch==2.13.0
 
 # The GPU kernels are tested in its interpreter and compiled by it, which a CPU build of torch does not bring.
@@ -34,9 +38,9 @@ TRITON := triton==3.8.0
 
 # Kept in the environment, not fetched anew for each build: what is compiled once stays compiled.
 BUILD_TOOLS  := 'scikit-build-core>=1.1' 'nanobind>=2.9' 'cmake>=3.22' ninja
-# With the headers of XLA's custom calls, without which JAX's programs call back into Python. Where they come after the
-# first build, the next one compiles the one file that needs them.
+# With the headers of XLA's custom calls, without which JAX's programs call back into Python.
 XLA_HEADERS  := 'jax>=0.7'
+QUICK_TOOLS  := 'pytest>=8.2' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'ml_dtypes>=0.4'
 NATIVE_FILES := CMakeLists.txt $(filter-out csrc/tests/%,$(wildcard csrc/*/*.*))
 CPP_FILES    := $(filter %.h %.cc %.cpp,$(wildcard csrc/*/*.*))
 
@@ -54,6 +58,9 @@ PIP          := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 # demo (42 s in place of 104 s on two busy cores, 2026-11-23), and most are never imported.
 INSTALL      := $(PIP) install --no-compile
 EDITABLE     := $(INSTALL) --no-build-isolation --editable
+# The compiled module and a pointer to the sources, as a wheel.
+WHEEL        := build/editable
+BUILD_WHEEL  := $(BIN)/python -c 'from scikit_build_core import build; build.build_editable("$(WHEEL)")' >$(WHEEL)/log 2>&1
 
 # The first import of a module leaves its bytecode for the next process, also where the caller's environment forbids it:
 # the tests start many, and compiling the frameworks anew took each of them 9 seconds (2026-11-24).
@@ -66,7 +73,7 @@ export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-gpu-interpreted mutants check sanitize arm docs wheel format clean distclean
+.PHONY: help demo quick test test-all test-gpu test-gpu-interpreted mutants check sanitize arm docs wheel format clean distclean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=...] [SLOW=1]"
@@ -76,8 +83,11 @@ help: ## this list
 demo: $(DEMO_READY) ## the tour, on a real model and real text; plots and numbers into attnscore-demo/
 	@$(BIN)/attnscore demo $(ARGS)
 
-test: $(READY) $(MXNET_READY) ## the tests, five minutes; SLOW=1 for the slow ones as well
-	@$(PYTEST) $(if $(filter 1 true yes,$(SLOW)),-m "") $(ARGS)
+quick: $(QUICK_READY) ## the tests of NumPy, PyTorch and the native module, one minute
+	@$(PYTEST) --quick $(ARGS)
+
+test: $(READY) $(MXNET_READY) ## the tests, five minutes; FOR=masks for those of a package, SLOW=1 for the slow ones as well
+	@$(PYTEST) $(SLOW_TESTS) $(if $(FOR),--for $(FOR)) $(ARGS)
 
 test-all: $(READY) $(MXNET_READY) ## the slow tests too, and products of tables in place of pairs: hours, before a release
 	@$(PYTEST) -m "" --products $(ARGS)
@@ -135,39 +145,73 @@ clean: ## remove caches, build output, the results of demo and bench
 distclean: clean ## remove the environments too
 	@rm -rf .venv .venv-*
 
-$(DEMO_READY): pyproject.toml Makefile $(NATIVE_FILES)
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { $(make_venv); }
-	@echo "installing into $(VENV) what the demo needs: torch (large), the native kernels (compiled); about two minutes"
-	@$(INSTALL) '$(TORCH)'
-	@$(INSTALL) $(BUILD_TOOLS)
-	@$(EDITABLE) '.[demo]'
-	@$(BIN)/python -c 'import attnscore._native' 2>/dev/null || \
-	    echo "The native kernels could not be built; what is missing: $(BIN)/pip install -v --no-build-isolation -e ." >&2
+SET_UP_FILES := pyproject.toml Makefile $(NATIVE_FILES)
+
+$(DEMO_READY): $(SET_UP_FILES)
+	@$(call set_up,demo,)
 	@touch $@
 
-$(READY): $(DEMO_READY)
-	@echo "installing into $(VENV) what tests and checks need: the other frameworks (large); a few minutes the first time"
-	@$(INSTALL) $(XLA_HEADERS)
-	@$(EDITABLE) '.[test,check]'
+$(QUICK_READY): $(SET_UP_FILES)
+	@$(call set_up,demo,$(QUICK_TOOLS))
+	@touch $(DEMO_READY) $@
+
+$(READY): $(SET_UP_FILES)
+	@$(call set_up,test check,$(XLA_HEADERS))
 	@$(INSTALL) --no-deps '$(TRITON)'
-	@touch $@
+	@touch $(DEMO_READY) $(QUICK_READY) $@
 
-# The wheel is made by the first environment, from what it has compiled, so the module is not compiled twice. It is an
-# editable one: the Python files stay where they are edited.
+# The module is the one that the first environment has compiled. It is an editable wheel: the Python files stay where they
+# are edited.
 $(MXNET_READY): $(READY) pyproject.toml
 	@$(BIN)/python -c '$(HAS_OLD_NUMPY)' || { echo "MXNet's tests are left out: it needs Python 3.11" >&2; exit 0; }; \
 	set -e; $(MXNET_BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m venv --clear $(MXNET_VENV); \
 	echo "installing MXNet and its NumPy into $(MXNET_VENV)"; \
-	rm -rf build/editable && mkdir -p build/editable; \
-	$(BIN)/python -c 'from scikit_build_core import build; build.build_editable("build/editable")' >build/editable/log 2>&1 \
-	    || { cat build/editable/log >&2; exit 1; }; \
-	wheel=$$(echo build/editable/*.whl); \
+	$(build_wheel); \
+	wheel=$$(echo $(WHEEL)/*.whl); \
+	$(MXNET_PIP) install --force-reinstall --no-deps "$$wheel"; \
 	$(MXNET_PIP) install "$$wheel[mxnet,plot]" 'pytest>=8.2' 'ipykernel>=6.29'; \
-	$(MXNET_PIP) install --no-deps --force-reinstall "$$wheel"; \
 	$(MXNET_BIN)/python -W ignore -c 'import mxnet' || { \
 	    echo "MXNet does not load here. Of the system it needs, on Debian: apt-get install libgomp1 libquadmath0" >&2; \
 	    exit 1; }; \
 	touch $@
+
+# The requirements of extras, a line each.
+define REQUIREMENTS
+import sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+found, extras = list(project["dependencies"]), sys.argv[1:]
+for extra in extras:
+    for line in project["optional-dependencies"][extra]:
+        if line.startswith("attnscore["):
+            extras += line[len("attnscore["):-1].split(",")
+        else:
+            found.append(line)
+print(*dict.fromkeys(found), sep="\n")
+endef
+export REQUIREMENTS
+
+build_wheel = rm -rf $(WHEEL) && mkdir -p $(WHEEL) && { $(BUILD_WHEEL) || { cat $(WHEEL)/log >&2; exit 1; }; }
+
+# (extras, packages that come first): one run of pip, while the compiler runs beside it.
+define set_up
+set -e; start=$$(date +%s); says() { echo "[$$(( $$(date +%s) - start )) s] $$1"; }; \
+$(BIN)/python -m pip --version >/dev/null 2>&1 || { $(make_venv); }; \
+says "installing into $(VENV): the tools that build the native kernels"; \
+$(INSTALL) $(BUILD_TOOLS) $(2); \
+says "compiling the native kernels for this CPU, and downloading torch and the rest (large): about two minutes"; \
+( $(build_wheel) ) & compiler=$$!; \
+$(BIN)/python -c "$$REQUIREMENTS" $(1) >$(VENV)/requirements; \
+$(INSTALL) '$(TORCH)' --requirement $(VENV)/requirements || { kill $$compiler; exit 1; }; \
+while kill -0 $$compiler 2>/dev/null; do \
+    says "downloaded; compiled: $$(grep -o '^\[[0-9]*/[0-9]*\]' $(WHEEL)/log | tail -1)"; sleep 5; \
+done; \
+wait $$compiler; \
+$(INSTALL) --force-reinstall --no-deps $(WHEEL)/*.whl; \
+$(BIN)/python -c 'import attnscore._native' 2>/dev/null || \
+    echo "The native kernels could not be built; what is missing: $(BIN)/pip install -v --no-build-isolation -e ." >&2; \
+says "ready"
+endef
 
 HAS_OLD_NUMPY := import sys; sys.exit(sys.version_info[:2] != (3, 11))
 COMMA := ,

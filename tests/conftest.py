@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # torch's threads wait asleep. Awake they hold a core that another worker or process has use for: on a busy machine
@@ -23,14 +23,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "--products" not in sys.argv:
     _flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     # A release that does not know a flag ends the process: these for those in which they were tried. They save a third.
-    if version("jaxlib").startswith("0.10.") and version("tensorflow-cpu").startswith("2.21."):
-        _flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    with contextlib.suppress(PackageNotFoundError):  # a quick run needs neither
+        if version("jaxlib").startswith("0.10.") and version("tensorflow-cpu").startswith("2.21."):
+            _flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     os.environ.setdefault("XLA_FLAGS", " ".join(_flags))
 
 import numpy as np
 import pytest
 
 import covering
+import selection
 
 # Nothing of what is imported and collected is garbage: looking for it took a third of the collection's time.
 gc.disable()
@@ -43,8 +45,10 @@ _STDERR, _SET_AT = pytest.StashKey[int](), pytest.StashKey[float]()
 collect_ignore = ["in_mxnet"]
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """tests/test_triton.py runs tests/gpu in Triton's interpreter, in a process of its own, where there is no GPU."""
+    if selection.is_left_out(collection_path, config):
+        return True
     if collection_path.name != "gpu" or os.environ.get("TRITON_INTERPRET") == "1":
         return None
     import torch
@@ -53,6 +57,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    selection.add_options(parser)
     parser.addoption("--products", action="store_true", help="whole products of tables in place of pairs of their rows")
     parser.addoption("--every", type=int, default=1, help="of the rows of each test of tests/gpu every so many")
 
@@ -60,22 +65,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before the tests are collected: their rows are made when they are imported."""
     covering.products = config.getoption("--products")
+    selection.configure(config)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
-        _import_frameworks()
+        _import_frameworks(config.getoption("--quick"))
     else:
         gc.enable()  # this process collects no tests
     # Here it is the process's own: while tests run, pytest has another in its place.
     config.stash[_STDERR] = os.dup(2)
 
 
-def _import_frameworks() -> None:
+def _import_frameworks(quick: bool) -> None:
     """Not in the process that hands the tests to workers, which would wait for it."""
     # triton, which PyTorch's CUDA builds bring, before TensorFlow: loaded after it, it ends in a segmentation
     # fault over two LLVMs (tensorflow/tensorflow#124205).
     with contextlib.suppress(ImportError):
         import triton  # noqa: F401
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return  # a process of tests/gpu, which need PyTorch alone
+    if quick or os.environ.get("TRITON_INTERPRET") == "1":
+        return  # a quick run, or a process of tests/gpu: they need PyTorch alone
     import jax
 
     # The tables have float64 rows, which JAX would make float32; tests/test_jax.py has the narrow width too.
@@ -89,6 +95,12 @@ def _share_context_of_programs() -> None:
         from jax._src.interpreters import mlir
 
         mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if left_out := set(selection.left_out(items, config)):
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -284,6 +282,9 @@ class Call:
 
     def jax(self, *, jit: bool = False, vmap: bool = False, **options: Any) -> dict[str, Any]:
         """Outputs and gradients by jax.vjp; with `jit` inside one program, with `vmap` those of the last of two."""
+        import jax  # a quick run has none
+        import jax.numpy as jnp
+
         leaves = {name: jnp.asarray(x) for name, x in self.leaves.items()}
         seeds = [jnp.asarray(seed) for seed in self.seeds_outward().values()]
 
