@@ -172,9 +172,10 @@ def _one(case: Case, framework: Any, forward: Attend, arrays: Named, of_mask: li
 def dropped(case: Case, framework: Any, arrays: Named, of_mask: list[Any]) -> np.ndarray:
     """Return what dropout multiplies each weight with: 0 or 1 / (1 - p), from values that are an identity matrix."""
     call = case.call
+    shape = (*call.arrays["value"].shape[:-1], call.key_len)
     value = np.eye(call.key_len)
-    value = value[:, None] if call.heads and call.head_axis == -2 else value
-    value = np.broadcast_to(value, (*call.arrays["value"].shape[:-1], call.key_len))
+    value = value[:, None] if call.heads and call.head_axis == -2 and len(shape) > 2 else value
+    value = np.broadcast_to(value, shape)
     identity = {**arrays, "value": framework.array(value, case.dtype)}
     plain = replace(case, return_weights=True, return_stats=(), mode="eager")
     outputs = Attend(plain)(identity, of_mask)
