@@ -63,8 +63,10 @@ def test_every_gradient_is_that_of_the_streaming_kernel(
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
 
 
-def test_the_weights_and_their_gradient() -> None:
-    leaves = [x.requires_grad_() for x in inputs()]
+@pytest.mark.parametrize("no_channels", [False, True])
+def test_the_weights_and_their_gradient(no_channels: bool) -> None:
+    query, key, value = inputs()
+    leaves = [x.requires_grad_() for x in (query, key, value[0, ..., :0] if no_channels else value)]
     found = []
     for kernel in ("gather", "streaming"):
         out, weights = ats.attend(*leaves, mask=graph(40, 30, 9), kernel=kernel, return_weights=True)

@@ -520,7 +520,7 @@ class _GatheredCall:
     def _summed(self, parts: Sequence[Array], sums: _Sums, whole: Array | None = None) -> Array:
         """Return (*lead, id, dim) from blocks (batch, *lead, entry, dim), all rows of which are `whole` if given."""
         ops, lead, dim = self.ops, tuple(parts[0].shape[1:-2]), parts[0].shape[-1]
-        if sums.places.size and ops.can_sum_rows(*parts):
+        if dim and sums.places.size and ops.can_sum_rows(*parts):
             if whole is None:
                 whole = ops.concat([ops.reshape(x, (-1, dim)) for x in parts], 0)
             found = ops.sums_of_rows(whole, *sums.of_matrices(math.prod(lead)))
