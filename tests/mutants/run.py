@@ -2,7 +2,8 @@
 
 - A copy of the package gets one fault at a time; the working tree is not touched.
 - Faults of C++ are compiled once, all of them into one module, and switched on one at a time by ATTNSCORE_FAULT.
-- Results are written after each fault; what has one already is not run again (`--again`: all of those named).
+- Results are written after each fault; what has one already is not run again (`--again`: all of those named,
+  as after a change of the code around them).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +57,6 @@ def numbers() -> dict[str, int]:
     return {name: i for i, name in enumerate(name for name, fault in FAULTS.items() if fault.is_native)}
 
 
-def mutated(text: str, fault: Fault) -> str:
-    """The text with the fault in it; in C++ beside what it replaces."""
-    if text.count(fault.old) != 1:
-        raise SystemExit(f"{fault.name}: expected its text once in {fault.file}, got {text.count(fault.old)} times")
-    new = fault.new
-    if fault.is_native:
-        new = f"(attnscore::fault_in_use() == {numbers()[fault.name]} ? ({fault.new}) : ({fault.old}))"
-    return text.replace(fault.old, new)
-
-
 def native_module() -> Path:
     """The module with all faults of C++ in it, built anew where any of its files has changed."""
     source = BUILD / "source"
@@ -76,7 +67,7 @@ def native_module() -> Path:
     for fault in FAULTS.values():
         if fault.is_native:
             path = source / fault.file
-            path.write_text(mutated(path.read_text(), fault))
+            path.write_text(fault.mutated(path.read_text(), numbers()[fault.name]))
     for path in [p for p in source.glob("csrc/**/*") if p.suffix in {".h", ".cc", ".cpp"}]:
         if not path.name.endswith("-inl.h") and path.name != "fault.h":
             path.write_text(re.sub(r"^#include", '#include "fault.h"\n#include', path.read_text(), count=1, flags=re.M))
@@ -108,21 +99,33 @@ def installed_module() -> Path | None:
 
 def killed_by(fault: Fault, module: Path | None) -> str | None:
     """The first test that fails with the fault; None where all pass."""
+    if fault.is_native:
+        return first_failure(fault.tests, module, {}, {"ATTNSCORE_FAULT": str(numbers()[fault.name])})
+    return first_failure(fault.tests, module, {fault.file: fault.mutated((ROOT / fault.file).read_text())}, {})
+
+
+def first_failure(
+    tests: str,
+    module: Path | None,
+    texts: Mapping[str, str],
+    variables: Mapping[str, str],
+    seconds: float | None = None,
+) -> str | None:
+    """The first test that fails where some files of the package have other texts, in so many seconds."""
     with tempfile.TemporaryDirectory() as folder:
         src = Path(folder) / "src"
         shutil.copytree(ROOT / "src", src, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         if module is not None:
             shutil.copy(module, src / "attnscore" / module.name)
         (src / "sitecustomize.py").write_text(SITE)
+        for file, text in texts.items():
+            (Path(folder) / file).write_text(text)
         paths = filter(None, (str(src), os.environ.get("PYTHONPATH")))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        if fault.is_native:
-            environment["ATTNSCORE_FAULT"] = str(numbers()[fault.name])
-        else:
-            path = Path(folder) / fault.file
-            path.write_text(mutated(path.read_text(), fault))
-        command = [sys.executable, "-c", PYTEST, str(src), *shlex.split(fault.tests)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, "-c", PYTEST, str(src), *shlex.split(tests)]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=seconds
+        )
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, flags=re.M)
     if failed:
         return failed.group(1)
@@ -130,7 +133,7 @@ def killed_by(fault: Fault, module: Path | None) -> str | None:
         return None
     if done.returncode < 0:
         return f"signal {-done.returncode}"
-    raise SystemExit(f"{fault.name}: the tests did not run:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    raise RuntimeError(f"{tests}: the tests did not run:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
 
 
 def known() -> dict[str, Any]:
