@@ -73,7 +73,7 @@ export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-all test-gpu test-gpu-interpreted mutants check sanitize arm docs wheel format clean distclean
+.PHONY: help demo quick test test-all test-gpu test-gpu-interpreted mutants mutants-drawn check sanitize arm docs wheel format clean distclean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=...] [SLOW=1]"
@@ -101,6 +101,10 @@ test-gpu-interpreted: $(READY) ## the GPU kernels without a GPU: on the CPU, and
 
 mutants: $(READY) ## small faults in a copy of the package, each of which a test must find; ARGS="NAME --again"
 	@$(BIN)/python tests/mutants/run.py $(ARGS)
+
+mutants-drawn: $(READY) ## drawn changes of core, masks and scores: the share that the tests find; ARGS="masks --count 20"
+	@$(INSTALL) 'cosmic-ray==8.7.*'
+	@$(BIN)/python tests/mutants/drawn.py $(ARGS)
 
 check: $(READY) ## lint, format, types, project file
 	@$(BIN)/ruff check
