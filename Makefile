@@ -3,8 +3,8 @@
 #
 #   PYTHON=python3.12   another interpreter, with an environment of its own (.venv-python3.12)
 #   ARGS="-k causal"    further arguments of pytest, or of `attnscore demo`
-#   FOR=masks           the tests that concern these packages or modules; FOR=changed: what differs from main
-#   SLOW=1              the tests marked slow as well; SLOW=2/4: the third quarter of them
+#   FOR=masks           the tests that concern these packages or modules; FOR=changed: packages that differ from main
+#   SLOW=1              the tests marked slow as well; SLOW=2/4: the second quarter of them
 #   WORKERS=2           how many processes share the tests; 0: pytest itself runs them, as `ARGS=--pdb` wants it
 #   CASES=100           how many cases `make sanitize` and `make arm` draw
 #   ATTNSCORE_TARGETS=all   compiles the native kernels for every CPU, not for this one alone; `make wheel` always does
@@ -83,10 +83,10 @@ help: ## this list
 demo: $(DEMO_READY) ## the tour, on a real model and real text; plots and numbers into attnscore-demo/
 	@$(BIN)/attnscore demo $(ARGS)
 
-quick: $(QUICK_READY) ## the tests of NumPy, PyTorch and the native module, one minute
+quick: $(QUICK_READY) ## the tests of NumPy, PyTorch and the native module, a fifth of their rows: one minute
 	@$(PYTEST) --quick $(ARGS)
 
-test: $(READY) $(MXNET_READY) ## the tests, five minutes; FOR=masks for those of a package, SLOW=1 for the slow ones as well
+test: $(READY) $(MXNET_READY) ## the tests, ten minutes; FOR=masks for those of a package, SLOW=1 for the slow ones as well
 	@$(PYTEST) $(SLOW_TESTS) $(if $(FOR),--for $(FOR)) $(ARGS)
 
 test-all: $(READY) $(MXNET_READY) ## the slow tests too, and products of tables in place of pairs: hours, before a release
@@ -203,7 +203,7 @@ set -e; start=$$(date +%s); says() { echo "[$$(( $$(date +%s) - start )) s] $$1"
 $(BIN)/python -m pip --version >/dev/null 2>&1 || { $(make_venv); }; \
 says "installing into $(VENV): the tools that build the native kernels"; \
 $(INSTALL) $(BUILD_TOOLS) $(2); \
-says "compiling the native kernels for this CPU, and downloading torch and the rest (large): about two minutes"; \
+says "compiling the native kernels for this CPU, and downloading torch and the rest (large): about three minutes"; \
 ( $(build_wheel) ) & compiler=$$!; \
 $(BIN)/python -c "$$REQUIREMENTS" $(1) >$(VENV)/requirements; \
 $(INSTALL) '$(TORCH)' --requirement $(VENV)/requirements || { kill $$compiler; exit 1; }; \

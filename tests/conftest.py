@@ -46,7 +46,7 @@ collect_ignore = ["in_mxnet"]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """tests/test_triton.py runs tests/gpu in Triton's interpreter, in a process of its own, where there is no GPU."""
+    """Leave out what is not chosen, and without a GPU tests/gpu, which tests/test_triton.py runs in an interpreter."""
     if selection.is_left_out(collection_path, config):
         return True
     if collection_path.name != "gpu" or os.environ.get("TRITON_INTERPRET") == "1":

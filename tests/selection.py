@@ -1,9 +1,10 @@
 """Which tests run: those that concern some modules, those of two frameworks, a part of the slow ones.
 
-- ``--for masks,scores`` or ``--for changed``: test files that name a public name or a module of those packages, and
-  those that find a fault of ``tests/mutants`` in them. ``changed``: what differs from the branch main, tests included.
-- ``--quick``: NumPy, PyTorch and the native module. What imports another framework is left out, and fails if it runs.
-- ``--slow-part 2/4``: of the slow tests the third quarter (0/4 is the first), of the others all.
+- ``--for masks,scores`` or ``--for changed``: test files that import those packages, their modules or names, and those
+  that find a fault of ``tests/mutants`` in them. ``changed``: packages that differ from the branch main, and tests.
+- ``--quick``: attention in NumPy, PyTorch and the native module, a fifth of the rows of each test. What imports another
+  framework is left out, and fails if it runs.
+- ``--slow-part 2/4``: of the slow tests the second quarter, of the others all.
 """
 
 from __future__ import annotations
@@ -24,23 +25,28 @@ ROOT = TESTS.parent
 SOURCE = ROOT / "src" / "attnscore"
 OTHERS = ("jax", "jaxlib", "flax", "tensorflow", "keras", "mxnet", "transformers", "onnxruntime")
 """Frameworks that a quick run does not import."""
-OF_ALL = ("test_public_api.py",)
-"""Files that read the modules of all frameworks."""
+AROUND = ("bench", "benchmarks", "claims", "cli", "demo", "diagnostics", "doctests", "files", "glossary", "gpu",
+          "imports", "inspect", "install", "map", "mission", "mutants", "parallel", "plotting", "public", "readme",
+          "selection", "topics", "triton", "tutorials")  # fmt: skip
+"""Words in the names of files that a quick run leaves out: what surrounds attention, other processes, GPUs, prose."""
+ROWS = 5
+"""A quick run takes one of so many rows of each test."""
 
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
     group.addoption("--for", default="", metavar="NAMES", help="packages or modules of attnscore, or: changed")
-    group.addoption("--quick", action="store_true", help="NumPy, PyTorch and the native module alone")
-    group.addoption("--slow-part", default="", metavar="K/N", help="of the slow tests one of N parts, counted from 0")
+    group.addoption("--quick", action="store_true", help="a fifth of the tests of NumPy, PyTorch, native kernels")
+    group.addoption("--slow-part", default="", metavar="K/N", help="of the slow tests one of N parts")
 
 
 # ------------------------------------------------------------------ tests that concern a module
 
 
 def module_of(path: Path) -> str:
-    """A file's module below the package: "masks.function"; "" for the package itself."""
-    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    """A file's module below the package: "masks.function", "attnscore" for the package itself."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts).removesuffix("__init__").rstrip(".") or "attnscore"
 
 
 def _tree(path: Path) -> ast.Module:
@@ -57,19 +63,19 @@ def _origins() -> dict[str, str]:
     return found
 
 
-def modules_named(path: Path) -> set[str]:
-    """The modules of attnscore that a file names: by imports, and by public names."""
+@functools.cache
+def modules_imported(path: Path) -> set[str]:
+    """The modules of attnscore that a file imports, and those that public names which it imports come from."""
     found: set[str] = set()
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name.removeprefix("attnscore.") for alias in node.names if "attnscore." in alias.name}
+            names = (alias.name for alias in node.names)
+            found |= {name.removeprefix("attnscore.") for name in names if name.startswith("attnscore")}
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("attnscore."):
             module = str(node.module).removeprefix("attnscore.")
             found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module == "attnscore":
             found |= {_origins().get(alias.name, alias.name) for alias in node.names}
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "attnscore":
-            found.add(_origins().get(node.attr, node.attr))
     return found
 
 
@@ -85,22 +91,22 @@ def files_for(names: Sequence[str]) -> set[Path]:
     from mutants import FAULTS
 
     modules, chosen = set(names) - {"changed"}, set()
+    known = {module_of(path) for path in SOURCE.rglob("*.py")} | {path.name for path in SOURCE.iterdir()}
+    if unknown := modules - known:
+        raise pytest.UsageError(f"--for: expected packages or modules of attnscore, got {', '.join(sorted(unknown))}")
     for path in changed_files() if "changed" in names else ():
         if path.is_relative_to(SOURCE) and path.suffix == ".py":
-            modules.add(module_of(path))
+            modules.add(module_of(path).partition(".")[0])
         elif path.is_relative_to(ROOT / "csrc"):
             modules.add("kernels.native")
         elif path.parent == TESTS:
             # Of a helper those that import it.
             chosen |= {path} | {p for p in TESTS.glob("test_*.py") if re.search(rf"\b{path.stem}\b", p.read_text())}
-    known = {module_of(path) for path in SOURCE.rglob("*.py")} | {path.name for path in SOURCE.iterdir()}
-    if unknown := modules - known:
-        raise pytest.UsageError(f"--for: expected packages or modules of attnscore, got {', '.join(sorted(unknown))}")
 
     def concerns(module: str) -> bool:
         return any(module == name or module.startswith(f"{name}.") for name in modules)
 
-    chosen |= {path for path in TESTS.glob("test_*.py") if any(map(concerns, modules_named(path)))}
+    chosen |= {path for path in TESTS.glob("test_*.py") if any(map(concerns, modules_imported(path)))}
     for fault in FAULTS.values():
         path = ROOT / fault.file
         if concerns(module_of(path) if path.is_relative_to(SOURCE) else "kernels.native"):
@@ -128,25 +134,32 @@ def needs_others(path: Path) -> bool | frozenset[str]:
     """Whether a file imports another framework; or else its functions that do."""
     tree = _tree(path)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return (
-        path.name in OF_ALL
-        or _imports_others(tree.body)
-        or frozenset(x.name for x in functions if _imports_others(ast.walk(x)))
-    )
+    return _imports_others(tree.body) or frozenset(x.name for x in functions if _imports_others(ast.walk(x)))
 
 
-def is_of_others(item: pytest.Item) -> bool:
-    """Whether a test, its row of a table or one of its fixtures names or imports another framework."""
-    words = re.split(r"[^a-z0-9]+", item.name.lower().replace("_", " "))
-    functions = needs_others(item.path)
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", name.lower().replace("_", " ")))
+
+
+def is_quick_file(path: Path) -> bool:
+    return not _words(path.stem) & {*OTHERS, *AROUND} and needs_others(path) is not True
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether a quick run has a test: neither it nor its fixtures name or import another framework, or all of them."""
     names = {getattr(item, "originalname", item.name), *getattr(item, "fixturenames", ())}
-    return bool(set(words) & set(OTHERS)) or functions is True or bool(names & set(functions or ()))
+    is_of_others = _words(item.name) & {*OTHERS, "framework"} or names & set(needs_others(item.path))
+    return not is_of_others and ("[" not in item.name or part_of(item, ROWS) == 1)
 
 
 # ------------------------------------------------------------------ the choice
 
 
+_FILES = pytest.StashKey[set[Path] | None]()
+
+
 def configure(config: pytest.Config) -> None:
+    """Read what is chosen, before anything is imported or collected."""
     if config.getoption("--quick"):
         for name in OTHERS:
             sys.modules[name] = None  # type: ignore[assignment] # as where it is not installed
@@ -154,20 +167,17 @@ def configure(config: pytest.Config) -> None:
     config.stash[_FILES] = files_for(names) if names else None
 
 
-_FILES = pytest.StashKey[set[Path] | None]()
-
-
 def is_left_out(path: Path, config: pytest.Config) -> bool:
     """Whether a test file is not collected."""
     if not path.name.startswith("test_"):
         return False
     files = config.stash.get(_FILES, None)
-    return (files is not None and path not in files) or (config.getoption("--quick") and needs_others(path) is True)
+    return (files is not None and path not in files) or (config.getoption("--quick") and not is_quick_file(path))
 
 
 def part_of(item: pytest.Item, parts: int) -> int:
-    """The part of a slow test: one of each function's rows in every part, where it has many."""
-    return zlib.crc32(item.nodeid.encode()) % parts
+    """The part of a test, from 1 on. The rows of one function are in all parts, where it has many."""
+    return zlib.crc32(item.nodeid.encode()) % parts + 1
 
 
 def left_out(items: Iterable[pytest.Item], config: pytest.Config) -> list[pytest.Item]:
@@ -175,7 +185,7 @@ def left_out(items: Iterable[pytest.Item], config: pytest.Config) -> list[pytest
     found = []
     if part := config.getoption("--slow-part"):
         number, parts = map(int, part.split("/"))
-        found += [x for x in items if x.get_closest_marker("slow") and part_of(x, parts) != number % parts]
+        found += [x for x in items if x.get_closest_marker("slow") and part_of(x, parts) != number]
     if config.getoption("--quick"):
-        found += [x for x in items if is_of_others(x)]
+        found += [x for x in items if not is_quick(x)]
     return found

@@ -8,12 +8,9 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-import attnscore
-
-SOURCE = Path(attnscore.__file__).parent
+from selection import SOURCE, module_of
 
 # From the bottom to the top: a module imports from its own row and the rows below. The longest prefix counts.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -57,13 +54,7 @@ class Import(NamedTuple):
         return f"{self.importer} (line {self.line}) imports {self.imported}"
 
 
-def name_of(path: Path) -> str:
-    """A file's module below the package: "scoring.dot", "attnscore" for the package itself."""
-    parts = path.relative_to(SOURCE).with_suffix("").parts
-    return ".".join(parts).removesuffix("__init__").rstrip(".") or "attnscore"
-
-
-FILES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
+FILES = {module_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def layer_of(module: str) -> str:

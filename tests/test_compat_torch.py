@@ -275,6 +275,7 @@ def test_sdpa_drops_what_torch_drops_of_jagged_tensors(p: float) -> None:
         close(ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 def test_heads_of_jagged_tensors_that_differ_are_refused() -> None:
     """As torch does; with `enable_gqa` torch's CPU has no kernel for them."""
     query = jagged(4)

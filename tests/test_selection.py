@@ -1,0 +1,52 @@
+"""`make test FOR=masks`, `make quick` and `SLOW=2/4` choose the tests that they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import selection
+
+
+def names_for(*modules: str) -> set[str]:
+    return {path.name for path in selection.files_for(modules)}
+
+
+def test_files_of_a_package_import_it_or_find_a_fault_in_it() -> None:
+    of_package = names_for("masks")
+    assert {"test_every_mask.py", "test_mask_functions.py"} <= of_package  # imports
+    assert "test_neighbours.py" in of_package  # finds faults
+    assert not {"test_files.py", "test_layers_flax.py"} & of_package
+    assert names_for("masks.function") < of_package
+
+
+def test_a_changed_module_and_a_changed_helper_choose_their_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [
+        selection.SOURCE / "masks" / "function.py",
+        selection.TESTS / "strategies.py",
+        selection.ROOT / "README.md",
+    ]
+    monkeypatch.setattr(selection, "changed_files", lambda: files)
+    assert names_for("changed") >= names_for("masks") | {"test_properties.py"}
+
+
+def test_a_name_that_is_no_module_is_an_error() -> None:
+    with pytest.raises(pytest.UsageError, match="expected packages or modules of attnscore, got mask"):
+        selection.files_for(["mask"])
+
+
+@pytest.mark.parametrize(
+    ("file", "is_quick"),
+    [("jax", False), ("hf_models", False), ("cli", False), ("softmax", True), ("every_kernel", True)],
+)
+def test_a_quick_run_leaves_out_other_frameworks_and_what_surrounds_attention(file: str, is_quick: bool) -> None:
+    assert selection.is_quick_file(selection.TESTS / f"test_{file}.py") == is_quick
+
+
+def test_each_slow_test_is_in_one_part() -> None:
+    items: list[Any] = [SimpleNamespace(nodeid=f"{Path(__file__).name}::test[{i}]") for i in range(200)]
+    parts = [selection.part_of(item, 4) for item in items]
+    assert set(parts) == {1, 2, 3, 4}
