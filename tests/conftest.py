@@ -97,7 +97,10 @@ def _share_context_of_programs() -> None:
         mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark rows before pytest leaves out those that are marked."""
+    selection.mark_slow_rows(items)
     if left_out := set(selection.left_out(items, config)):
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

@@ -1,8 +1,9 @@
 """Which tests run: those that concern some modules, those of two frameworks, a part of the slow ones.
 
+- By default a quarter of the rows of each long table. The others are slow, which four landings run by turns.
 - ``--for masks,scores`` or ``--for changed``: test files that import those packages, their modules or names, and those
   that find a fault of ``tests/mutants`` in them. ``changed``: packages that differ from the branch main, and tests.
-- ``--quick``: attention in NumPy, PyTorch and the native module, a fifth of the rows of each test. What imports another
+- ``--quick``: attention in NumPy, PyTorch and the native module, half of the default rows. What imports another
   framework is left out, and fails if it runs.
 - ``--slow-part 2/4``: of the slow tests the second quarter, of the others all.
 """
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
 import subprocess
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -29,14 +32,16 @@ AROUND = ("bench", "benchmarks", "claims", "cli", "demo", "diagnostics", "doctes
           "imports", "inspect", "install", "map", "mission", "mutants", "parallel", "plotting", "public", "readme",
           "selection", "topics", "triton", "tutorials")  # fmt: skip
 """Words in the names of files that a quick run leaves out: what surrounds attention, other processes, GPUs, prose."""
-ROWS = 5
-"""A quick run takes one of so many rows of each test."""
+ROWS = 2
+"""A quick run takes one of so many rows that a default run has of each test."""
+LONG = 16
+"""Rows of a test beyond which three quarters are slow."""
 
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
     group.addoption("--for", default="", metavar="NAMES", help="packages or modules of attnscore, or: changed")
-    group.addoption("--quick", action="store_true", help="a fifth of the tests of NumPy, PyTorch, native kernels")
+    group.addoption("--quick", action="store_true", help="half of the tests of NumPy, PyTorch, native kernels")
     group.addoption("--slow-part", default="", metavar="K/N", help="of the slow tests one of N parts")
 
 
@@ -178,6 +183,19 @@ def is_left_out(path: Path, config: pytest.Config) -> bool:
 def part_of(item: pytest.Item, parts: int) -> int:
     """The part of a test, from 1 on. The rows of one function are in all parts, where it has many."""
     return zlib.crc32(item.nodeid.encode()) % parts + 1
+
+
+def mark_slow_rows(items: Iterable[pytest.Item]) -> None:
+    """Mark three quarters of the rows of each long table as slow, but none that has found a fault."""
+    # The rows of native targets that find a fault are those of the machine.
+    items = [x for x in items if not x.get_closest_marker("slow") and "/test_native_" not in x.nodeid]
+    rows = Counter(item.nodeid.partition("[")[0] for item in items)
+    results = json.loads((TESTS / "mutants" / "results.json").read_text())
+    kept = {result["killed_by"] for result in results.values()}
+    for item in items:
+        # Of those all four parts of the slow tests have as many.
+        if rows[item.nodeid.partition("[")[0]] > LONG and part_of(item, 16) > 4 and item.nodeid not in kept:
+            item.add_marker(pytest.mark.slow)
 
 
 def left_out(items: Iterable[pytest.Item], config: pytest.Config) -> list[pytest.Item]:

@@ -36,6 +36,7 @@ def test_arguments(arguments: list[str], expected: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["statistics-bfloat16", "window-bfloat16", "additive-float32"])
+@pytest.mark.slow_rows("additive-float32")
 def test_both_sides_of_a_small_case_agree(name: str) -> None:
     case = dataclasses.replace(next(case for case in gpu.CASES if case.name == name), shape=(1, 2, 24, 16))
     x = gpu.arrays(case, "cpu")

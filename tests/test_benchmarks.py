@@ -249,6 +249,7 @@ def test_work_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", TIMED)
+@pytest.mark.slow_rows("causal")
 def test_every_case_on_a_toy(name: str) -> None:
     rows = measure.time_case(TOYS[name], 1, SHORT)
     assert [row["baseline"] for row in rows] == list(TOYS[name].baselines)
@@ -267,7 +268,7 @@ def test_every_case_on_a_toy(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in COMPILED else ()) for name in sorted(SMALL)]
 )
-@pytest.mark.slow_rows("small-jax", "small-layers-keras")
+@pytest.mark.slow_rows("small-jax", "small-layers-keras", "small-tensorflow", "small-layers-torch", "small-torch")
 def test_every_case_of_many_shapes_on_a_toy(name: str) -> None:
     case = TOYS[name]
     rows = measure.time_shapes(case, 1, dataclasses.replace(SHORT, least=1, most=1))
@@ -849,6 +850,7 @@ def test_the_entry_makes_the_pages(entry_elsewhere: Any, tmp_path: Path) -> None
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
 
 
+@pytest.mark.slow
 def test_the_entry_keeps_results_under_the_name_of_the_machine(
     entry_elsewhere: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -887,6 +889,7 @@ def test_wrong_arguments_of_the_entry(arguments: list[str], said: str, capsys: p
 # --------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_the_command_on_a_toy(toys: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status = main(["bench", "--quick", "--only", "tiny", "--threads", "1", "--out", str(tmp_path / "out")])
     printed = capsys.readouterr()

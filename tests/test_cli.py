@@ -537,6 +537,7 @@ def test_look_writes_the_numbers(capsys, npz, tmp_path, suffix):
 
 
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+@pytest.mark.slow_rows(".pdf-%PDF")
 def test_look_draws(capsys, npz, tmp_path, monkeypatch, suffix, start):
     if suffix != ".png":  # what is drawn is the same, and takes a second
         monkeypatch.setattr(plotting, "show_long_attention", lambda **_: Figure(figsize=(1, 1)))
@@ -646,6 +647,7 @@ def program(*arguments, **settings):
     )
 
 
+@pytest.mark.slow
 def test_the_program_ends_with_its_status(npz, tmp_path):
     """On a terminal that is not UTF-8; without colour, into a pipe, whatever an empty FORCE_COLOR asks for."""
     settings = {**os.environ, "FORCE_COLOR": "", "PYTHONIOENCODING": "ascii"}
@@ -690,11 +692,13 @@ def test_unknown_command(capsys):
     assert "'atend'" in refused(capsys, "atend")
 
 
+@pytest.mark.slow
 def test_no_colour_with_no_color():
     asked = program("info", env={**os.environ, "NO_COLOR": "1"})
     assert "\x1b[3" not in asked.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error():
     script = f"{sys.executable} -m attnscore info | head -c 1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=False)

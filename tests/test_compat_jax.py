@@ -69,14 +69,14 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "implementation": (N, {"implementation": "xla"}),
 }
 # Each kind of option by default; the rest runs in the slow tier, as every function compiles anew.
-FEW = ("grouped heads", "mask and bias, causal", "lengths beyond the ends", "window to one side")
+FEW = ("grouped heads", "mask and bias, causal", "lengths beyond the ends")
 names = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in OPTIONS]
 )
 
 
 @names
-@pytest.mark.slow_rows("grouped heads", "mask and bias, causal")
+@pytest.mark.slow_rows("grouped heads", "mask and bias, causal", "lengths beyond the ends", "window to one side")
 def test_output_residual_and_gradients_are_those_of_the_original(name: str) -> None:
     kv_heads, options = OPTIONS[name]
     given = list(arrays(kv_heads))
@@ -121,6 +121,7 @@ def test_axes_that_are_left_out() -> None:
         close(compat.dot_product_attention(q, k, v, **options), THEIRS(q, k, v, **options), 1e-5)
 
 
+@pytest.mark.slow
 def test_arrays_of_numpy_and_lists() -> None:
     query, key, value = (np.asarray(x, np.float64) for x in arrays())
     ours = compat.dot_product_attention(query.tolist(), key, value, mask=[True] * (KEYS - 1) + [False])
@@ -155,6 +156,7 @@ UNSEEING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", UNSEEING)
+@pytest.mark.slow_rows("mask", "lengths")
 def test_a_query_that_attends_to_no_key(name: str) -> None:
     """Zeros and -inf; with strict=True the numbers of the original: the mean of its masked values, or NaN."""
     given, options = arrays(KV_HEADS), UNSEEING[name] | {"return_residual": True}
@@ -186,6 +188,7 @@ def test_the_residual_has_no_gradient() -> None:
         assert not any(np.asarray(x).any() for x in grads)
 
 
+@pytest.mark.slow
 def test_a_scale_has_a_gradient() -> None:
     given = arrays()
     grads = [
@@ -205,6 +208,7 @@ def test_jit_with_traced_lengths_and_window() -> None:
     close(found, call(THEIRS, *given), 1e-5)
 
 
+@pytest.mark.slow
 def test_vmap() -> None:
     given = (*arrays(KV_HEADS), normal(B, N, T, S))
     close(jax.vmap(compat.dot_product_attention)(*given), jax.vmap(THEIRS)(*given))
@@ -219,6 +223,7 @@ def test_configurations_that_forbid_promotion_and_infinities() -> None:
     close(found, THEIRS(*given, **options))
 
 
+@pytest.mark.slow
 def test_float64_is_computed_in_float64() -> None:
     """The original's softmax is that of float32."""
     with jax.enable_x64():

@@ -764,6 +764,7 @@ def test_a_module_compiles_as_one_graph(masks: str) -> None:
 
 # Of a break of the graph, as an error inside the compiler: it looks whether tensors between the graphs have a gradient.
 @pytest.mark.filterwarnings("default:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
 def test_a_module_that_returns_weights_compiles() -> None:
     torch.compiler.reset()
     ours, theirs = pair()
@@ -773,7 +774,7 @@ def test_a_module_that_returns_weights_compiles() -> None:
 @pytest.mark.parametrize(
     "name", ["boolean mask", "float mask", "causal", "causal at the bottom right", "grouped heads"]
 )
-@pytest.mark.slow_rows("boolean mask", "causal at the bottom right")
+@pytest.mark.slow_rows("boolean mask", "causal*", "grouped heads", "float mask")
 def test_the_function_compiles_as_one_graph(name: str) -> None:
     torch.compiler.reset()
     leads, options = SDPA[name]

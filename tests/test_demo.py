@@ -39,6 +39,7 @@ def summary(demo):
     return json.loads((demo[2] / "summary.json").read_text("utf-8"))
 
 
+@pytest.mark.slow
 def test_it_ends_well_and_says_so(demo, summary):
     status, printed, folder = demo
     assert status == 0
@@ -49,6 +50,7 @@ def test_it_ends_well_and_says_so(demo, summary):
     assert "\x1b" not in printed
 
 
+@pytest.mark.slow
 def test_pictures_are_there_and_nothing_half_written(demo, summary):
     folder = demo[2]
     assert {path.name for path in folder.iterdir()} == {*summary["pictures"], "summary.json"}
@@ -58,10 +60,12 @@ def test_pictures_are_there_and_nothing_half_written(demo, summary):
         assert content.startswith(b"\x89PNG") and content.endswith(b"IEND\xaeB`\x82") and len(content) > 8000
 
 
+@pytest.mark.slow
 def test_every_check_holds(summary):
     assert summary["checks"] and all(check["holds"] for check in summary["checks"])
 
 
+@pytest.mark.slow
 def test_textbook_numbers(summary):
     tour = summary["tour"]
     for result in tour["textbook"]["results"].values():
@@ -76,6 +80,7 @@ def test_textbook_numbers(summary):
     assert np.allclose(jacobian[1], [-0.0003, 0.03722, -0.00014, -0.03678], atol=5.1e-6)
 
 
+@pytest.mark.slow
 def test_costs_grow_as_the_square(summary):
     costs = summary["tour"]["cost"]["by_score_and_length"]
     for name, by_length in costs.items():
@@ -84,12 +89,14 @@ def test_costs_grow_as_the_square(summary):
     assert costs["additive"]["512"]["parameters"] == 64 + 2 * 64 * 64
 
 
+@pytest.mark.slow
 def test_embeddings_equal_those_of_the_models_own_attention(summary):
     comparison = summary["model"]["comparison"]
     assert set(comparison["largest_difference"]) == {"to_eager", "to_sdpa", "padded_to_alone"}
     assert max(comparison["largest_difference"].values()) < 1e-5
 
 
+@pytest.mark.slow
 def test_statistics_of_every_head(summary):
     model = summary["model"]
     numbers = {name: np.array(values) for name, values in model["per_layer_and_head"].items()}
@@ -115,6 +122,7 @@ def test_a_second_best_head_is_said_to_be_one():
     }
 
 
+@pytest.mark.slow
 def test_chosen_heads_are_different_and_what_they_are_chosen_for(summary):
     chosen = summary["model"]["chosen_heads"]
     assert len({(one["layer"], one["head"]) for one in chosen}) == len(chosen) == 6
@@ -123,11 +131,13 @@ def test_chosen_heads_are_different_and_what_they_are_chosen_for(summary):
     assert chosen[1]["entropy"] == pytest.approx(entropy.max())
 
 
+@pytest.mark.slow
 def test_similarity_is_that_of_unit_vectors(summary):
     similarity = np.array(summary["model"]["similarity"])
     assert np.allclose(np.diag(similarity), 1, atol=1e-6) and np.allclose(similarity, similarity.T)
 
 
+@pytest.mark.slow
 def test_summary_tells_versions_and_no_place_of_the_machine(demo, summary):
     assert summary["versions"]["attnscore"] == attnscore.__version__
     assert {"python", "numpy", "torch", "transformers"} <= set(summary["versions"])
@@ -199,6 +209,7 @@ def test_missing_packages_are_named(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("package", ["torch", pytest.param("transformers", marks=pytest.mark.slow)])
+@pytest.mark.slow_rows("torch")
 def test_frameworks_that_are_missing_are_named_before_anything_is_drawn(package, tmp_path):
     code = f"import sys; sys.modules[{package!r}] = None; from attnscore.cli import main; sys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "demo", "--out", str(tmp_path / "out")]

@@ -92,6 +92,7 @@ def test_the_law_of_every_kind_is_the_variance_of_its_draws() -> None:
     assert np.var((query * key).sum(-1)) == pytest.approx(25, rel=0.08)
 
 
+@pytest.mark.slow
 def test_a_law_that_is_broken_is_seen(variance) -> None:
     """Scores that are not scaled, sold as scaled."""
     sold = tuple(
@@ -194,6 +195,7 @@ def quick(name: str):
 
 
 @pytest.mark.parametrize("experiment", scaling.EXPERIMENTS, ids=lambda one: one.name)
+@pytest.mark.slow_rows("score_growth", "logit_variance")
 def test_every_result_has_rows_a_sentence_checks_and_a_picture(experiment) -> None:
     found = quick(experiment.name)
     rows = found.to_rows()
@@ -306,6 +308,7 @@ def test_queries_and_keys_start_with_variance_one() -> None:
     assert block.heads == 2
 
 
+@pytest.mark.slow
 def test_what_is_seen_in_a_run(trained) -> None:
     found, _ = trained
     for run in found.runs:
@@ -359,6 +362,7 @@ def test_a_run_leaves_the_random_stream_alone_and_repeats() -> None:
     assert [run.held_back_loss for run in one.runs] == [run.held_back_loss for run in two.runs]
 
 
+@pytest.mark.slow
 def test_finished_runs_are_read_and_others_made(trained, monkeypatch) -> None:
     found, folder = trained
     files = sorted(folder.iterdir())
@@ -405,6 +409,7 @@ def test_text_is_real_and_encoded_whole() -> None:
 # ---------------------------------------------------------------- as a page
 
 
+@pytest.mark.slow
 def test_a_page_holds_what_was_found(tmp_path) -> None:
     found = [("sharpening", quick("sharpening")), ("sum_score", quick("sum_score"))]
     written = scaling.report_page(found, tmp_path / "why.html").read_text("utf-8")

@@ -575,6 +575,7 @@ def sentences():
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "attnscore"])
+@pytest.mark.slow_rows("attnscore", "eager", "sdpa")
 def test_minilm_by_every_implementation(sentences, implementation: str) -> None:
     model, batch = sentences
     register("attnscore")
@@ -700,6 +701,7 @@ def architectures() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", ["bert", "mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5", "bart", "vit"))]
 )
+@pytest.mark.slow_rows("mistral")
 def test_architectures(name: str) -> None:
     """By both of their implementations, in training too; numbers against the weights that the model itself gives."""
     torch.manual_seed(0)
@@ -1296,6 +1298,7 @@ def test_rows_that_are_not_numbers_are_a_failure_and_in_no_mean() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace")
+@pytest.mark.slow
 def test_compiled_and_scripted_code_is_named_and_still_runs() -> None:
     model, x = OwnAttention().eval(), torch.randn(1, 3, 32)
     compiled = torch.compile(model, backend="eager")
@@ -1488,6 +1491,7 @@ def test_a_picture_has_one_scale_per_quantity_and_frames_the_failing_heads(some)
     assert all(axis.get_xlabel() for axis in figure.axes[:6])
 
 
+@pytest.mark.slow
 def test_a_picture_of_hostile_names(tmp_path) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"_$x^$<b>": OwnAttention(heads=1)})

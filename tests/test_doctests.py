@@ -33,7 +33,7 @@ def examples_of(module: ModuleType) -> list[doctest.DocTest]:
 
 
 @pytest.mark.parametrize("name", modules())
-@pytest.mark.slow_rows("attnscore.parallel.jax", "attnscore.layers.flax")
+@pytest.mark.slow_rows("attnscore.parallel.jax", "attnscore.layers.flax", "attnscore.compat.jax")
 def test_examples_of_a_module(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(str(tmp_path))

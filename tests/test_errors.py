@@ -281,6 +281,7 @@ def test_extreme_numbers_that_work(name: str, framework: str, kernel: str) -> No
     np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_under_a_cap_that_bounds_nothing() -> None:
     import jax
     import jax.numpy as jnp
@@ -303,6 +304,7 @@ def test_gradients_under_a_cap_that_bounds_nothing() -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.slow_rows("jax")
 def test_merge_takes_stacked_parts(framework: str) -> None:
     x = Maker(framework)
     outs, lse = x.floats(2, 3, 4), x.floats(2, 3)

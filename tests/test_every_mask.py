@@ -280,7 +280,9 @@ MASKS_OF_NUMPY: dict[str, Callable[[Callable[[Any], Any]], Mask]] = {
     framework=("numpy", "torch", "tensorflow", "jax"),
     kernel=("auto", "streaming", "dense"),
 )
-@pytest.mark.slow_rows("ValidLens*-jax-*", "MaskFunction-jax-*", "Packed-jax-*")
+@pytest.mark.slow_rows(
+    "ValidLens*-jax-*", "MaskFunction-jax-*", "Packed-jax-*", "KeyRange-jax-dense", "SlidingWindow-jax-streaming"
+)
 def test_layouts_of_numpy_arrays(name: str, framework: str, kernel: str) -> None:
     """A mask of NumPy arrays means the same beside data of any framework, however they lie in memory."""
     x = Maker(framework).floats(1, 5, 4)

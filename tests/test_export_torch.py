@@ -398,6 +398,7 @@ def primitive(module: nn.Module, arguments: Sequence[Tensor], dynamic: Any) -> t
     return program
 
 
+@pytest.mark.slow
 def test_a_layer_in_primitive_operators() -> None:
     layer = AdditiveAttention(8, query_size=20, key_size=7)
     program = primitive(layer, features(2, 5, 7), OF_FEATURES).module()

@@ -72,7 +72,9 @@ def with_gradients(score: str, arrays: Arrays, kernel: str = "auto", **options: 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.slow_rows("gelu-*", "scaled-*", "bilinear-[np]*", "bandwidth-[np]*", "*-padding", "*-none")
+@pytest.mark.slow_rows(
+    "gelu-*", "scaled-*", "bilinear-[np]*", "bandwidth-[np]*", "*-padding", "*-none", "additive-lengths"
+)
 def test_it_is_exact(score: str, mask: str, ran: list[str]) -> None:
     arrays = draw()
     found = with_gradients(score, arrays, **MASKS[mask])

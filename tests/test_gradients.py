@@ -325,7 +325,9 @@ def _pullback_of_jax(function: Any, arrays: list[np.ndarray]) -> Any:
     ],
     ids=["array", "composed", "padding", "lengths"],
 )
-@pytest.mark.slow_rows("composed-*", "lengths-*")
+@pytest.mark.slow_rows(
+    "composed-*", "lengths-*", "array-streaming-_pullback_of_jax", "padding-streaming-_pullback_of_jax"
+)
 def test_a_mask_of_numpy_may_be_written_to_before_the_backward(mask: Any, kernel: str, pullback_of: Any) -> None:
     """No framework knows that it was: the gradient is that of the mask of the call, also where the call has a plan."""
     arrays = [np.random.default_rng(i).standard_normal((2, 8, 4)) for i in range(3)]

@@ -191,6 +191,7 @@ def test_an_error_about_a_framework_does_not_import_it(modules_after: Callable[.
         ("attnscore.cli.app", {"typer", "click", "rich", "shellingham", "markdown_it", "mdurl", "pygments"}),
     ],
 )
+@pytest.mark.slow_rows("attnscore.cli.app-allowed9")
 def test_rooms_above_the_core_import_what_they_use_when_they_use_it(
     module: str, allowed: set[str], modules_after: Callable[..., list[str]]
 ) -> None:

@@ -33,6 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(folder.glob("*.whl")))
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_the_package_its_licence_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     files = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
@@ -157,11 +158,13 @@ def test_an_installation_says_what_its_build_lacked(installed: Path) -> None:
     assert reason_in(installed) == f"no native module: built without it, because {MISSING}"
 
 
+@pytest.mark.slow
 def test_an_installation_whose_compilation_failed_says_so(installed: Path) -> None:
     expected = "no native module: built without it, because its compilation failed, or CMake did not run"
     assert reason_in(installed) == f"{expected}; `pip install -v` shows which"
 
 
+@pytest.mark.slow
 def test_a_module_that_does_not_load_is_not_called_missing(installed: Path) -> None:
     (installed / "attnscore" / f"_native{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
     assert reason_in(installed).startswith("no native module: it is there and does not load: ")

@@ -113,7 +113,7 @@ def test_jit_gives_what_a_plain_call_gives(score: str, mask: str, small_tiles: N
 @kernels
 @pytest.mark.parametrize("mask", ["causal", pytest.param("none", marks=pytest.mark.slow)])
 @scores
-@pytest.mark.slow_rows("gaussian-causal-auto", "own, *")
+@pytest.mark.slow_rows("gaussian-causal-auto", "own, *", "scaled_dot-causal-auto", "additive-causal-auto")
 def test_grad_inside_jit(score: str, mask: str, kernel: str, small_tiles: None) -> None:
     arrays, made = inputs(queries=8, keys=12), SCORES[score]()
     wanted = jax.jit(jax.value_and_grad(loss_of(score, mask, kernel="dense"), (0, 1)))(arrays, made)
@@ -165,7 +165,7 @@ def test_arrays_of_another_dtype_in_jit(score: str, kernel: str) -> None:
 
 
 @scores
-@pytest.mark.slow_rows("own, with a gradient")
+@pytest.mark.slow_rows("own, with a gradient", "own, tile alone")
 def test_check_grads(score: str) -> None:
     arrays, made = inputs(), SCORES[score]()
     loss = loss_of(score, "window")
@@ -204,6 +204,7 @@ def test_a_hessian_through_jit(kernel: str, small_tiles: None) -> None:
 
 @pytest.mark.parametrize("wrap", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)], ids=["jit", "plain"])
 @pytest.mark.parametrize("mask", ["none", pytest.param("no interval", marks=pytest.mark.slow)])
+@pytest.mark.slow_rows("none-jit")
 def test_forward_mode_is_the_gradient_in_a_direction(mask: str, wrap: Any, small_tiles: None) -> None:
     arrays = inputs()
     along = tuple(jnp.asarray(RNG.standard_normal(x.shape)) for x in arrays)
@@ -249,6 +250,7 @@ def test_gradients_per_example() -> None:
         close(call(*arrays), wanted)
 
 
+@pytest.mark.slow
 def test_lengths_of_each_example_under_vmap() -> None:
     arrays, lens = inputs(), jnp.asarray([7, 0])
     wanted = ats.attend(*arrays, valid_lens=lens)
@@ -288,7 +290,7 @@ def test_traced_lengths_are_clamped(kernel: str, small_tiles: None) -> None:
         lambda n: ats.Causal(offset=n) | ats.ValidLens(n),
     ],
 )  # fmt: skip
-@pytest.mark.slow_rows("<lambda>[13568]-*")
+@pytest.mark.slow_rows("<lambda>[13568]-*", "<lambda>4-auto", "<lambda>0-auto")
 def test_every_kind_of_traced_mask(mask: Any, kernel: str, small_tiles: None) -> None:
     arrays, numbers = inputs(), jnp.asarray([2, 4])
 
@@ -505,6 +507,7 @@ def test_nothing_is_unrolled_under_jit() -> None:
     assert lines(16 * 512) < 1.3 * lines(4 * 512)
 
 
+@pytest.mark.slow
 def test_no_matrix_under_jit() -> None:
     """Neither the streaming program nor what the native one keeps holds an array of all pairs."""
     x = jnp.zeros((4096, 8), jnp.float32)

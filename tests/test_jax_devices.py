@@ -64,7 +64,7 @@ def close(got: Any, wanted: Any) -> None:
 
 @pairs
 @pytest.mark.parametrize("key_batch", [4, 1], ids=["keys of each", "keys for all"])
-@pytest.mark.slow_rows("keys for all-streaming-causal")
+@pytest.mark.slow_rows("keys for all-streaming-causal", "keys of each-auto-lengths")
 def test_shard_map(key_batch: int, mask: str, kernel: str, small_tiles: None) -> None:
     """Gradients of what all devices share are sums over them."""
     arrays, spread = inputs(key_batch), BATCH if key_batch > 1 else ALL

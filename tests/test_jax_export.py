@@ -180,6 +180,7 @@ def with_gradients(name: str) -> Callable[[dict[str, Any]], Any]:
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.slow_rows("cuda", "tpu")
 def test_lowered_for_another_platform(platform: str) -> None:
     """What a CPU runs natively is lowered in operations of JAX alone, also under vmap, with its gradient."""
     x = arrays(2, 5, 7)

@@ -123,6 +123,7 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.slow_rows("causal")
 def test_both_ways_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays, lens, key = inputs(), jnp.asarray([7, 0]), jax.random.key(2)
 
@@ -318,7 +319,7 @@ def test_documents_with_narrow_ids(narrow: None) -> None:
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, 0), (None, 0, None)])
-@pytest.mark.slow_rows("axes0", "axes2")
+@pytest.mark.slow_rows("axes0", "axes2", "axes1")
 def test_examples_are_one_call(axes: tuple[Any, ...]) -> None:
     stacked = inputs(3)
     arrays = [x if axis == 0 else x[0] for x, axis in zip(stacked, axes, strict=True)]
@@ -349,6 +350,7 @@ def test_examples_of_examples() -> None:
     close(jax.vmap(jax.vmap(ats.attend))(*arrays), ats.attend(*arrays))
 
 
+@pytest.mark.slow
 def test_each_example_has_its_lengths_and_its_seed() -> None:
     arrays, seeds, lens = inputs(3), jax.random.split(jax.random.key(0), 3), jnp.asarray([[3, 11], [0, 5], [11, 1]])
 
@@ -409,7 +411,7 @@ def test_the_program_of_a_tiny_layer_is_its_products_and_one_call() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 9), (2, 1), (1, 9)])
-@pytest.mark.slow_rows("shape[12]")
+@pytest.mark.slow_rows("shape[12]", "shape3", "shape0")
 def test_lengths_are_clipped_by_the_call(shape: tuple[int, ...], narrow: None) -> None:
     """Lengths of each batch row or query, of any value; in plans, under vmap, with gradients."""
     arrays = inputs()
@@ -565,6 +567,7 @@ def test_a_repeated_call_reads_its_arrays_and_ends_anew(narrow: None) -> None:
         close(native(*given), dense(*given), 1e-4)
 
 
+@pytest.mark.slow
 def test_the_seed_is_no_part_of_a_plan() -> None:
     arrays = inputs()
     for seed in (1, 2):
@@ -635,6 +638,7 @@ TURNS = in_turn(DTYPES, tuple(EXTRAS))
 
 
 @some("score,mask,dtype,extras", TURNS[::30], TURNS, slow=TURNS[15::30])
+@pytest.mark.slow_rows("scaled_dot-heads-MaskFunction-float32-weights")
 def test_the_tables_in_programs(score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(call.jax(jit=True))

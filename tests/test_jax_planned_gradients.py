@@ -44,7 +44,7 @@ def doubles() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.slow_rows("bilinear", "dot", "gaussian")
+@pytest.mark.slow_rows("bilinear", "dot", "gaussian", "additive")
 def test_gradients(score: str) -> None:
     """Of all operands, then of some, the second time by the plan of the first."""
     arrays = [jnp.asarray(x) for x in (QUERY, KEY, VALUE, W)]
@@ -55,7 +55,7 @@ def test_gradients(score: str) -> None:
 
 
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.slow_rows("additive", "gaussian")
+@pytest.mark.slow_rows("additive", "gaussian", "bilinear")
 def test_gradients_of_other_arrays_around_a_gradient(score: str) -> None:
     """JAX nests them: the arrays of a call are then differentiated at several levels."""
     query, key, value, w = (jnp.asarray(x) for x in (QUERY, KEY, VALUE, W))
@@ -71,6 +71,7 @@ def test_gradients_of_other_arrays_around_a_gradient(score: str) -> None:
         assert_each_close(found("auto"), exact, 1e-10)
 
 
+@pytest.mark.slow
 def test_projected_queries_that_need_no_gradient_are_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value, w = (jnp.asarray(x) for x in (QUERY, KEY, VALUE, W))
     bias = jnp.zeros((2, 5))

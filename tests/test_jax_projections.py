@@ -146,6 +146,7 @@ def test_gradients_of_eager_layers(bias: bool) -> None:
         assert_each_close([(x / scale).astype(jnp.float32)], [(y / scale).astype(jnp.float32)], 1e-2)
 
 
+@pytest.mark.slow
 def test_a_forward_program_looks_for_no_nan() -> None:
     query, key, weight = jnp.zeros((64, 4, 32)), jnp.zeros((64, 10, 32)), jnp.zeros((32, 32))
 

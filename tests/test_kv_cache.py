@@ -164,7 +164,7 @@ def test_gradients_are_those_of_one_pass(name: str, window: int | None, sinks: i
     ("name", "window", "sinks"),
     [("none", None, 0), ("additive", 3, 2), ("bilinear", None, 0), ("gaussian", 6, 1), ("cosine", 1, 2)],
 )
-@pytest.mark.slow_rows("cosine-*", "gaussian-*", "bilinear-*")
+@pytest.mark.slow_rows("cosine-*", "gaussian-*", "bilinear-*", "additive-3-2", "none-None-0")
 def test_a_scan_in_jax_is_one_pass(name: str, window: int | None, sinks: int) -> None:
     """A prompt, then steps in a compiled loop whose lengths are traced; the loop's gradient is that of the pass."""
     length, prompt, score = 11, 4, _score(name, "jax")
@@ -197,7 +197,7 @@ def test_a_scan_in_jax_is_one_pass(name: str, window: int | None, sinks: int) ->
 
 @frameworks
 @pytest.mark.parametrize("head_axis", [-3, -2, None], ids=["heads", "heads-behind", "no-heads"])
-@pytest.mark.slow_rows("heads*-jax")
+@pytest.mark.slow_rows("heads*-jax", "no-heads-jax")
 def test_layouts(framework: str, head_axis: int | None) -> None:
     """Grouped heads in both layouts, and arrays without heads; the value's dimension is its own."""
     q, k, v = (_drawn(framework, 2, h, 7, d, seed=d) for h, d in ((4, DIM), (2, DIM), (2, 5)))
@@ -243,6 +243,7 @@ def test_plain_attend_over_the_buffers(window: int | None, sinks: int) -> None:
 
 
 @frameworks
+@pytest.mark.slow_rows("jax")
 def test_cross_attention_and_masks(framework: str) -> None:
     """Not causal: every query attends to all positions held. A mask of the caller is over the slots."""
     q, k, v = (_drawn(framework, BATCH, HEADS, 5, DIM, seed=i) for i in range(3))
@@ -661,6 +662,7 @@ def _decoded(cache: ats.KeyValueCache, q: Any, k: Any, v: Any, prompt: int) -> A
         pytest.param("gaussian", 6, 1, False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow_rows("additive-3-2-False")
 def test_a_loop_in_tensorflow_is_one_pass(name: str, window: int | None, sinks: int, xla: bool) -> None:
     """In a ``tf.function``, whose argument and result a cache is; the loop's gradient is that of the pass."""
     length, prompt, score = 9, 4, _score(name, "tensorflow")
@@ -697,6 +699,7 @@ def test_a_loop_in_tensorflow_is_one_pass(name: str, window: int | None, sinks: 
     assert empty.lens.numpy().tolist() == [0] * BATCH
 
 
+@pytest.mark.slow
 def test_steps_in_tensorflow_share_a_trace() -> None:
     """One trace for all steps, and no warning of AutoGraph; sizes that a graph does not know are refused."""
     traces = []
@@ -728,6 +731,9 @@ def test_steps_in_tensorflow_share_a_trace() -> None:
         (1.5, ats.ArgumentError, "lens: expected whole numbers"),
         ([[1], [2]], ats.ShapeError, "lens: expected shape"),
     ],
+)
+@pytest.mark.slow_rows(
+    "lens2-ShapeError-lens: expected shape-jax", "-1-ArgumentError-lens: expected whole numbers, 0 or more, got -1-jax"
 )
 def test_a_crop_to_what_is_no_length(framework: str, lens: Any, error: type[Exception], text: str) -> None:
     x = _drawn(framework, 2, 3, DIM)

@@ -70,6 +70,13 @@ layers_and_masks = pytest.mark.parametrize(
     "heads, entmax-*",
     "heads, [!b]*composed, and lens",
 )
+@pytest.mark.slow_rows("heads, additive, 3 hidden-lens (batch,)")
+@pytest.mark.slow_rows(
+    "heads, additive, 3 hidden-lens (batch, query), some 0",
+    "additive-lens (batch,)",
+    "scaled dot-composed, and lens",
+    "heads, bilinear-composed, and lens",
+)
 def test_layer_is_its_definition(case: Case, mask: str) -> None:
     theirs, layer = both(case)
     out, weights = case.plain(theirs, *case.inputs(), MASKS[mask][1])
@@ -120,6 +127,7 @@ def test_gradients(case: Case, mask: str) -> None:
 
 @two_layers
 @pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "jit"])
+@pytest.mark.slow_rows("jit-heads, additive, 3 hidden")
 def test_what_is_hidden_reaches_nothing(case: Case, jit: bool) -> None:
     """NaN and infinity in padding, and in a query that sees nothing: same output, same gradients, finite."""
     layer = make(case)
@@ -301,7 +309,7 @@ def test_dropout_draws_anew_inside_jit() -> None:
 
 
 @some_layers
-@pytest.mark.slow_rows("scaled dot", "additive")
+@pytest.mark.slow_rows("scaled dot", "additive", "heads, additive, 3 hidden")
 def test_training_reduces_a_loss(case: Case) -> None:
     """Find the value whose key is the query's: a few steps suffice to halve the loss."""
     q, k, v = inputs(case, torch.float32)
@@ -401,7 +409,7 @@ def test_a_scan_with_a_cache_is_one_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in LAYERS if case.sized], ids=lambda case: case.name)
-@pytest.mark.slow_rows("*max")
+@pytest.mark.slow_rows("*max", "heads*", "dot", "scaled*", "bilinear*", "one head", "additive, sigmoid")
 def test_sizes_come_with_the_first_call(case: Case) -> None:
     layer, arrays = make(case, lazy=True), inputs(case)
     copy = nnx.clone(layer)
@@ -460,6 +468,7 @@ def test_starting_values_give_scores_of_moderate_variance(width: int) -> None:
         assert 0.05 < var(score) < 2
 
 
+@pytest.mark.slow
 def test_what_replaces_a_projection_has_its_say() -> None:
     layer, x = MultiHeadAttention(8, 2, query_size=6, key_size=6, value_size=6, rngs=nnx.Rngs(0)), jnp.ones((2, 3, 6))
     layer.W_q = nnx.LoRA(6, 2, 8, base_module=layer.W_q, rngs=nnx.Rngs(1))
@@ -483,7 +492,7 @@ def test_what_replaces_a_projection_has_its_say() -> None:
     ids=["LoRALinear", "LoRA", "Sequential", "Linear"],
 )
 @pytest.mark.parametrize("jit", [False, True], ids=["plain", "jit"])
-@pytest.mark.slow_rows("jit-LoRA*", "*-Sequential", "plain-Linear", "plain-LoRA*")
+@pytest.mark.slow_rows("jit-LoRA*", "*-Sequential", "plain-Linear", "plain-LoRA*", "jit-Linear")
 def test_what_replaces_w_v_has_its_say(kind: Callable[..., Any], jit: bool) -> None:
     """In the output and the gradients, beside NaN in the padding; a bias is in all scores of a query."""
     layer = AdditiveAttention(7, query_size=5, key_size=5, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
@@ -564,6 +573,7 @@ def test_constructors() -> None:
     check_constructors(layers, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_the_call_whatever_is_written_afterwards() -> None:
     layer, x = DotProductAttention(), jnp.asarray(np.random.default_rng(0).standard_normal((1, 70, 4)))
     mask = np.tri(70, dtype=bool)[None]

@@ -45,7 +45,7 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @two_layers
-@pytest.mark.slow_rows("scaled dot")
+@pytest.mark.slow_rows("scaled dot", "heads, additive, 3 hidden")
 def test_few_weights_are_computed_in_the_pass(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, lens, given = make(case, dropout=0.5, rngs=nnx.Rngs(0)), jnp.array([2, 5]), inputs(case)
     found = {}
@@ -68,6 +68,7 @@ def test_few_weights_are_computed_in_the_pass(case: Case, monkeypatch: pytest.Mo
         assert (type(flax._LAST[layer]) is flax._Weights) == (most == found[0][1].size)
 
 
+@pytest.mark.slow
 def test_weights_kept_of_a_call_with_traced_values_or_seed() -> None:
     layer = DotProductAttention(0.5, rngs=nnx.Rngs(0))
     layer(X, X, X)
@@ -113,6 +114,7 @@ def test_inputs_of_one_layout_are_checked_once(monkeypatch: pytest.MonkeyPatch) 
 class TestAttentionWeights:
     @pytest.mark.usefixtures("few")
     @two_layers
+    @pytest.mark.slow_rows("inputs-heads, additive, 3 hidden")
     def test_are_those_of_the_call_after_an_optimiser_step(self, case: Case) -> None:
         layer, lens = make(case), np.array([2, 5])
         layer(*inputs(case), lens)
@@ -133,6 +135,7 @@ class TestAttentionWeights:
         assert layer.attention_weights.shape == (2, 3, 3)
 
     @pytest.mark.usefixtures("few")
+    @pytest.mark.slow_rows("inputs")
     def test_are_not_kept_inside_transformations(self) -> None:
         layer = GaussianAttention(learn_bandwidth=True)
         for call in (
@@ -184,6 +187,7 @@ class TestAttentionWeights:
         assert gone() is None
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, nnx.clone, lambda x: pickle.loads(pickle.dumps(x))])
+    @pytest.mark.slow_rows("deepcopy")
     def test_are_no_part_of_copies(self, copied: Callable[[Any], Any]) -> None:
         layer = MultiHeadAttention(8, 2, 0.5, score="additive", rngs=nnx.Rngs(0))
         layer(X, X, X)
@@ -225,6 +229,7 @@ def test_state_is_saved_and_restored(case: Case, tmp_path: Path) -> None:
 
 class TestLoadTorch:
     @pytest.mark.parametrize("sized", [True, False])
+    @pytest.mark.slow_rows("True")
     def test_textbook_additive(self, sized: bool) -> None:
         theirs, lens = TextbookAdditive(8), torch.tensor([2, 6])
         tensors = torch.randn(2, 1, 20), torch.randn(2, 10, 2), torch.randn(2, 10, 4)
@@ -243,6 +248,7 @@ class TestLoadTorch:
         layer.load_torch(theirs.state_dict())
         close(to_torch(layer(*3 * (to_jax(x),), jnp.array([3, 2]))).float(), wanted, torch.float32)
 
+    @pytest.mark.slow
     def test_what_does_not_fit_changes_nothing(self) -> None:
         layer = AdditiveAttention(4, key_size=2, rngs=nnx.Rngs(0))
         good = {"W_q.weight": np.ones((4, 3)), "W_k.weight": np.ones((4, 2)), "w_v.weight": np.ones((1, 4))}

@@ -32,18 +32,10 @@ sys.stdout.flush(), sys.stderr.flush()
 os._exit(code)
 """
 
-# On each backend some, so that all are run once. The rest is slow.
-DEFAULT = {
-    "tensorflow": ("check_numbers.py", "check_errors.py", "check_drop_ins.py", "check_multi_head.py"),
-    "jax": ("check_numbers.py",),
-    "torch": ("check_models.py",),
-}
 ROWS = [
-    *(pytest.param(backend, checks, id=backend) for backend, checks in DEFAULT.items()),
-    *(
-        pytest.param(backend, tuple(x for x in CHECKS if x not in checks), id=f"{backend}-rest", marks=pytest.mark.slow)
-        for backend, checks in DEFAULT.items()
-    ),
+    pytest.param("torch", ("check_models.py",), id="torch"),
+    pytest.param("torch", tuple(x for x in CHECKS if x != "check_models.py"), id="torch-rest", marks=pytest.mark.slow),
+    *(pytest.param(backend, CHECKS, id=backend, marks=pytest.mark.slow) for backend in ("tensorflow", "jax")),
 ]
 
 

@@ -266,7 +266,7 @@ def test_gradients(function: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [window, scattered])
-@pytest.mark.slow_rows("window")
+@pytest.mark.slow_rows("window", "scattered")
 def test_jax_programs(function: Any) -> None:
     given = [jnp.asarray(x) for x in arrays()]
     mask = ats.MaskFunction(function)
@@ -297,6 +297,7 @@ def test_jax_arrays_that_are_traced_are_captured() -> None:
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_jax_programs_skip_tiles_by_arrays_that_are_known() -> None:
     """Also while a program is being traced, where every operation on known arrays would be recorded."""
     ids, kinds = jnp.sort(jnp.asarray(RNG.integers(0, 3, (2, 9))), axis=1), []

@@ -1,7 +1,8 @@
 """MXNet, which lives in an environment of its own (it needs NumPy below 1.24): set up by ``make test``, run from here.
 
-- The rows of the tables run there through ``in_mxnet/worker.py``; their results are held to the oracle here.
-- The files ``in_mxnet/test_*.py`` are run there by its own pytest: words, errors, layers, what its users expect.
+- The rows of the tables run there through ``in_mxnet/worker.py``; their results are held to the oracle here. A dozen
+  rows do so by default.
+- The files ``in_mxnet/test_*.py`` are run there by its own pytest: words, errors, layers, what its users expect. Slow.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ ROOT = HERE.parent
 PYTHON = Path(os.environ.get("ATTNSCORE_MXNET_PYTHON") or ROOT / ".venv-mxnet" / "bin" / "python")
 DTYPES = ("float32", "float64", "float16")
 TURNS = in_turn(DTYPES, tuple(EXTRAS))
+SOME = TURNS[:: len(TURNS) // 12]
 Run = Callable[..., dict[str, np.ndarray]]
 
 
@@ -70,24 +72,20 @@ def mxnet() -> Iterator[Run]:
         stdin.close()
 
 
-@some("score,mask,dtype,extras", TURNS[::2], TURNS, slow=TURNS[1::2])
+@some("score,mask,dtype,extras", SOME, TURNS, slow=[row for row in TURNS if row not in SOME])
 def test_rows(mxnet: Run, score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(mxnet(call, mask))
 
 
-@pytest.mark.parametrize(
-    ("score", "mask", "dtype", "extras"),
-    [
-        pytest.param(*row, id="-".join(row), marks=[] if i % 10 == 0 else [pytest.mark.slow])
-        for i, row in enumerate(TURNS)
-    ],
-)
+@pytest.mark.slow
+@some("score,mask,dtype,extras", TURNS, TURNS)
 def test_rows_streaming(mxnet: Run, score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(mxnet(call, mask, small_tiles=True, kernel="streaming"))
 
 
+@pytest.mark.slow
 @each(
     # MXNet's own derivative of erf is that of float32, and the dense kernel's gradient is MXNet's.
     score=[name for name in SCORES_WITH_ARRAYS if "gelu" not in name],
@@ -108,6 +106,7 @@ def test_every_family_of_scores_and_masks(mxnet: Run, score: str, mask: str, dty
     call.check(mxnet(call, mask))
 
 
+@pytest.mark.slow
 @each(
     score=[score.name for score in SCORES if not score.derived][::4],
     sizes={str(x): x for x in ((1, 1), (1, 13), (13, 1), (67, 129))},
@@ -117,12 +116,12 @@ def test_odd_sizes(mxnet: Run, score: str, sizes: tuple[int, int]) -> None:
     call.check(mxnet(call, "none"))
 
 
-def test_files_pass_in_its_environment(pytestconfig: pytest.Config) -> None:
-    """With their slow tests where this run has the slow tests; in one process: importing takes it seconds."""
-    marks = pytestconfig.option.markexpr
+@pytest.mark.slow
+def test_files_pass_in_its_environment() -> None:
+    """In one process: importing takes it seconds."""
     # Its own conftest alone: that of the folder above wants the frameworks of this environment.
     own = ("--confcutdir", HERE / "in_mxnet", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml")
-    found = in_its_environment("-m", "pytest", HERE / "in_mxnet", "-m", marks, "-q", "-p", "no:cacheprovider", *own)
+    found = in_its_environment("-m", "pytest", HERE / "in_mxnet", "-m", "", "-q", "-p", "no:cacheprovider", *own)
     assert found.returncode == 0, found.stdout[-20_000:] + found.stderr[-5_000:]
 
 

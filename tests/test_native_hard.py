@@ -103,6 +103,7 @@ def unlike_blocks(activation: str, large: float, dtype: str) -> Any:
     [(name, large, dtype) for name in ("tanh", "sigmoid", "silu") for large in (0.9, 5.0, 50.0, 1e4)
      for dtype in PRECISIONS],
 )  # fmt: skip
+@pytest.mark.slow_rows("avx512bf16-silu-0.9-float64")
 def test_additive_blocks_of_unlike_rows_share_tiles(activation: str, large: float, dtype: str, target: str) -> None:
     """Blocks of rows that take the tables of one tile by different ways; the forward has four, the backward two."""
     hold(unlike_blocks(activation, large, dtype), target, by_score=activation == "silu")

@@ -157,6 +157,7 @@ def hold(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
 
 @settings(law, max_examples=60)
 @given(problems_drawn(), st.booleans())
+@pytest.mark.slow
 def test_against_the_oracle(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
     hold(drawn, saves_scores)
 

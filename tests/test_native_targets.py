@@ -292,6 +292,7 @@ def test_the_environment_forces_a_target(target: str) -> None:
     assert (done.stdout, done.stderr) == (f"{target}\n", "")
 
 
+@pytest.mark.slow
 def test_a_wrong_target_in_the_environment_is_an_error_at_the_first_use() -> None:
     code = "print(native.targets()[-1], flush=True); native.current_target()"
     done = in_new_process(code, ATTNSCORE_TARGET="sse9")

@@ -294,7 +294,7 @@ BY_DEFAULT = {("jax.jit", "entmax15"), ("tf.function", "sparsemax"), *(("tensorf
         for name in NORMALIZERS
     ],
 )
-@pytest.mark.slow_rows("tf.function-*")
+@pytest.mark.slow_rows("tf.function-*", "jax.jit-entmax15")
 def test_frameworks_agree(run: str, name: str) -> None:
     arrays = inputs("float32")
     call = {"normalizer": NORMALIZERS[name], "mask": ats.ValidLens([5, 0]) & ats.Causal(align="bottom_right")}
@@ -339,6 +339,7 @@ def test_second_derivatives_of_the_dense_kernel(name: str) -> None:
 
 
 @pytest.mark.parametrize("normalizer", [pytest.param("sigmoid", marks=pytest.mark.slow), "entmax15"])
+@pytest.mark.slow_rows("entmax15")
 def test_second_derivatives_in_jax(normalizer: str) -> None:
     draw = np.random.default_rng(1)
     query, key, value = (jnp.asarray(draw.normal(size=(n, 3)), "float32") for n in (2, 4, 4))

@@ -67,7 +67,17 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("score", ["dot", "additive", "gaussian", "capped"])
-@pytest.mark.slow_rows("capped-*", "*-pairs", "*-causal", "*-none", "additive-dropout", "gaussian-dropout")
+@pytest.mark.slow_rows(
+    "capped-*",
+    "*-pairs",
+    "*-causal",
+    "*-none",
+    "additive-dropout",
+    "gaussian-dropout",
+    "dot-dropout",
+    "gaussian-lengths",
+    "additive-lengths",
+)
 def test_a_small_call_is_exact(score: str, mask: str, ran: list[str]) -> None:
     arrays, weights = draw(), mask in {"lengths", "dropout"}
     wanted = in_graph(score, arrays, "dense", weights=weights, **MASKS[mask])
@@ -91,6 +101,7 @@ def check_without_statistics(call: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.slow_rows("float16", "bfloat16")
 def test_a_small_call_in_half_precision(dtype: str, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     check_without_statistics(make_call("scaled_dot", "valid_lens-empty", dtype, "weights"), monkeypatch)
     assert ran == ["forward", "backward"]
@@ -117,7 +128,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("gaussian-cancelling", "valid_lens-empty", "float32", "weights"),
     ],
 )
-@pytest.mark.slow_rows("*one*", "*dims*", "*empty-float32*")
+@pytest.mark.slow_rows("*one*", "*dims*", "*empty-float32*", "gaussian-heads-valid_lens-empty-float64-")
 def test_a_distance_as_a_product_is_exact(
     score: str,
     mask: str,
@@ -178,7 +189,7 @@ def test_masked_entries_reach_nothing(name: str, score: str, nonfinite: float, r
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
-@pytest.mark.slow_rows("key", "query")
+@pytest.mark.slow_rows("key", "query", "value")
 def test_unmasked_entries_reach_what_tiled_attention_says(name: str) -> None:
     """An infinity in a pair that is not masked gives what the same call gives outside of a graph."""
     arrays = draw()
@@ -255,6 +266,7 @@ def test_a_batch_that_is_not_known_is_left_to_the_native_kernel(ran: list[str]) 
     assert out.shape == x.shape and not ran
 
 
+@pytest.mark.slow
 def test_the_loops_run_only_where_something_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no pair is masked, the program has no second branch."""
     traced: list[str] = []

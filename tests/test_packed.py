@@ -174,6 +174,7 @@ def test_traced_lengths_in_jax(mask: str, kernel: str) -> None:
     assert traced._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_traced_lengths_in_tensorflow() -> None:
     x = tf.constant(draw([9], 4)[0].detach().numpy())
     call = tf.function(
@@ -241,6 +242,7 @@ def test_gradients_of_the_helpers() -> None:
     assert torch.autograd.gradcheck(there_and_back, tuple(sequences))
 
 
+@pytest.mark.slow
 def test_helpers_in_a_jax_program() -> None:
     def loss(xs: Any) -> Any:
         packed, cu = ats.pack(xs)

@@ -140,6 +140,7 @@ def test_a_second_part_is_computed_only_where_it_has_keys_of_its_own(
         ("combination", (5, 6), (200, 1), (8, 8), "ring"),
     ],
 )
+@pytest.mark.slow_rows("gaussian-query_lens3-key_lens3-dims3-gather")
 def test_ranks_of_unequal_lengths_lower_the_score_alike(
     score: str, query_lens: tuple[int, ...], key_lens: tuple[int, ...], dims: tuple[int, int], mode: str
 ) -> None:

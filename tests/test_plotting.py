@@ -251,6 +251,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
         show_heatmaps(np.zeros((2, 2)), "k", "q")
 
 
+@pytest.mark.slow
 def test_nothing_global_is_touched_and_notebooks_get_a_picture():
     code = """
 import sys
@@ -289,6 +290,7 @@ HOSTILE_CALLS = {
 
 @pytest.mark.filterwarnings("ignore:Glyph .* missing")
 @pytest.mark.parametrize("name", HOSTILE_CALLS)
+@pytest.mark.slow_rows("head grid", "long attention")
 def test_texts_of_the_caller_are_drawn_as_they_are(name):
     from matplotlib.text import Text
 
@@ -378,6 +380,7 @@ def test_long_pictures_of_any_array(kind):
     assert len(links.axes[0].lines) == 2
 
 
+@pytest.mark.slow
 def test_key_mass_names_the_heaviest_and_keeps_one_key_among_many_visible():
     mass = np.ones(100_003)
     mass[[0, 77_777]] = 5000.0, 40.0
@@ -402,6 +405,7 @@ def test_an_infinite_key_mass_sets_no_limits(mass, logarithmic):
     assert png(figure).startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_key_mass_with_tokens_that_are_long_or_formulas():
     tokens = ["$x^2$", "a" * 60, "[SEP]", "</s>"]
     figure = show_key_mass([4.0, 3.0, 0.0, 1.0], tokens, titles=["head 3"])
@@ -412,12 +416,14 @@ def test_key_mass_with_tokens_that_are_long_or_formulas():
     assert not overlapping(figure)
 
 
+@pytest.mark.slow
 def test_key_mass_of_several_heads():
     figure = show_key_mass(RNG.random((3, 50)), titles=["a", "b", "c"])
     assert [axis.get_title() for axis in figure.axes[::2]] == ["a", "b", "c"]
     assert not overlapping(figure)
 
 
+@pytest.mark.slow
 def test_links_between_words():
     tokens = [f"word{i}" for i in range(20)]
     found = ats.top_weights(Q[:20], K[:20], 2, mask=ats.Causal())
@@ -458,7 +464,7 @@ def test_points_are_bounded_at_any_length():
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-@pytest.mark.slow_rows("numpy")
+@pytest.mark.slow_rows("numpy", "torch")
 def test_a_long_call_at_a_glance(framework):
     query, key = (Q, K) if framework == "numpy" else map(torch.from_numpy, (Q, K))
     tokens = [f"token{i}" for i in range(300)]
@@ -570,7 +576,7 @@ def test_titles_are_a_list():
 
 @pytest.mark.parametrize("made", [np.array, tuple, list])
 @pytest.mark.parametrize("names", [["a", "b", "c"], [1, 2, 3]], ids=["texts", "numbers"])
-@pytest.mark.slow_rows("*-tuple", "numbers-list", "texts-*")
+@pytest.mark.slow_rows("*-tuple", "numbers-list", "texts-*", "numbers-array")
 def test_names_are_written_as_texts(made, names):
     wanted, names, maps = [str(name) for name in names], made(names), np.ones((3, 3, 3)) / 3
     figure = show_attention(maps, names, names, titles=names)
@@ -600,6 +606,7 @@ def test_names_are_written_as_texts(made, names):
         ((1, 1, 2), None),
     ],
 )
+@pytest.mark.slow_rows("shape2-titles2")
 def test_titles_of_small_maps_do_not_touch(shape, titles):
     figure = show_attention(np.full(shape, 0.25), list("abcdefghijklmnopqrst"[: shape[1]]), titles=titles)
     assert not overlapping(figure)

@@ -496,6 +496,7 @@ def _layer_inputs() -> list[np.ndarray]:
     return [rng.standard_normal(shape).astype("f4") for shape in ((2, 3, 20), (2, 7, 5), (2, 7, 4), (2, 7, 8))]
 
 
+@pytest.mark.slow
 def test_the_layer_of_pytorch() -> None:
     """Its sizes may be inferred by the preparation; gradients flow through it to all parameters."""
     torch.manual_seed(0)
@@ -607,7 +608,7 @@ def test_the_layer_of_flax() -> None:
 
 
 @pytest.mark.parametrize("name", SOME[::4])
-@pytest.mark.slow_rows("additive-tanh-bias")
+@pytest.mark.slow_rows("additive-tanh-bias", "soft_cap-of-temperature-additive")
 def test_jax(name: str) -> None:
     """A pytree that jit and grad take and return, with gradients of its keys and of the parameters that are left."""
     numbers = {key: x.astype("f4") for key, x in _leaves(name).items()}
@@ -631,6 +632,7 @@ def test_jax(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOME[::4])
+@pytest.mark.slow_rows("soft_cap-of-temperature-additive")
 def test_tensorflow(name: str) -> None:
     tf = pytest.importorskip("tensorflow")
     numbers = {key: x.astype("f4") for key, x in _leaves(name).items()}

@@ -21,7 +21,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,18 +38,6 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")})
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 PERFORMANCE = ROOT / "docs" / "performance.md"
-# They show memory at work, on sequences long enough for it, or train a model in a framework that compiles it first.
-LONG_EXAMPLES = (
-    *("long_sequence.py", "memory_beside_sdpa.py", "flax_alignment.py", "jax_jit.py", "keras_alignment.py"),
-    *("mxnet_alignment.py", "tensorflow_alignment.py", "torch_training.py", "pointer_network.py"),
-    *("gatv2.py", "kernel_regression.py", "sequence_over_processes.py", "tacotron_attention.py", "seq2seq_additive.py"),
-)
-# Pages that train a model, show a million points or export a layer by four frameworks: slow tests.
-LONG_PAGES = (
-    "docs/export.md",
-    "docs/watching.md",
-    *(f"docs/recipes/{name}.md" for name in ("export", "gatv2", "kernel-regression", "location-sensitive", "seq2seq")),
-)
 # What TensorFlow writes about the machine (no GPU, no fast instructions for a dtype) unless silenced.
 TENSORFLOW_LOG = re.compile(r"WARNING: All log messages before absl|[IWE]\d{4} .*\.cc:\d+\] ")
 
@@ -118,7 +105,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=label(path), marks=[pytest.mark.slow] if label(path) in LONG_PAGES else [])
+        pytest.param(path, id=label(path), marks=[] if path.name == "README.md" else [pytest.mark.slow])
         for path in with_language("python")
     ],
 )
@@ -186,6 +173,7 @@ def ran_elsewhere() -> dict[tuple[Path, int], tuple[str, str]]:
     return {(path, block.line): tuple(x) for (path, block), x in zip(found, json.loads(done.stdout), strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_HAVE_MXNET, reason="MXNet needs NumPy below 1.24, which is not built for this Python")
 @pytest.mark.parametrize(("path", "block", "shown"), ELSEWHERE)
 def test_blocks_for_mxnet_run_and_print_what_is_shown(
@@ -448,20 +436,6 @@ def test_the_reference_of_the_site_has_every_public_name() -> None:
 
 
 # ------------------------------------------------------------------ examples
-
-
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.name not in LONG_EXAMPLES], ids=label)
-def test_examples_run_here(
-    path: Path, fresh: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """As the program that this process runs, which has imported the frameworks already; alone in the next test."""
-    monkeypatch.setattr(sys, "argv", [str(path)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        runpy.run_path(str(path), run_name="__main__")
-    printed = capfd.readouterr()
-    assert not printed.err
-    assert printed.out.strip(), "an example shows something"
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ def expected(x: dict[str, np.ndarray], grad: np.ndarray | None = None, **options
 
 
 @pairs(lengths=LENGTHS, lead=LEADS, mask=tuple(MASKS), kernel=("dense", "streaming", "native"))
+@pytest.mark.slow_rows("(300, 513)-()-lengths-dense")
 def test_numpy(lengths: tuple[int, int], lead: tuple[int, ...], mask: str, kernel: str) -> None:
     n, m = lengths
     x = inputs(n, m, lead)
@@ -89,7 +90,7 @@ def test_numpy(lengths: tuple[int, int], lead: tuple[int, ...], mask: str, kerne
 @pytest.mark.parametrize("kernel", ["auto", "streaming"])
 @pytest.mark.parametrize("mask", [None, ats.Packed([0, 0], [0, 0])])
 @pytest.mark.parametrize(("n", "m"), [(0, 7), (7, 0), (0, 1), (2, 0)])
-@pytest.mark.slow_rows("7-0-*", "0-1-*")
+@pytest.mark.slow_rows("7-0-*", "0-1-*", "2-0-None-auto")
 def test_no_queries_or_no_keys(n: int, m: int, mask: Any, kernel: str) -> None:
     bias = np.ones((2, 1, len(ats.relative_positions(n, m, offset=0))))
     query, key, value = np.ones((1, 2, n, 3)), np.ones((1, 2, m, 3)), np.ones((1, 2, m, 4))
@@ -224,6 +225,7 @@ def test_torch_table_under_compile() -> None:
 
 @pytest.mark.parametrize("kernel", ["streaming", "native"])
 @pytest.mark.parametrize("lead", LEADS)
+@pytest.mark.slow_rows("lead0-streaming", "lead0-native")
 def test_jax(lead: tuple[int, ...], kernel: str) -> None:
     x = inputs(66, 70, lead)
     mask = None if lead else MASKS["function"]()
@@ -240,6 +242,7 @@ def test_jax(lead: tuple[int, ...], kernel: str) -> None:
         np.testing.assert_allclose(grad, getattr(grads, name), atol=1e-11, err_msg=name)
 
 
+@pytest.mark.slow
 def test_jax_evaluated_mask_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_masks, "CHUNK_BYTES", 1)
     x = inputs(250, 130, (6,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,3 +51,21 @@ def test_each_slow_test_is_in_one_part() -> None:
     items: list[Any] = [SimpleNamespace(nodeid=f"{Path(__file__).name}::test[{i}]") for i in range(200)]
     parts = [selection.part_of(item, 4) for item in items]
     assert set(parts) == {1, 2, 3, 4}
+
+
+def test_of_a_long_table_a_quarter_runs_and_what_has_found_a_fault() -> None:
+    class Item(SimpleNamespace):
+        def get_closest_marker(self, name: str) -> bool:
+            return name in self.marks
+
+        def add_marker(self, mark: Any) -> None:
+            self.marks.append(mark.name)
+
+    results = json.loads((selection.TESTS / "mutants" / "results.json").read_text())
+    killer = next(x["killed_by"] for x in results.values() if "test_every_kernel.py::test_against" in x["killed_by"])
+    name = killer.partition("[")[0]
+    long = [Item(nodeid=f"{name}[{i}]", marks=[]) for i in range(400)] + [Item(nodeid=killer, marks=[])]
+    short: list[Any] = [Item(nodeid=f"one[{i}]", marks=[]) for i in range(selection.LONG)]
+    selection.mark_slow_rows([*long, *short])
+    assert 70 < sum(not item.marks for item in long) < 130 and not long[-1].marks
+    assert not any(item.marks for item in short)

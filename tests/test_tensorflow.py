@@ -86,7 +86,9 @@ def test_graphs_of_rolled_loops(score: str, mask: str) -> None:
     ],
     [(score.name, dtype) for score in SOME_SCORES for dtype in DTYPES],
 )
-@pytest.mark.slow_rows("gaussian-*")
+@pytest.mark.slow_rows(
+    "gaussian-*", "additive-gelu-heads-bfloat16", "scaled_dot-heads-float64", "own-tile_gradient-float16"
+)
 def test_graphs(score: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     call = make_call(score, "nested", dtype, "bias-sink")
@@ -185,7 +187,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     [(unknown, arguments, jit) for unknown in UNKNOWN for arguments in ARGUMENTS for jit in (False, True)],
     slow=[("both", "plain", False), ("lengths", "cosine", False), ("lengths", "plain", True)],
 )
-@pytest.mark.slow_rows("both-causal-*")
+@pytest.mark.slow_rows("both-causal-*", "batch-gaussian, dropout-False")
 def test_unknown_lengths(unknown: str, arguments: str, jit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for inputs of several sizes, lengths as a tensor."""
     monkeypatch.undo()
@@ -330,6 +332,7 @@ def test_known_numbers_that_turn_out_not_to_fit(kernel: str, keys: int) -> None:
         compiled(query)
 
 
+@pytest.mark.slow
 def test_what_must_be_known_is_said_when_the_graph_is_made() -> None:
     spec = tf.TensorSpec([2, None, None], tf.float32)
     with pytest.raises(ats.ShapeError, match=r"query: expected a last axis .* known .*ensure_shape"):
@@ -343,6 +346,7 @@ def test_what_must_be_known_is_said_when_the_graph_is_made() -> None:
         tf.function(lambda x: ats.attend(x, x, x[:, :2])).get_concrete_function(tf.TensorSpec([2, 5, 4], tf.float32))
 
 
+@pytest.mark.slow
 def test_no_array_grows_with_the_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a graph of 512 tokens and tiles of 64 no tensor, gradients included, is as large as 512 x 512."""
     monkeypatch.setattr("attnscore.core.tiling.TILE_SCORES", 2**12)
@@ -666,6 +670,7 @@ def test_dropout_from_tensorflows_own_generator(how: Any, monkeypatch: pytest.Mo
         np.testing.assert_array_equal(array(how(call.python_function)()) == 0, array(how(call.python_function)()) == 0)
 
 
+@pytest.mark.slow
 def test_the_seed_is_that_of_every_framework(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     arrays = inputs()
@@ -760,6 +765,7 @@ IN_GRAPHS = ("weights", "softmax", "merged")
     [(name, how) for name in AROUND for how in ("eager", "graph")],
     slow=[(name, "graph") for name in AROUND if name not in IN_GRAPHS],
 )
+@pytest.mark.slow_rows("softmax-graph")
 def test_functions_around_attend(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     arrays, call = inputs(), AROUND[name]

@@ -91,6 +91,11 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
 
 
 @some("score,mask,dtype,extras", TURNS[3::80], TURNS, slow=TURNS[43::80])
+@pytest.mark.slow_rows(
+    "combination-mixed-and-arrays-float64",
+    "additive-tanh-bias-not-float64",
+    "scaled_dot-by-name-Causal-bottom_right-tall-float64",
+)
 def test_the_table_in_graphs(score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(call.tensorflow(tf.function))
@@ -119,7 +124,7 @@ def test_axes_beyond_those_of_a_softmax_of_tensorflow(axes: int) -> None:
     ],
     ids=["plain", "lengths", "causal", "dropout", "evaluated"],
 )
-@pytest.mark.slow_rows("lengths", "causal")
+@pytest.mark.slow_rows("lengths", "causal", "plain", "evaluated")
 def test_a_graph_calls_native_code(arguments: Any, arrays: Any, calls: list[int]) -> None:
     compiled = tf.function(lambda *x: with_gradients(*x, **arguments))
     found = compiled(*arrays)
@@ -187,6 +192,7 @@ def test_valid_lens_that_a_graph_reads_at_each_run(score: str, arrays: Any, call
 
 
 @needs_native
+@pytest.mark.slow
 def test_buffers_go_in_and_out_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """What native code fills is aligned as TensorFlow wants, which then takes it over; it reads TensorFlow's own."""
     seen: list[tuple[int, bool]] = []
@@ -553,6 +559,7 @@ def test_what_waits_for_the_call_holds_no_tensor(arrays: Any, monkeypatch: pytes
 
 
 @needs_native
+@pytest.mark.slow
 def test_lengths_of_each_query_without_a_batch() -> None:
     arrays = [tf.constant(RNG.standard_normal((12, 4))) for _ in range(3)]
     lens = tf.constant(RNG.integers(0, 13, 12), tf.int32)

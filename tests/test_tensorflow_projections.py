@@ -74,7 +74,7 @@ def test_gradients(score: str, is_known: bool) -> None:
 
 @pytest.mark.parametrize("dirty", [False, True], ids=["finite", "nonfinite"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["matrix", "bias"])
-@pytest.mark.slow_rows("matrix-*")
+@pytest.mark.slow_rows("matrix-*", "bias-finite", "bias-nonfinite")
 def test_a_product_leaves_rows_out(has_bias: bool, dirty: bool) -> None:
     """Also those that pass on a gradient: each gives 0 to all arrays."""
     clean, matrix, bias, grad = (RNG.standard_normal(shape) for shape in ((3, 4, 5), (5, 6), (6,), (3, 4, 6)))

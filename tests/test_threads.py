@@ -21,7 +21,7 @@ def threads_in_new_process(**environment: str) -> str:
 
 
 @pytest.mark.parametrize(("text", "count"), [("3", 3), ("5,2", 5), (" 4 ", 4), ("2000000", 1024)])
-@pytest.mark.slow_rows("5,2-5", "2000000-*")
+@pytest.mark.slow_rows("5,2-5", "2000000-*", " 4 -4", "3-3")
 def test_the_environment_sets_the_threads(text: str, count: int) -> None:
     assert threads_in_new_process(OMP_NUM_THREADS=text) == str(count)
     assert threads_in_new_process(OMP_NUM_THREADS=text, ATTNSCORE_NO_NATIVE="1") == str(count)

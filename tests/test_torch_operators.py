@@ -110,13 +110,16 @@ def agree(got: Any, wanted: Any, leaves: list[Tensor]) -> None:
 @pytest.mark.slow_rows(
     "additive, lengths",
     "dense kernel",
-    "weights, statistics",
-    "weights",
+    "weights*",
+    "*dropout*",
     "gaussian, window",
     "scale per head",
     "cosine*",
     "sink*",
     "bilinear*",
+    "cap, array, bias",
+    "statistics",
+    "sum, lengths in a tensor",
 )
 def test_one_graph_forward_and_backward(call: Call) -> None:
     trained = [torch.randn(shape, requires_grad=True) for shape in call.shapes]
@@ -142,7 +145,7 @@ def test_one_graph_forward_and_backward(call: Call) -> None:
     ],
     ids=["2 axes", "3 axes", "heads behind, groups", "5 axes", "one query head", "no queries", "weights of groups"],
 )
-@pytest.mark.slow_rows("[35]*", "heads*", "one*", "no*", "weights*")
+@pytest.mark.slow_rows("[35]*", "heads*", "one*", "no*", "weights*", "2 axes")
 def test_every_layout(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> None:
     leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
 
@@ -182,7 +185,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.slow_rows("dot", "additive", "gaussian", "heads, additive")
+@pytest.mark.slow_rows("dot", "additive", "gaussian", "heads, additive", "heads", "bilinear")
 def test_layers_are_one_graph(name: str) -> None:
     layer: nn.Module = MODULES[name]()
     arrays = [torch.randn(BATCH, length, DIM, requires_grad=True) for length in (QUERIES, KEYS, KEYS)]
@@ -258,6 +261,7 @@ def test_jagged_tensors_are_refused_by_a_trace() -> None:
         torch.jit.trace(lambda x: ats.attend(x, x, x), (x,))
 
 
+@pytest.mark.slow
 def test_dropout_draws_from_the_generator() -> None:
     leaves = inputs()
     compiled = torch.compile(lambda *x: ats.attend(*x, dropout=0.5), fullgraph=True, backend="aot_eager")
@@ -338,6 +342,7 @@ def test_a_model_closed_over_in_a_transform_is_still_trained() -> None:
     torch.testing.assert_close(torch.autograd.grad(mapped.sum(), leaves), wanted)
 
 
+@pytest.mark.slow
 def test_mistakes_are_told_when_the_graph_runs() -> None:
     query, key, value = inputs()
     compiled = torch.compile(lambda *x: ats.attend(*x, valid_lens=[2, 9]), fullgraph=True, backend="aot_eager")
@@ -459,7 +464,7 @@ def test_numbers_of_any_type_are_written() -> None:
     ("head_axis", "statistics", "matrix"),
     [(-3, [], None), (-2, ["log_sum_exp", "entropy", "max_score"], None), (-3, [], "weights")],
 )
-@pytest.mark.slow_rows("-3-statistics0-None", "-3-statistics2-weights")
+@pytest.mark.slow_rows("-3-statistics0-None", "-3-statistics2-weights", "-2-statistics1-None")
 def test_operators_are_what_torch_asks(head_axis: int, statistics: list[str], matrix: str | None) -> None:
     importlib.import_module("attnscore.integrations.torch_compile")
     expression = (

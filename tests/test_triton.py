@@ -25,7 +25,7 @@ def interpreted(*arguments: str) -> None:
 
 
 def test_a_few_in_the_interpreter() -> None:
-    interpreted("--every", "3")
+    interpreted("test_triton_kernel.py", "--every", "8")
 
 
 @pytest.mark.slow
