@@ -9,6 +9,7 @@
 #include "kernels/tiles-inl.h"
 
 #if defined(__AVX512BF16__) || (defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#define ATTNSCORE_BF16_DOT
 constexpr bool kHasBf16Dot = true;
 
 typedef uint32_t Bf16Pair;  // two bfloat16, the first in the low half
@@ -52,6 +53,7 @@ struct Bf16Product {
 
     float factor = 1;
 };
+ATTNSCORE_GEMM(extern, Bf16Product, float, Bf16Pair, Bf16Pair)  // compiled by rows.cc
 
 // The bfloat16 rows of a query tile and of a key tile, as pairs.
 class Bf16Dot {

@@ -288,13 +288,17 @@ void few_rows_outer(T* c, int64_t ldc, const T* a, int64_t rows, View<T> b, View
     });
 }
 
-// Compiled once for a target, by products.cc.
+// Compiled once for a target, by products.cc; those of 16-bit rows by rows.cc.
+#define ATTNSCORE_GEMM(extern, Terms, T, A, B)                                                                   \
+    extern template void gemm(const Terms&, T*, int64_t, const A*, int64_t, int64_t, const B*, int64_t, int64_t, \
+                              int64_t, int64_t, bool);
 #define ATTNSCORE_PRODUCTS(extern, Terms, T)                                                                           \
-    extern template void gemm(const Terms<T>&, T*, int64_t, const T*, int64_t, int64_t, const T*, int64_t, int64_t,    \
-                              int64_t, int64_t, bool);                                                                 \
+    ATTNSCORE_GEMM(extern, Terms<T>, T, T, T)                                                                          \
     extern template void few_rows_gemm(const Terms<T>&, T*, const T*, int64_t, int64_t, const StoredRows<T>&, int64_t, \
                                        int64_t, const Interleaved<T>&);
 ATTNSCORE_PRODUCTS(extern, Product, float)
 ATTNSCORE_PRODUCTS(extern, Product, double)
 ATTNSCORE_PRODUCTS(extern, SquaredDistance, float)
 ATTNSCORE_PRODUCTS(extern, SquaredDistance, double)
+ATTNSCORE_GEMM(extern, Product<float>, float, float, Float16)
+ATTNSCORE_GEMM(extern, Product<float>, float, float, Bfloat16)

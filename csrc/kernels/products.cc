@@ -5,10 +5,10 @@ namespace attnscore::ATTNSCORE_TARGET {
 
 #include "kernels/gemm-inl.h"
 
-// The sums by lanes of the terms of R rows, `stride` apart, with one row `b`, in parts of kMaxTerms. `prefetches`:
-// fetch what stands behind `b`. The terms of a row are added in one order whatever R is, because the backward may join
-// other rows than the forward did.
-template <int R, class Terms, bool prefetches, class E, class T = typename Terms::Sum>
+// The sums by lanes of the terms of R rows, `stride` apart, with one row `b`, in parts of kMaxTerms. What stands behind
+// `b` is prefetched. The terms of a row are added in one order whatever R is, because the backward may join other rows
+// than the forward did.
+template <int R, class Terms, class E, class T = typename Terms::Sum>
 __attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T* a, int64_t stride, const E* b,
                                                                          int64_t width) {
     constexpr int L = Vector<T>::lanes;
@@ -20,7 +20,7 @@ __attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T
             for (int r = 0; r < R; r++) sum[r] = Terms::add(sum[r], load(a + r * stride + at), own);
         };
         for (; j + 2 * L <= end; j += 2 * L) {
-            if constexpr (prefetches) prefetch_stream<T, 2>(b + j);
+            prefetch_stream<T, 2>(b + j);
             add(even, j);
             add(odd, j + L);
         }
@@ -43,7 +43,7 @@ __attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T
 
 // `few_rows_gemm` of R rows. Reading memory takes all the time there, so each key is read once for all rows. `other`
 // has its turn after each 2 KB of keys, so that memory does not idle between keys and values.
-template <int R, class Terms, bool prefetches, class E, class T = typename Terms::Sum>
+template <int R, class Terms, class E, class T = typename Terms::Sum>
 void few_rows_kernel(T* s, const T* q, int64_t stride, const View<E>& keys, int64_t count, int64_t width,
                      const Interleaved<T>& other) {
     constexpr int L = Vector<T>::lanes;
@@ -54,7 +54,7 @@ void few_rows_kernel(T* s, const T* q, int64_t stride, const View<E>& keys, int6
         V<T> sum[R][L];
         for (int first = 0; first < L; first += turn) {
             for (int u = first; u < first + turn; u++) {
-                const auto lanes = lanes_of_terms<R, Terms, prefetches>(q, stride, keys.row(i + u), width);
+                const auto lanes = lanes_of_terms<R, Terms>(q, stride, keys.row(i + u), width);
                 for (int r = 0; r < R; r++) sum[r][u] = lanes[r];
             }
             other.run(i + first, i + first + turn);
@@ -63,7 +63,7 @@ void few_rows_kernel(T* s, const T* q, int64_t stride, const View<E>& keys, int6
     }
     other.run(whole, other.count);
     for (int64_t i = whole; i < count; i++) {
-        const auto lanes = lanes_of_terms<R, Terms, false>(q, stride, keys.row(i), width);
+        const auto lanes = lanes_of_terms<R, Terms>(q, stride, keys.row(i), width);
         for (int r = 0; r < R; r++) s[r * kTileKeys + i] = reduce_sum<T>(lanes[r]);
     }
     for (int r = 0; r < R; r++) std::fill(s + r * kTileKeys + count, s + (r + 1) * kTileKeys, T(0));
@@ -73,13 +73,8 @@ template <class Terms, class T>
 void few_rows_gemm(const Terms&, T* s, const T* q, int64_t stride, int64_t rows, const StoredRows<T>& keys,
                    int64_t count, int64_t width, const Interleaved<T>& other) {
     keys.with_view([&](const auto& view) {
-        with_constant_rows<kFewRows>(rows, [&](auto R) {
-            // A call of fewer keys than a tile has none behind them to prefetch.
-            if (other.count > 0 && count == kTileKeys)
-                few_rows_kernel<R, Terms, true>(s, q, stride, view, count, width, other);
-            else
-                few_rows_kernel<R, Terms, false>(s, q, stride, view, count, width, other);
-        });
+        with_constant_rows<kFewRows>(
+            rows, [&](auto R) { few_rows_kernel<R, Terms>(s, q, stride, view, count, width, other); });
     });
 }
 

@@ -1,11 +1,19 @@
-// The table of a target's kernels, and those that are short: rows before a backward and after a forward, products.
+// The table of a target's kernels, and those that are short: rows before a backward and after a forward, products of
+// matrices and of 16-bit rows.
 #include "kernels/target.h"
 
 namespace attnscore::ATTNSCORE_TARGET {
 
+#include "kernels/bf16_dot-inl.h"
 #include "kernels/matrix_product-inl.h"
 #include "kernels/row_finish-inl.h"
 #include "kernels/row_prepare-inl.h"
+
+ATTNSCORE_GEMM(, Product<float>, float, float, Float16)
+ATTNSCORE_GEMM(, Product<float>, float, float, Bfloat16)
+#if defined(ATTNSCORE_BF16_DOT)
+ATTNSCORE_GEMM(, Bf16Product, float, Bf16Pair, Bf16Pair)
+#endif
 
 namespace {
 
