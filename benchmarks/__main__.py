@@ -1,9 +1,10 @@
-"""``python benchmarks NAME``: run everything of `attnscore bench` on a machine and make the pages of the documentation.
+"""The benchmarks: measure this machine, and make the pages of the documentation.
 
-The results go to ``results/NAME.json``, where NAME names the kind of CPU, and their page is
-``docs/performance/NAME.md``; `docs/performance.md` compares all machines. Options after NAME are those of `attnscore
-bench` except ``--out``; without any, the long cases are run too. ``python benchmarks --page`` makes the pages from the
-results that are there.
+- ``python benchmarks run [OPTIONS]``: time and memory of named cases; ``--help`` lists them.
+- ``python benchmarks NAME [OPTIONS]``: the same into ``results/NAME.json``, where NAME names the kind of CPU, and into
+  ``docs/performance/NAME.md``; `docs/performance.md` compares all machines. Without options the long cases run too.
+- ``python benchmarks --page``: the pages, from the results that are there.
+- ``python benchmarks tune FILE``: tiles of the GPU kernels. ``python benchmarks gpu-code PAGE``: what is compiled.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from attnscore.bench import charts, reports, results
-from attnscore.cli import main
+from attnscore import cli
 from attnscore.io import replacing
+from bench import charts, reports, results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,27 +94,53 @@ def draw(path: Path, chart: Callable[[], Figure]) -> None:
 
 
 def measure(name: str, options: list[str]) -> int:
-    """Run `attnscore bench` and keep its results under the name; `--again` finds the earlier ones there."""
+    """Measure and keep the results under the name; `--again` finds the earlier ones there."""
     kept = HERE / "results" / f"{name}.json"
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder, "results.json")
         if kept.exists():
             shutil.copy(kept, new)
-        status = main(["bench", *(options or ["--full"]), "--out", folder])
+        status = main(["run", *(options or ["--full"]), "--out", folder])
         if status in (0, 1):  # after 1 the document may hold errors, and the page says so
             results.write(results.read(new), kept)
     return status
 
 
-def run(arguments: list[str]) -> int:
+def _commands() -> Any:
+    from bench.command import app
+
+    return app
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command of the benchmarks; return its exit status."""
+    first, *rest = arguments or [""]
+    if first == "run":
+        return cli.run(_commands, rest, "python benchmarks run")
+    if first == "tune":
+        from bench import gpu_tune
+
+        return gpu_tune.main(rest)
+    if first == "gpu-code":
+        from bench import gpu_code
+
+        gpu_code.write_page(Path(*rest))
+        return 0
+    return of_machine(arguments)
+
+
+def of_machine(arguments: list[str]) -> int:
     """Measure, except with --page alone, and make the pages."""
     if any(each.startswith("--out") for each in arguments):
-        print("--out: results go into this folder and the pages; elsewhere: attnscore bench --out", file=sys.stderr)
+        print("--out: results go into this folder and the pages; `python benchmarks run` has it", file=sys.stderr)
         return 2
     status = 0
     if arguments != ["--page"]:
         if not arguments or not arguments[0].replace("-", "").isalnum() or arguments[0].startswith("-"):
-            print("expected the name of the machine, as in: python benchmarks zen5 --only dot", file=sys.stderr)
+            print(
+                "expected run, tune, gpu-code, --page or the name of the machine, as in: python benchmarks zen5",
+                file=sys.stderr,
+            )
             return 2
         status = measure(arguments[0], arguments[1:])
     if status in (0, 1):
@@ -122,4 +149,4 @@ def run(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Figures of single pages that are no case of `attnscore bench`: ``python benchmarks/page_figures.py [NAME ...]``.
+"""Figures of single pages that are no case of the benchmark: ``python benchmarks/page_figures.py [NAME ...]``.
 
 Times are medians of rounds in which all sides alternate, on one thread, as ratios: beside other work they are rough.
 Memory is the peak of a process of its own over what it had before, in MB.

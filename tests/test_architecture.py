@@ -29,14 +29,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("attnscore",),  # the public names
     ("parallel",),
     ("layers", "testing", "plotting"),
-    ("integrations", "compat", "diagnostics", "bench"),
+    ("integrations", "compat", "diagnostics"),
     ("cli", "__main__"),
 )
 RANK = {module: rank for rank, row in enumerate(LAYERS) for module in row}
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "mxnet", "transformers")
 # Packages above the core that may import a framework inside a function.
-LAZY_FRAMEWORKS = ("bench", "cli", "diagnostics")
+LAZY_FRAMEWORKS = ("cli", "diagnostics")
 LAZY_KERNELS = ("kernels.fused", "kernels.triton")
 # What the core may import: anything else would be a dependency of `import attnscore`.
 CORE = {"numpy", "attnscore", *sys.stdlib_module_names}
@@ -155,7 +155,7 @@ def test_what_crashes_after_tensorflow_is_imported_where_it_is_needed() -> None:
     """torch.nn.attention.bias imports torch._dynamo, and that Triton."""
     crashing = ("triton", "torch._dynamo", "torch._inductor", "torch.nn.attention.bias", "torch.export")
     importers = {found.importer for found in OUTSIDE if found.imported.startswith(crashing)}
-    assert {name for name in importers if not name.startswith("kernels.triton.")} == {"bench.gpu_tune"}
+    assert all(name.startswith("kernels.triton.") for name in importers)
 
 
 def test_the_core_imports_numpy_and_the_standard_library() -> None:

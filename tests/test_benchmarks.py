@@ -21,17 +21,19 @@ import numpy as np
 import pytest
 import torch
 
-from attnscore.bench import cases, charts, inputs, machine, measure, reports, results, runner, timing
-from attnscore.bench.baselines import BASELINES, Baseline
-from attnscore.bench.cases import CASES, Case, Target
-from attnscore.bench.inputs import Side, draw
-from attnscore.bench.reference import WrongResult, reference
-from attnscore.bench.timing import Effort, alternate, exponent, summary
-from attnscore.cli import main
+from attnscore.cli import timing
+from attnscore.cli.timing import Effort, alternate, exponent, summary
 from attnscore.errors import ArgumentError, FileError
+from bench import cases, charts, inputs, machine, measure, reports, results, runner
+from bench.baselines import BASELINES, Baseline
+from bench.cases import CASES, Case, Target
+from bench.inputs import Side, draw
+from bench.reference import WrongResult, reference
 from few_modules import few_modules
 
 ROOT = Path(__file__).parents[1]
+ENTRY = ROOT / "benchmarks" / "__main__.py"
+entry_main = runpy.run_path(str(ENTRY), run_name="entry")["main"]
 SHORT = Effort(least=3, most=3, seconds=0.0)
 
 # The promises for NumPy and PyTorch on a CPU: case, baseline, targets on 2 threads and on 1, stretch target.
@@ -372,8 +374,8 @@ def test_a_missing_baseline_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_large_cases_are_compared_on_some_rows_with_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnscore.bench.reference._WHOLE", 10)
-    monkeypatch.setattr("attnscore.bench.reference._ROWS", 5)
+    monkeypatch.setattr("bench.reference._WHOLE", 10)
+    monkeypatch.setattr("bench.reference._ROWS", 5)
     given = draw(TOYS["causal"])
     some = reference(given)
     assert list(some.rows) == [0, 9, 18, 27, 36]
@@ -384,7 +386,7 @@ def test_large_cases_are_compared_on_some_rows_with_both_ends(monkeypatch: pytes
 def test_blocks_do_not_matter_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     given = draw(TOYS["additive-backward"])
     whole = reference(given)
-    monkeypatch.setattr("attnscore.bench.reference._BLOCK", 1000)
+    monkeypatch.setattr("bench.reference._BLOCK", 1000)
     parts = reference(given)
     for one, other in zip(whole.exact, parts.exact, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
@@ -416,7 +418,7 @@ def test_threads_that_go_on_running_after_a_side_are_seen() -> None:
 
 def test_no_side_begins_before_the_threads_of_the_other_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     running, happened = iter([True, True, False, False]), []
-    monkeypatch.setattr("attnscore.bench.timing._others_run", lambda: happened.append("looked") or next(running))
+    monkeypatch.setattr("attnscore.cli.timing._others_run", lambda: happened.append("looked") or next(running))
     alternate(lambda: happened.append("ours"), lambda: happened.append("theirs"), Effort(1, 1, 0.0))
     at = len(happened) - 1 - happened[::-1].index("looked")
     assert happened[at - 1] == "ours" and happened[at + 1] == "theirs"
@@ -427,7 +429,7 @@ def test_no_side_begins_before_the_threads_of_the_other_rest(monkeypatch: pytest
 def test_sides_alternate_and_the_order_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     # Calls that seem longer than a sample: one a round.
-    monkeypatch.setattr("attnscore.bench.timing._SAMPLE", 1e-9)
+    monkeypatch.setattr("attnscore.cli.timing._SAMPLE", 1e-9)
     times = alternate(lambda: said.append("a"), lambda: said.append("b"), Effort(least=4, most=4, seconds=0))
     assert "".join(said[-8:]) == "abbaabba"
     assert [len(side) for side in times] == [4, 4]
@@ -435,7 +437,7 @@ def test_sides_alternate_and_the_order_turns(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_first_call_in_cold_caches_does_not_say_how_many_fill_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.004, *[0.0001] * 20])
-    monkeypatch.setattr("attnscore.bench.timing._sample", lambda side, repeat: next(seconds))
+    monkeypatch.setattr("attnscore.cli.timing._sample", lambda side, repeat: next(seconds))
     assert timing._repeats(lambda: None) == 50
 
 
@@ -536,17 +538,26 @@ def test_growth_without_proc_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_is_held_to_its_threads() -> None:
     environment = machine.environment(1)
     assert environment["OMP_NUM_THREADS"] == environment["OPENBLAS_NUM_THREADS"] == "1"
-    code = "from attnscore.bench import machine; machine.pin(1); print(len(machine.cpus()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    code = "from bench import machine; machine.pin(1); print(len(machine.cpus()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "benchmarks",
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
     assert done.stdout == "1\n"
 
 
 def test_the_benchmark_imports_no_framework_before_it_runs() -> None:
     code = (
-        "import sys, attnscore.bench.runner, attnscore.bench.reports, attnscore.bench.measure\n"
+        "import sys, bench.runner, bench.reports, bench.measure\n"
         "print(*{'torch', 'jax', 'pykeops', 'onnxruntime', 'rich', 'typer'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True
+    )
     assert done.stdout == "\n"
 
 
@@ -792,7 +803,6 @@ def test_the_commit_is_that_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> 
     assert machine.commit() is None
 
 
-ENTRY = ROOT / "benchmarks" / "__main__.py"
 KEPT = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 SINCE = {"tiny-backward"}  # cases that are younger than what was measured on other machines
 YOUNGEST = {"watch-one-pass", "watch-one-pass-short"}  # and on all of them
@@ -829,7 +839,7 @@ def entry_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (tmp_path / folder).mkdir()
     (tmp_path / "performance.md").write_text(f"all\n{reports.BEGIN}\nold\n{reports.END}\n", encoding="utf-8")
     for folder in ("HERE", "DOCS"):
-        monkeypatch.setitem(entry["run"].__globals__, folder, tmp_path)
+        monkeypatch.setitem(entry["main"].__globals__, folder, tmp_path)
     return entry
 
 
@@ -838,7 +848,7 @@ def test_the_entry_makes_the_pages(entry_elsewhere: Any, tmp_path: Path) -> None
         page = tmp_path / "performance" / f"{name}.md"
         page.write_text(f"# Results on {name}\n{reports.BEGIN}\nold\n{reports.END}\nafter\n", encoding="utf-8")
         results.write(document(rows), tmp_path / "results" / f"{name}.json")
-    assert entry_elsewhere["run"](["--page"]) == 0
+    assert entry_elsewhere["main"](["--page"]) == 0
     for name in ("new", "old"):
         text = (tmp_path / "performance" / f"{name}.md").read_text(encoding="utf-8")
         assert text.startswith(f"# Results on {name}\n") and text.endswith("\nafter\n") and "### Speed" in text
@@ -857,15 +867,15 @@ def test_the_entry_keeps_results_under_the_name_of_the_machine(
     seen: list[bool] = []
 
     def bench(arguments: list[str]) -> int:
-        assert arguments[:-1] == ["bench", "--only", "dot", "--out"]
+        assert arguments[:-1] == ["run", "--only", "dot", "--out"]
         path = Path(arguments[-1], "results.json")
         seen.append(path.exists())
         results.write(document([{**GOOD_ROW, "threads": 2}]), path)
         return 0
 
-    monkeypatch.setitem(entry_elsewhere["run"].__globals__, "main", bench)
+    monkeypatch.setitem(entry_elsewhere["main"].__globals__, "main", bench)
     for _ in range(2):
-        assert entry_elsewhere["run"](["zen9", "--only", "dot"]) == 0
+        assert entry_elsewhere["main"](["zen9", "--only", "dot"]) == 0
     assert seen == [False, True]  # --again finds what is kept
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["zen9.json"]
     assert "# Results on zen9" in (tmp_path / "performance" / "zen9.md").read_text(encoding="utf-8")
@@ -874,15 +884,15 @@ def test_the_entry_keeps_results_under_the_name_of_the_machine(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["zen5", "--only", "tiny", "--out", "folder"], "attnscore bench --out"),
-        ([], "expected the name of the machine"),
-        (["--only", "tiny"], "expected the name of the machine"),
-        (["../zen5"], "expected the name of the machine"),
+        (["zen5", "--only", "tiny", "--out", "folder"], "`python benchmarks run` has it"),
+        ([], "or the name of the machine"),
+        (["--only", "tiny"], "or the name of the machine"),
+        (["../zen5"], "or the name of the machine"),
     ],
 )
 def test_wrong_arguments_of_the_entry(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     entry = runpy.run_path(str(ENTRY), run_name="entry")
-    assert entry["run"](arguments) == 2
+    assert entry["main"](arguments) == 2
     assert said in capsys.readouterr().err
 
 
@@ -891,7 +901,7 @@ def test_wrong_arguments_of_the_entry(arguments: list[str], said: str, capsys: p
 
 @pytest.mark.slow
 def test_the_command_on_a_toy(toys: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    status = main(["bench", "--quick", "--only", "tiny", "--threads", "1", "--out", str(tmp_path / "out")])
+    status = entry_main(["run", "--quick", "--only", "tiny", "--threads", "1", "--out", str(tmp_path / "out")])
     printed = capsys.readouterr()
     assert status == 0, printed.err
     assert printed.err == "[1/1] tiny, 1 thread\n"
@@ -903,43 +913,43 @@ def test_the_command_on_a_toy(toys: None, capsys: pytest.CaptureFixture[str], tm
 
 @pytest.mark.slow
 def test_the_command_measures_a_case_again(toys: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["bench", "--quick", "--threads", "1", "--out", str(tmp_path)]
-    assert main([*arguments, "--again"]) == 2 and "--again: expected --only" in capsys.readouterr().err
-    assert main([*arguments, "--only", "tiny", "--again"]) == 2 and "no such file" in capsys.readouterr().err
-    assert main([*arguments, "--only", "tiny"]) == 0
+    arguments = ["run", "--quick", "--threads", "1", "--out", str(tmp_path)]
+    assert entry_main([*arguments, "--again"]) == 2 and "--again: expected --only" in capsys.readouterr().err
+    assert entry_main([*arguments, "--only", "tiny", "--again"]) == 2 and "no such file" in capsys.readouterr().err
+    assert entry_main([*arguments, "--only", "tiny"]) == 0
     kept = results.read(tmp_path / "results.json")
     kept["rows"].append({**kept["rows"][0], "case": "dot"})
     results.write(kept, tmp_path / "results.json")
-    assert main([*arguments, "--only", "tiny", "--again"]) == 0
+    assert entry_main([*arguments, "--only", "tiny", "--again"]) == 0
     assert [row["case"] for row in results.read(tmp_path / "results.json")["rows"]] == ["tiny", "dot"]
 
 
 def test_cases_of_another_setting_are_refused_before_they_are_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    import attnscore.cli.app  # noqa: F401 - imports the command
+    import bench.command  # noqa: F401 - so that it can be changed
 
     results.write(document([GOOD_ROW]), tmp_path / "results.json")
-    monkeypatch.delattr(sys.modules["attnscore.cli.bench"], "run")
-    arguments = ["bench", "--quick", "--threads", "1", "--only", "tiny", "--again", "--out", str(tmp_path)]
-    assert main(arguments) == 2 and "another quick: measure all" in capsys.readouterr().err
+    monkeypatch.delattr(sys.modules["bench.command"], "run")
+    arguments = ["run", "--quick", "--threads", "1", "--only", "tiny", "--again", "--out", str(tmp_path)]
+    assert entry_main(arguments) == 2 and "another quick: measure all" in capsys.readouterr().err
 
 
 def test_a_failure_ends_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     failed = document([], errors=[{"case": "tiny, 1 thread", "error": "tiny, attnscore: error 1"}])
-    import attnscore.cli.app  # noqa: F401 - imports the command
+    import bench.command  # noqa: F401 - so that it can be changed
 
-    monkeypatch.setattr(sys.modules["attnscore.cli.bench"], "run", lambda *_, **__: failed)
-    assert main(["bench", "--only", "tiny", "--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(sys.modules["bench.command"], "run", lambda *_, **__: failed)
+    assert entry_main(["run", "--only", "tiny", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    assert said == "attnscore: 1 failed, first tiny, 1 thread: tiny, attnscore: error 1\n"
+    assert said == "python benchmarks run: 1 failed, first tiny, 1 thread: tiny, attnscore: error 1\n"
     assert results.read(tmp_path / "results.json")["errors"]
 
 
 def test_help_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--help"]) == 0
+    assert entry_main(["run", "--help"]) == 0
     words = capsys.readouterr().out.replace("│", " ").split()
     assert {"--quick", "--full", "--only", "--threads", "--out"} <= set(words)
     assert all(any(name in word for word in words) for name in ("dot-bfloat16", "additive", "growth-dot"))
@@ -948,18 +958,18 @@ def test_help_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "dott"], "attnscore: --only: expected names among dot, "),
-        (["--threads", "0"], "attnscore: --threads: expected numbers from 1 to"),
+        (["--only", "dott"], "python benchmarks run: --only: expected names among dot, "),
+        (["--threads", "0"], "python benchmarks run: --threads: expected numbers from 1 to"),
         (["--threads", "1,x"], "got '1,x'"),
-        (["--device", "tpu"], "attnscore: --device: expected one of cpu, cuda, got 'tpu'"),
-        (["--device", "cuda", "--full"], "attnscore: --device: expected cpu, which has --full, got cuda"),
-        (["--isa", "mmx"], "attnscore: --isa: expected one of "),
+        (["--device", "tpu"], "python benchmarks run: --device: expected one of cpu, cuda, got 'tpu'"),
+        (["--device", "cuda", "--full"], "python benchmarks run: --device: expected cpu, which has --full, got cuda"),
+        (["--isa", "mmx"], "python benchmarks run: --isa: expected one of "),
         (["--threads", "99999"], "CPUs here"),
         (["--out", str(Path(__file__))], "cannot be made a folder"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], toys: None) -> None:
-    assert main(["bench", *arguments]) == 2
+    assert entry_main(["run", *arguments]) == 2
     printed = capsys.readouterr().err
     assert said in printed and printed.count("\n") == 1
 

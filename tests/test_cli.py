@@ -762,3 +762,52 @@ def test_summary_numbers_are_json(tmp_path):
     content = files.plain({"a": np.float32(0.1), 3: (np.inf, float("nan"), np.arange(2))}, 7, names=True)
     files.write_json(path, content, digits=7, indent=2)
     assert json.loads(path.read_text()) == {"a": 0.1, "3": ["inf", "nan", [0, 1]]}
+
+
+# ---------------------------------------------------------------- bench
+
+
+def pairs_of(error):
+    from attnscore.cli.bench import Pair
+
+    yield Pair("NumPy, tiny", "the same", lambda: ats.attend(Q, K, V), lambda: ats.attend(Q, K, V) + np.float32(error))
+
+
+@pytest.fixture
+def tiny_bench(monkeypatch):
+    import attnscore.cli.app  # noqa: F401 - so that the command can be changed
+
+    module = sys.modules["attnscore.cli.bench"]
+
+    def use(error):
+        monkeypatch.setattr(module, "_of_torch", lambda: pairs_of(error))
+        monkeypatch.setattr(module, "_of_numpy", lambda: iter(()))
+        monkeypatch.setattr(module, "_of_tensorflow", lambda: iter(()))
+
+        def missing():
+            raise ModuleNotFoundError(name="jax")
+
+        monkeypatch.setattr(module, "_of_jax", missing)
+
+    return use
+
+
+def test_bench_is_one_table_and_says_what_is_left_out(capsys, tiny_bench):
+    tiny_bench(0)
+    status, out, err = run(capsys, "bench", "--seconds", "0.01")
+    assert status == 0 and "NumPy, tiny" in out and "ours / ms" in out
+    assert err == "NumPy, tiny, beside the same\nleft out: jax is not installed\n"
+
+
+def test_bench_refuses_a_wrong_result_and_a_wrong_time(capsys, tiny_bench):
+    tiny_bench(1)
+    status, out, err = run(capsys, "bench", "--seconds", "0.01")
+    assert status == 1 and not out and "NumPy, tiny: the results differ by" in err
+    assert "--seconds: expected a positive number, got 0" in refused(capsys, "bench", "--seconds", "0")
+
+
+@pytest.mark.slow
+def test_bench_as_it_is(capsys):
+    status, out, _ = run(capsys, "bench", "--seconds", "0.01")
+    assert status == 0
+    assert all(word in out for word in ("decoding", "additive", "NumPy", "JAX", "TensorFlow"))

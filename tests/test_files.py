@@ -269,7 +269,7 @@ def write_report(path: Path) -> None:
 
 
 def write_results(path: Path) -> None:
-    from attnscore.bench import results
+    from bench import results
 
     results.write({"rows": [1.5] * 1000}, path)
 
@@ -441,7 +441,7 @@ KILLED = """
 import io, os, signal, sys
 from pathlib import Path
 
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../benchmarks"]
 from test_files import WRITERS, HalfWritten, files
 
 class Killed(HalfWritten):
@@ -554,7 +554,7 @@ def test_every_writer_uses_the_one_helper() -> None:
 
 def test_no_line_of_json_is_half_written(tmp_path: Path) -> None:
     """Numbers with no place in JSON fail before the file is opened."""
-    from attnscore.bench import results
+    from bench import results
 
     path = tmp_path / "results.json"
     path.write_text(json.dumps(1))

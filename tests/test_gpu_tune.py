@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from attnscore.bench import gpu_tune
-from attnscore.bench.gpu_tune import Trial
 from attnscore.kernels.triton import tiles
-from attnscore.kernels.triton.compiled import Code
 from attnscore.kernels.triton.tiles import Entry, Tile
+from bench import gpu_tune
+from bench.gpu_code import Code
+from bench.gpu_tune import Trial
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 ENTRY = Entry(90, "forward", "inner", "bfloat16", 64)

@@ -21,7 +21,7 @@ SOURCE = Path(attnscore.__file__).parent
 
 # Rooms that `import attnscore` leaves alone; all other modules are the core, and are imported at once.
 LATER = (
-    *("__main__", "bench", "cli", "compat", "diagnostics", "integrations", "io"),
+    *("__main__", "cli", "compat", "diagnostics", "integrations", "io"),
     *("layers", "parallel", "plotting", "testing"),
 )
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "mxnet", "transformers")
@@ -179,8 +179,6 @@ def test_an_error_about_a_framework_does_not_import_it(modules_after: Callable[.
 @pytest.mark.parametrize(
     ("module", "allowed"),
     [
-        ("attnscore.bench", set()),
-        ("attnscore.bench.runner", set()),
         ("attnscore.plotting", set()),
         ("attnscore.cli", set()),
         ("attnscore.io", set()),

@@ -11,7 +11,7 @@ import torch
 
 import attnscore as ats
 import triton_scores as own
-from attnscore.kernels.triton import compiled
+from bench import gpu_code
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance" / "gpu-code.md"
 # Entries up to dimension 128 that spill: on an H200 they were the fastest all the same (docs/gpu.md).
@@ -34,39 +34,39 @@ def page() -> dict[tuple[int, str, str, int, str], tuple[int, int, int, str]]:
     return found
 
 
-def check(found: dict[str, compiled.Code], architecture: int) -> None:
+def check(found: dict[str, gpu_code.Code], architecture: int) -> None:
     for name, code in found.items():
-        assert code.shared <= compiled.SHARED_MEMORY[architecture], name
+        assert code.shared <= gpu_code.SHARED_MEMORY[architecture], name
         assert code.atomics == 0, name
 
 
 @pytest.mark.slow
 def test_the_forward_of_16_bit_numbers_on_hopper() -> None:
-    found = compiled.compile_call(90, "bfloat16", 64, ["forward"])
+    found = gpu_code.compile_call(90, "bfloat16", 64, ["forward"])
     check(found, 90)
     assert found["forward"].spills == 0
     assert found["forward"].matrix == "HGMMA"
 
 
 def test_the_page_lists_every_entry() -> None:
-    entries = [(arch, score, dtype, dim) for arch, dtype, dim, score in compiled.ENTRIES]
-    assert set(page()) == {(*entry, kernel) for entry in entries for kernel in compiled.KERNELS}
+    entries = [(arch, score, dtype, dim) for arch, dtype, dim, score in gpu_code.ENTRIES]
+    assert set(page()) == {(*entry, kernel) for entry in entries for kernel in gpu_code.KERNELS}
 
 
 def test_what_the_page_says_of_spills() -> None:
     for (architecture, _, dtype, dim, kernel), (registers, spills, shared, matrix) in page().items():
         assert registers <= 255
-        assert shared * 1024 <= compiled.SHARED_MEMORY[architecture]
+        assert shared * 1024 <= gpu_code.SHARED_MEMORY[architecture]
         if dtype == "bfloat16" and dim <= 128:
             assert spills <= SPILLING.get((architecture, dtype, dim, kernel), 0), (architecture, dim, kernel)
             assert matrix == ("HGMMA" if architecture == 90 else "HMMA")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "dtype", "dim", "score"), compiled.ENTRIES)
+@pytest.mark.parametrize(("architecture", "dtype", "dim", "score"), gpu_code.ENTRIES)
 def test_the_page_is_true(architecture: int, dtype: str, dim: int, score: str) -> None:
-    found = compiled.compile_call(architecture, dtype, dim, score=score)
-    assert set(found) == set(compiled.KERNELS)
+    found = gpu_code.compile_call(architecture, dtype, dim, score=score)
+    assert set(found) == set(gpu_code.KERNELS)
     check(found, architecture)
     for name, code in found.items():
         facts = code.registers, code.spills, round(code.shared / 1024), code.matrix
@@ -91,7 +91,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("extras", EXTRAS)
 def test_all_that_a_call_may_have(extras: str, architecture: int) -> None:
-    check(compiled.compile_call(architecture, "float32", 64, None, **EXTRAS[extras]), architecture)
+    check(gpu_code.compile_call(architecture, "float32", 64, None, **EXTRAS[extras]), architecture)
 
 
 CUSTOM: dict[str, Any] = {
@@ -108,13 +108,13 @@ CUSTOM_SPILLS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", compiled.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", gpu_code.ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", CUSTOM)
 def test_custom_scores(kind: str, dtype: str, architecture: int) -> None:
     """With their functions, in the tiles of built-in scores."""
-    found = compiled.compile_call(architecture, dtype, 64, (*compiled.KERNELS, "d_parameter"), score=CUSTOM[kind])
-    assert set(found) == {*compiled.KERNELS, "d_parameter"}
+    found = gpu_code.compile_call(architecture, dtype, 64, (*gpu_code.KERNELS, "d_parameter"), score=CUSTOM[kind])
+    assert set(found) == {*gpu_code.KERNELS, "d_parameter"}
     check(found, architecture)
     for name, code in found.items():
         of_tile = (kind, name, architecture) == ("product", "d_key", 90)
@@ -128,7 +128,7 @@ def test_custom_scores(kind: str, dtype: str, architecture: int) -> None:
 def test_what_the_functions_return(functions: Any, expected: str) -> None:
     """The compiler says it in the same words as the interpreter, in the error that is the cause of its own."""
     with pytest.raises(Exception, match="at ") as found:
-        compiled.compile_call(90, "bfloat16", 32, score=own.Given(ats.TritonTile("product", *functions)))
+        gpu_code.compile_call(90, "bfloat16", 32, score=own.Given(ats.TritonTile("product", *functions)))
     error: BaseException | None = found.value
     while error is not None and expected not in str(error):
         error = error.__cause__

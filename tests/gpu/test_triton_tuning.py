@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from device_calls import DEVICE
 
-from attnscore.bench import gpu, gpu_tune
 from attnscore.kernels.triton import additive_gradients, launch
 from attnscore.kernels.triton.tiles import FORMS, Entry, Tile, kernels_of
+from bench import gpu, gpu_tune
 
 ENTRIES = [(form, kernel) for form in FORMS for kernel in kernels_of(form) if (form, kernel) != ("additive", "d_query")]
 SHAPE = (1, 2, 1, 20, 23)

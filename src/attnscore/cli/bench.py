@@ -1,140 +1,175 @@
-"""``attnscore bench``: time and memory against what users would call instead."""
+"""``attnscore bench``: a first look at this machine, our call beside what users have installed, in two minutes.
+
+What the documentation reports is measured by ``python benchmarks`` in a clone: more cases, threads, memory, growth.
+"""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from attnscore.bench import gpu, machine, reports, results
-from attnscore.bench.cases import CASES, chosen
-from attnscore.bench.runner import run, setting
+import attnscore as ats
 from attnscore.cli.console import console, error_console, table
-from attnscore.core.arguments import check_choice, shown
-from attnscore.errors import ArgumentError, AttnscoreError, FileError, FrameworkError, message
-from attnscore.io import replacing
+from attnscore.cli.timing import Effort, alternate, summary
+from attnscore.cli.versions import version
+from attnscore.errors import ArgumentError, AttnscoreError, FrameworkError, message
+
+Call = Callable[[], Any]
 
 
-class BenchmarkFailure(AttnscoreError, RuntimeError):
-    """A case whose result was wrong, or whose process failed; it has no row."""
+class WrongResult(AttnscoreError, RuntimeError):
+    """Two sides that do not agree."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A call of ours and one that a user would make in its place, on the same arrays."""
+
+    what: str
+    beside: str
+    ours: Call
+    theirs: Call
 
 
 def bench(
-    quick: Annotated[bool, typer.Option("--quick", help="Few rounds and short lengths: a look, not a result.")] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="The cases of 131072 tokens too, which take many minutes.")
-    ] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A case; repeatable. " + ", ".join(c.name for c in CASES))
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="With --only: leave the other cases of the results.json there as they are.")
-    ] = False,
-    threads: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Numbers of threads, each a run of its own (default: 1,2).")
-    ] = None,
-    isa: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Limit both sides to these instructions: " + ", ".join(machine.ISAS) + "."),
-    ] = None,
-    device: Annotated[
-        str, typer.Option(metavar="NAME", help="cpu, or cuda: cases of their own, on a GPU, against PyTorch's.")
-    ] = "cpu",
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.json goes.")] = Path("attnscore-bench"),
+    seconds: Annotated[float, typer.Option(metavar="S", help="How long each pair is timed.")] = 4.0,
 ) -> None:
-    """Time and memory against PyTorch, NumPy, JAX, TensorFlow, KeOps and onnxruntime on this machine.
+    """A first look at this machine: our call beside what is installed, in two minutes.
 
-    Every result is checked before it is timed; both sides alternate in one process. Prints tables, writes
-    results.json. Leave the machine alone meanwhile.
+    Every result is compared with the other before it is timed; both sides alternate in one process. Leave the machine
+    alone meanwhile.
     """
-    check_choice("--device", device, ("cpu", "cuda"))
-    if device == "cuda":
-        of_cpus = {"full": full, "only": only, "again": again, "threads": threads, "isa": isa}
-        if given := [f"--{name}" for name, value in of_cpus.items() if value]:
-            raise ArgumentError(message("--device", f"cpu, which has {', '.join(given)}", "cuda"))
-        return _on_gpu(quick, out)
-    cases, numbers = chosen(only or (), full), thread_numbers(threads)
-    if again and not only:
-        raise ArgumentError(message("--again", "--only, which says what is measured again", "no case"))
-    if isa is not None:
-        check_choice("--isa", isa, machine.ISAS)
-        machine.limit_isa(isa)
-    if machine.version("torch") is None:
-        raise FrameworkError("bench: the references need PyTorch: pip install 'attnscore[torch]'")
-    _make_folder(out)
-    before = results.read(out / "results.json") if again else None
-    if before is not None:
-        results.check_same_setting(before, setting(numbers, quick=quick))
-    document = _run(cases, numbers, quick, error_console())
-    if before is not None:
-        document = results.joined(before, document)
-    results.write(document, out / "results.json")
+    if not 0 < seconds < math.inf:
+        raise ArgumentError(message("--seconds", "a positive number", seconds))
+    if all(version(package) is None for package in ("torch", "jax", "tensorflow")):
+        raise FrameworkError("bench: nothing to compare with but NumPy: pip install 'attnscore[torch]'")
+    rows, progress = [], error_console()
+    for pairs in (_of_torch, _of_numpy, _of_jax, _of_tensorflow):
+        try:
+            for pair in pairs():
+                progress.print(Text(f"{pair.what}, beside {pair.beside}"))
+                rows.append(_row(pair, Effort(least=3, most=101, seconds=seconds)))
+        except ImportError as error:
+            progress.print(Text(f"left out: {error.name} is not installed"))
+    caption = "medians; ratio: their time over ours, median and quartiles of alternating rounds"
+    columns = ["call", "beside", "theirs / ms", "ours / ms", "ratio", "quartiles"]
     screen = console()
-    _show(screen, document)
-    screen.print(Text(f"results.json in {out}"), soft_wrap=True)
-    if document["errors"]:
-        first = document["errors"][0]
-        raise BenchmarkFailure(f"{len(document['errors'])} failed, first {first['case']}: {first['error']}")
+    screen.print(table("Speed on this machine", columns, rows, left=2, caption=caption))
 
 
-def _on_gpu(quick: bool, out: Path) -> None:
-    """Measure on a GPU and write ``gpu.json``."""
-    gpu.check_device("cuda")
-    screen = console()
-    _make_folder(out)
-    document = gpu.run(quick, lambda text: error_console().print(Text(text)))
-    with replacing(out / "gpu.json") as file:
-        file.write((json.dumps(document, indent=1) + "\n").encode())
-    rows = [
-        [
-            row["case"],
-            row["baseline"],
-            "both" if row["backward"] else "forward",
-            row.get("error") or f"{row['ratio']:.2f}",
-        ]
-        for row in document["rows"]
-    ]
-    screen.print(table("Their time over ours", ["case", "baseline", "pass", "ratio"], rows, left=3))
-    screen.print(Text(f"gpu.json in {out}"), soft_wrap=True)
-    if wrong := [row for row in document["rows"] if row.get("is_wrong")]:
-        raise BenchmarkFailure(f"{len(wrong)} failed, first {wrong[0]['case']}: {wrong[0]['error']}")
+def _row(pair: Pair, effort: Effort) -> list[str]:
+    for found, expected in zip(_arrays(pair.ours()), _arrays(pair.theirs()), strict=True):
+        error = np.abs(found - expected).max() / np.abs(expected).max()
+        if not error < 1e-4:
+            raise WrongResult(f"bench: {pair.what}: the results differ by {error:.1e} of the largest number")
+    times = alternate(pair.ours, pair.theirs, effort)
+    ratio = summary([theirs / ours for ours, theirs in zip(*times, strict=True)])
+    ours, theirs = (f"{1e3 * summary(side)['median']:.3g}" for side in times)
+    quartiles = f"{ratio['q1']:.2f} to {ratio['q3']:.2f}"
+    return [pair.what, pair.beside, theirs, ours, f"{ratio['median']:.2f}", quartiles]
 
 
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
+def _arrays(found: Any) -> list[Any]:
+    arrays = found if isinstance(found, tuple) else (found,)
+    return [np.asarray(x.detach() if hasattr(x, "detach") else x, np.float64) for x in arrays]
 
 
-def thread_numbers(text: str | None) -> list[int]:
-    """Read the numbers in "1,2"; without a text 1 and 2, as far as there are CPUs."""
-    most = len(machine.cpus())
-    if text is None:
-        return [number for number in (1, 2) if number <= most]
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and 1 <= int(part) <= most for part in parts):
-        raise ArgumentError(message("--threads", f"numbers from 1 to the {most} CPUs here, as in 1,2", shown(text)))
-    return sorted({int(part) for part in parts})
+def _drawn(*shape: int, of: int = 3) -> list[Any]:
+    return list(np.random.default_rng(0).standard_normal((of, *shape), np.float32))
 
 
-def _run(cases: Any, numbers: list[int], quick: bool, screen: Console) -> dict[str, Any]:
-    """Run with progress on stderr: a live line on a terminal, one line for each measuring process elsewhere."""
-    if not screen.is_terminal:
-        return run(cases, numbers, quick=quick, tell=lambda text, at, of: screen.print(Text(f"[{at}/{of}] {text}")))
-    with screen.status("") as status:
-        return run(cases, numbers, quick=quick, tell=lambda text, at, of: status.update(Text(f"[{at}/{of}] {text}")))
+def _of_torch() -> Iterator[Pair]:
+    import torch
+
+    sdpa, ours = torch.nn.functional.scaled_dot_product_attention, ats.attend
+    beside = "SDPA"
+
+    def pair(what: str, attention: Any, theirs: Any, *arrays: Any, beside: str = beside) -> Pair:
+        return Pair(what, beside, functools.partial(attention, *arrays), functools.partial(theirs, *arrays))
+
+    def both(attention: Any) -> Any:
+        def run(query: Any, key: Any, value: Any, grad: Any) -> tuple[Any, ...]:
+            out = attention(query, key, value)
+            return (out, *torch.autograd.grad(out, (query, key, value), grad))
+
+        return run
+
+    usual = [torch.from_numpy(x) for x in _drawn(1, 8, 2048, 64)]
+    yield pair("PyTorch, scaled dot (1,8,2048,64)", ours, sdpa, *usual)
+    learned = [x.clone().requires_grad_() for x in usual]
+    yield pair("the same, forward + backward", both(ours), both(sdpa), *learned, usual[0])
+    causal = functools.partial(ours, mask=ats.Causal())
+    yield pair("the same, causal", causal, functools.partial(sdpa, is_causal=True), *usual)
+    padded = torch.zeros(1, 1, 1, 2048, dtype=torch.bool)
+    padded[..., :1024] = True
+    half = functools.partial(ours, valid_lens=torch.tensor([1024]))
+    yield pair("the same, half the keys padded", half, functools.partial(sdpa, attn_mask=padded), *usual)
+    i = torch.arange(2048)
+    near = (i <= i[:, None]) & (i > i[:, None] - 256)
+    window = functools.partial(ours, mask=ats.SlidingWindow(255, 0))
+    yield pair("the same, a window of 256", window, functools.partial(sdpa, attn_mask=near), *usual)
+    one = usual[0][:, :, :1], *(torch.from_numpy(x) for x in _drawn(1, 8, 32768, 64, of=2))
+    yield pair("decoding, 1 query, 32768 keys", ours, sdpa, *one)
+    tiny = [torch.from_numpy(x) for x in _drawn(2, 8, 16, 64)]
+    yield pair("tiny (2,8,16,64)", ours, sdpa, *tiny)
+    short = [torch.from_numpy(x) for x in _drawn(1, 256, 256)]
+    w_v = torch.linspace(-1, 1, 256)
+
+    def formula(query: Any, key: Any, value: Any) -> Any:
+        scores = torch.tanh(query[..., :, None, :] + key[..., None, :, :]) @ w_v
+        return torch.softmax(scores, -1) @ value
+
+    additive = functools.partial(ours, score=ats.Additive(w_v))
+    yield pair("additive (1,256,256), h 256", additive, formula, *short, beside="the formula in PyTorch")
 
 
-def _show(screen: Console, document: dict[str, Any]) -> None:
-    caption = "ratio: their time over ours; where the target is marked ≤: ours over theirs"
-    for title, columns, rows in reports.screen_tables(document):
-        if rows:
-            cells = [[cell.replace("*", "") for cell in row] for row in rows]
-            screen.print(table(title, columns, cells, left=2, caption=caption if title == "Speed" else None))
-    for each in reports.missed(document):
-        screen.print(Text(f"misses its target: {each}"))
+def _of_numpy() -> Iterator[Pair]:
+    query, key, value = _drawn(1, 8, 1024, 64)
+
+    def formula() -> Any:
+        scores = query @ key.swapaxes(-1, -2) / np.float32(8)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return weights / weights.sum(-1, keepdims=True) @ value
+
+    yield Pair(
+        "NumPy, scaled dot (1,8,1024,64)", "the formula in NumPy", lambda: ats.attend(query, key, value), formula
+    )
+
+
+def _of_jax() -> Iterator[Pair]:
+    import jax
+
+    arrays = [jax.numpy.asarray(x) for x in _drawn(1, 8, 1024, 64)]
+    theirs = jax.jit(lambda *x: jax.nn.dot_product_attention(*(y.swapaxes(1, 2) for y in x)).swapaxes(1, 2))
+    ours = jax.jit(ats.attend)
+    yield Pair(
+        "JAX, jit, scaled dot (1,8,1024,64)",
+        "dot_product_attention",
+        lambda: ours(*arrays).block_until_ready(),
+        lambda: theirs(*arrays).block_until_ready(),
+    )
+
+
+def _of_tensorflow() -> Iterator[Pair]:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import tensorflow as tf
+
+    query, key, value = (tf.constant(x) for x in _drawn(1, 8, 1024, 64))
+
+    def formula() -> Any:
+        return tf.matmul(tf.nn.softmax(tf.matmul(query, key, transpose_b=True) / 8.0), value)
+
+    yield Pair(
+        "TensorFlow, eager, scaled dot (1,8,1024,64)",
+        "the formula in TensorFlow",
+        lambda: ats.attend(query, key, value),
+        formula,
+    )

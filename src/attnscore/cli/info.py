@@ -7,8 +7,8 @@ import platform
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.bench.machine import version
 from attnscore.cli.console import console, table
+from attnscore.cli.versions import version
 
 # Use of each package, so that "not installed" also says what is missing with it.
 _OPTIONAL = {

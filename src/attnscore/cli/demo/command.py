@@ -11,8 +11,8 @@ import typer
 from rich.text import Text
 
 import attnscore
-from attnscore.bench.machine import version
 from attnscore.cli.console import console
+from attnscore.cli.versions import version
 from attnscore.errors import FileError
 from attnscore.io import read_text
 

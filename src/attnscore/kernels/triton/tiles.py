@@ -1,7 +1,7 @@
 """Tile sizes, warps and pipeline stages of the kernels: a table by architecture, kernel, form, dtype and dimension.
 
 - ``tiles.json`` is the table. A file of the same layout that ``ATTNSCORE_GPU_TILES`` names comes first, on exactly the
-  architectures that it names; ``python -m attnscore.bench.gpu_tune`` makes one.
+  architectures that it names; ``python benchmarks tune`` makes one.
 - Triton's own tuning would run at the first call of each shape; a table gives every call the same bits.
 """
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from attnscore.bench.formulas import Scores, formulas, ops
-from attnscore.bench.inputs import Inputs, Side, caller
+from bench.formulas import Scores, formulas, ops
+from bench.inputs import Inputs, Side, caller
 
 _NAMES = {
     "scaled_dot": "DotProductAttention",

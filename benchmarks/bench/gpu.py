@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 import attnscore as ats
-from attnscore.bench.reference import WrongResult
-from attnscore.bench.timing import summary
+from attnscore.cli.timing import summary
 from attnscore.errors import FrameworkError
+from bench.reference import WrongResult
 
 ROUNDS, QUICK_ROUNDS, WARM_UP = 50, 10, 5
 FLUSH_BYTES = 2**28
@@ -49,7 +49,7 @@ CASES = (
 
 def check_device(kind: str, command: str = "", hint: str = "") -> None:
     """Raise FrameworkError unless PyTorch has a GPU, which a command (by default the benchmark) needs."""
-    command = command or f"bench --device {kind}"
+    command = command or f"run --device {kind}"
     try:
         import torch
     except ImportError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attnscore.bench.reports import overview_rows, rows_of_kind
+from bench.reports import overview_rows, rows_of_kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import attnscore as ats
+from attnscore.cli.versions import version
 
 _PACKAGES = ("numpy", "torch", "jax", "jaxlib", "tensorflow", "keras", "pykeops", "onnxruntime")
 # Those that decide the speed of a kernel; all flags of a CPU fill a page.
@@ -82,15 +81,6 @@ def cpus() -> list[int]:
 def environment(threads: int) -> dict[str, str]:
     """Return the environment of a process limited to so many threads; pools read it once, when they are loaded."""
     return {**os.environ, **dict.fromkeys(_POOLS, str(threads)), "JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "tensorflow"}
-
-
-def version(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    names = (package, f"{package}-cpu", "tf-nightly") if package == "tensorflow" else (package,)
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return None
 
 
 def pin(threads: int) -> None:

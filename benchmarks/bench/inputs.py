@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import attnscore as ats
-from attnscore.bench.cases import Case
+from bench.cases import Case
 
 
 def as_tuple(found: Any) -> tuple[Any, ...]:

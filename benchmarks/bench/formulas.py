@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from attnscore.bench.cases import Score
+from bench.cases import Score
 
 Scores = Callable[[Any, Any, Any], Any]
 """Scores of (query, key, parameter)."""

@@ -2,7 +2,7 @@
 
 - Both sides of a comparison share a process, no two cases do: a baseline's pool, caches or crash stay with its case.
 - A wrong result, or a process that died, is an error of the run and no row; the other cases are still measured.
-- The document is plain data of a known form (`attnscore.bench.results`).
+- The document is plain data of a known form (`bench.results`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import attnscore as ats
-from attnscore.bench import machine
-from attnscore.bench.cases import GROWTH_TARGET, MEMORY_TARGET, Case
-from attnscore.bench.measure import Row, can_measure_memory
-from attnscore.bench.results import SCHEMA
-from attnscore.bench.timing import QUICK, QUICK_SHAPE, SHAPE, Effort, exponent
+from attnscore.cli.timing import QUICK, QUICK_SHAPE, SHAPE, Effort, exponent
+from bench import machine
+from bench.cases import GROWTH_TARGET, MEMORY_TARGET, Case
+from bench.measure import Row, can_measure_memory
+from bench.results import SCHEMA
 
 # Bytes of the naive matrices; beyond, their growth is known well enough.
 _MOST_NAIVE = 6 * 10**9
@@ -48,6 +49,8 @@ class Failed(Exception):
     """A measuring process that gave no answer, or whose result was refused."""
 
 
+FOLDER = Path(__file__).parents[1]
+"""`bench` is imported from here by ``python -m``."""
 Tell = Callable[[str, int, int], None]
 
 
@@ -113,9 +116,9 @@ def ask(request: Request, effort: Effort) -> dict[str, Any]:
         "length": request.length, "effort": dataclasses.asdict(effort),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "attnscore.bench.measure"],
+        [sys.executable, "-m", "bench.measure"],
         input=json.dumps(content), capture_output=True, text=True, check=False,
-        env=machine.environment(request.threads),
+        env=machine.environment(request.threads), cwd=FOLDER,
     )  # fmt: skip
     if done.returncode or not done.stdout.strip():
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from attnscore.bench.inputs import Inputs, ours
 from attnscore.errors import AttnscoreError
+from bench.inputs import Inputs, ours
 
 _BLOCK = 2**24  # numbers in the largest array of a block: 128 MB in float64
 _WHOLE = 2**28  # terms up to which all queries are checked, about 3 s in float64

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from attnscore.bench.baselines import BASELINES
-from attnscore.bench.cases import CASES
 from attnscore.errors import FileError
+from bench.baselines import BASELINES
+from bench.cases import CASES
 
 Row = Mapping[str, Any]
 Cells = Sequence[str]

@@ -1,6 +1,6 @@
 """Tiles of the GPU kernels: timed on a GPU, or ranked by what the compiler makes of them.
 
-``python -m attnscore.bench.gpu_tune FILE --dtype bfloat16 --dim 64 128`` writes the fastest tiles found to a table that
+``python benchmarks tune FILE --dtype bfloat16 --dim 64 128`` writes the fastest tiles found to a table that
 ``ATTNSCORE_GPU_TILES`` then names. With ``--compile-only`` it needs no GPU and times nothing.
 
 - The search goes from the tile of the table to the best of its neighbours, as long as there is a better one.
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from attnscore.bench import gpu
 from attnscore.core.problem import build_problem
 from attnscore.errors import ArgumentError, AttnscoreError, message
 from attnscore.io import replacing
@@ -39,9 +38,10 @@ from attnscore.kernels.triton.tiles import (
 )
 from attnscore.masks import Causal
 from attnscore.scores import Additive, Gaussian, Score
+from bench import gpu
 
 if TYPE_CHECKING:
-    from attnscore.kernels.triton.compiled import Code
+    from bench.gpu_code import Code
 
 ROUNDS, WARM_UP = 20, 3
 MARGIN = 0.98
@@ -269,9 +269,9 @@ def milliseconds(call: Call, tile: Tile) -> float:
 
 def code_of(entry: Entry, tile: Tile) -> Code:
     """Compile the entry's kernel with a tile, for its architecture."""
-    from attnscore.kernels.triton import compiled
+    from bench import gpu_code
 
-    found = compiled.compile_call(
+    found = gpu_code.compile_call(
         entry.architecture, entry.dtype, entry.dim, [entry.kernel], tiles={entry.kernel: tile},
         score=score_of(entry, 2, "cpu"),
     )  # fmt: skip
@@ -280,11 +280,11 @@ def code_of(entry: Entry, tile: Tile) -> Code:
 
 def tune(entry: Entry, *, compile_only: bool) -> tuple[list[Trial], Trial | None]:
     """Return all trials of an entry, and the one to write."""
-    from attnscore.kernels.triton import compiled
+    from bench import gpu_code
 
     kernel: Any = entry.kernel
     start = tile_of(kernel, entry.architecture, entry.form, entry.dtype, entry.dim)
-    limit = compiled.SHARED_MEMORY.get(entry.architecture, compiled.LARGEST_SHARED_MEMORY)
+    limit = gpu_code.SHARED_MEMORY.get(entry.architecture, gpu_code.LARGEST_SHARED_MEMORY)
     options: dict[str, Any] = {}
     if not compile_only:
         import torch
@@ -320,10 +320,10 @@ def origin(architecture: int, *, compile_only: bool) -> str:
     return f"Timed on sm_{architecture} ({facts}), Triton {triton.__version__}, {date}."
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command."""
+def main(arguments: list[str]) -> int:
+    """Run the command; return its exit status."""
     description = "Time tiles of the GPU kernels and write the fastest to a table, or rank them by their compiled code."
-    parser = argparse.ArgumentParser(prog="python -m attnscore.bench.gpu_tune", description=description)
+    parser = argparse.ArgumentParser(prog="python benchmarks tune", description=description)
     parser.add_argument("file", type=Path, help="the table to write; there is none yet")
     parser.add_argument("--form", nargs="+", choices=FORMS, default=["inner"])
     parser.add_argument("--kernel", nargs="+", choices=get_args(KernelName), help="default: all of the form")
@@ -335,6 +335,7 @@ def main(arguments: list[str] | None = None) -> None:
         run(parser.parse_args(arguments))
     except AttnscoreError as error:
         parser.exit(2, f"{error}\n")
+    return 0
 
 
 def run(given: argparse.Namespace) -> None:
@@ -366,7 +367,7 @@ def run(given: argparse.Namespace) -> None:
 def checked_architecture(given: argparse.Namespace) -> int:
     """Return the architecture to compile for: that of the device, or the one that is named."""
     if given.compile_only:
-        from attnscore.kernels.triton.compiled import SHARED_MEMORY
+        from bench.gpu_code import SHARED_MEMORY
 
         if given.architecture not in SHARED_MEMORY:
             known = ", ".join(map(str, sorted(SHARED_MEMORY)))
@@ -381,7 +382,3 @@ def checked_architecture(given: argparse.Namespace) -> int:
     if given.architecture not in (None, found):
         raise ArgumentError(message("architecture", f"that of the GPU, {found}, or --compile-only", given.architecture))
     return found
-
-
-if __name__ == "__main__":
-    main()

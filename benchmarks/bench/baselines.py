@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 import attnscore as ats
-from attnscore.bench import layers
-from attnscore.bench.formulas import Scores, formulas, ops
-from attnscore.bench.inputs import Inputs, Side, as_tuple, caller, ours
+from bench import layers
+from bench.formulas import Scores, formulas, ops
+from bench.inputs import Inputs, Side, as_tuple, caller, ours
 
 _CHOICE = 0.003  # seconds, for which a short call is tried
 

@@ -1,7 +1,7 @@
 """One measuring process: a case on so many threads, checked before it is timed.
 
-``python -m attnscore.bench.measure`` reads a request as JSON from stdin and answers as JSON on stdout.
-`attnscore.bench.runner` starts one such process for each case and number of threads.
+``python -m bench.measure`` reads a request as JSON from stdin and answers as JSON on stdout.
+`bench.runner` starts one such process for each case and number of threads.
 
 - A side is timed only after its result has been compared with the reference. A wrong result of ours ends the case with
   `WrongResult`; a baseline with a wrong result is left out.
@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from attnscore.bench import layers, machine
-from attnscore.bench.baselines import BASELINES, Unavailable, naive
-from attnscore.bench.cases import Case, Target, named
-from attnscore.bench.inputs import Inputs, Side, draw, kernel_of, ours
-from attnscore.bench.reference import Reference, WrongResult, reference
-from attnscore.bench.timing import Effort, alternate, summary
+from attnscore.cli.timing import Effort, alternate, summary
+from bench import layers, machine
+from bench.baselines import BASELINES, Unavailable, naive
+from bench.cases import Case, Target, named
+from bench.inputs import Inputs, Side, draw, kernel_of, ours
+from bench.reference import Reference, WrongResult, reference
 
 Row = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """What the compiler makes of the kernels for each architecture: registers, spills, shared memory, matrix instructions.
 
-``python -m attnscore.kernels.triton.compiled FILE`` compiles each entry of the tile table, without a GPU, and writes
+``python benchmarks gpu-code FILE`` compiles each entry of the tile table, without a GPU, and writes
 the page of the documentation. The compiler and the disassembler come with Triton.
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -44,20 +43,6 @@ _POINTERS = {
 
 
 @dataclass(frozen=True)
-class Loop:
-    """Instructions of a loop, of one warp, those of loops inside it counted once."""
-
-    instructions: int
-    special: int
-    """Special functions: reciprocals, exponentials, ..."""
-    exponentials: int
-    matrix: int
-    inner: tuple[Loop, ...]
-    skipped: int = 0
-    """Those of `instructions` that a branch jumps over, where there is no loop inside."""
-
-
-@dataclass(frozen=True)
 class Code:
     """Facts of a compiled kernel."""
 
@@ -70,8 +55,6 @@ class Code:
     matrix: str
     """Matrix instruction: HGMMA (sm_90), HMMA, or none."""
     atomics: int
-    loops: tuple[Loop, ...] = ()
-    """Outermost loops in the order of the code."""
 
 
 class Recorder(launch.Runner):
@@ -143,41 +126,15 @@ def _code(compiled: Any) -> Code:
             for option in ("--dump-resource-usage", "--dump-sass")
         )
     registers = re.search(r"REG:(\d+)", usage)
-    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_]+)([^;]*);", assembly)
-    names = [name for _, name, _ in lines]
+    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_]+)[^;]*;", assembly)
 
     def count(*wanted: str) -> int:
         return sum(name in wanted for name in names)
 
     matrix = next((name for name in ("HGMMA", "HMMA") if count(name)), "none")
     atomics = sum(name.startswith(("ATOM", "RED")) and not name.startswith("REDUX") for name in names)
-    loops = loops_of([(int(at, 16), name, rest) for at, name, rest in lines])
     spills = count("STL", "LDL")
-    return Code(int(registers[1]) if registers else 0, spills, compiled.metadata.shared, matrix, atomics, loops)
-
-
-def loops_of(lines: Sequence[tuple[int, str, str]]) -> tuple[Loop, ...]:
-    """Return the loops of an assembly of (address, instruction, rest): what a branch back jumps over."""
-    jumps = [(re.search(r"0x([0-9a-f]+)", rest), at) for at, name, rest in lines if name == "BRA"]
-    targets = [(at, int(to[1], 16)) for to, at in jumps if to is not None]
-    # A program ends in a branch to itself.
-    spans, skips = {(to, at) for at, to in targets if to < at}, [x for x in targets if x[0] < x[1]]
-
-    def inside(first: int, last: int) -> tuple[Loop, ...]:
-        within = [span for span in spans if first <= span[0] and span[1] <= last and span != (first, last)]
-        outermost = (x for x in within if not any(y[0] <= x[0] and x[1] <= y[1] for y in within if y != x))
-        return tuple(loop(*span) for span in sorted(outermost))
-
-    def loop(first: int, last: int) -> Loop:
-        body = [(name, rest) for at, name, rest in lines if first <= at <= last]
-        within, over = inside(first, last), [x for x in skips if first <= x[0] and x[1] <= last]
-        skipped = 0 if within else sum(any(x < at < y for x, y in over) for at, _, _ in lines)
-        special = [rest for name, rest in body if name == "MUFU"]
-        exponentials = sum("EX2" in rest for rest in special)
-        matrix = sum(name in ("HGMMA", "HMMA") for name, _ in body)
-        return Loop(len(body), len(special), exponentials, matrix, within, skipped)
-
-    return inside(-1, 2**62)
+    return Code(int(registers[1]) if registers else 0, spills, compiled.metadata.shared, matrix, atomics)
 
 
 ENTRIES: tuple[tuple[int, str, int, str], ...] = tuple(
@@ -226,7 +183,7 @@ def page() -> str:
         "- **shared**: KB of shared memory of a program, of 163 (sm_80), 99 (sm_89) and 227 (sm_90)",
         "- **matrix**: the instruction that multiplies tiles. No kernel has an atomic operation.",
         "",
-        "Made by `python -m attnscore.kernels.triton.compiled docs/performance/gpu-code.md`.",
+        "Made by `python benchmarks gpu-code docs/performance/gpu-code.md`.",
     ]
     for architecture in ARCHITECTURES:
         lines += [
@@ -247,6 +204,7 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
-    with replacing(Path(sys.argv[1])) as file:
+def write_page(path: Path) -> None:
+    """Replace the page of the documentation."""
+    with replacing(path) as file:
         file.write(page().encode())

@@ -1,4 +1,0 @@
-"""Benchmark of named cases against baselines, both sides in one process; `attnscore bench` runs it.
-
-Imports nothing: PyTorch and the baselines are imported by the process that measures.
-"""
