@@ -102,7 +102,7 @@ test-gpu-interpreted: $(READY) ## the GPU kernels without a GPU: on the CPU, and
 mutants: $(READY) ## small faults in a copy of the package, each of which a test must find; ARGS="NAME --again"
 	@$(BIN)/python tests/mutants/run.py $(ARGS)
 
-mutants-drawn: $(READY) ## drawn changes of core, masks and scores: the share that the tests find; ARGS="masks --count 20"
+mutants-drawn: $(READY) ## drawn changes of kernels, masks, plans, problem and scores: the share that the tests find; ARGS="masks --count 20"
 	@$(INSTALL) 'cosmic-ray==8.7.*'
 	@$(BIN)/python tests/mutants/drawn.py $(ARGS)
 

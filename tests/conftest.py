@@ -160,7 +160,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Masks that the native kernels have evaluated come in strips of 3 rows, and a Gaussian has the form of large inputs.
     """
-    from attnscore.core import tiling
+    from attnscore.kernels import tiling
     from attnscore.kernels.native import chunked_masks
     from attnscore.scores import gaussian
 

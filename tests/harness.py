@@ -18,7 +18,7 @@ import torch
 
 import attnscore as ats
 import oracle
-from attnscore.core.statistics import AttentionStats
+from attnscore.problem.statistics import AttentionStats
 from autodiff import Var, gradients
 from cases import MASK, SCORE, MaskCase, Score, Sizes
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import attnscore as ats
 import covering
-from attnscore.core import tiling
+from attnscore.kernels import tiling
 from attnscore.masks import parts_of
 
 HostArray = np.ndarray

@@ -16,7 +16,7 @@ from attnscore import backends
 from attnscore.analysis import summaries
 from attnscore.backends import base
 from attnscore.backends.jax.backend import JaxBackend
-from attnscore.core import tiling
+from attnscore.kernels import tiling
 from attnscore.kernels.native.kernel import Native
 from attnscore.scores import gaussian
 from attnscore.scores.forms import DistanceForm, InnerForm

@@ -11,9 +11,9 @@ import torch
 
 import attnscore as ats
 from attnscore.backends import native
-from attnscore.core import plan as plans
-from attnscore.core.problem import build_problem
-from attnscore.core.tiled import operands
+from attnscore.kernels.tiled import operands
+from attnscore.plans import plan as plans
+from attnscore.problem.problem import build_problem
 from cases import needs_native
 
 LENS = np.array([2, 3])

@@ -15,11 +15,11 @@ import torch
 
 import attnscore as ats
 from attnscore.backends import load
-from attnscore.core import tiling
-from attnscore.core.layout import ScoreShape
-from attnscore.core.problem import build_problem
+from attnscore.base.layout import ScoreShape
+from attnscore.kernels import tiling
 from attnscore.masks import Mask
 from attnscore.masks.intervals import MOST
+from attnscore.problem.problem import build_problem
 from bad_input import Maker
 from cases import FRAMEWORKS, MASK, MASKS, MaskCase, Sizes
 from covering import pairs

@@ -19,8 +19,8 @@ import torch
 import attnscore as ats
 from attnscore import kernels
 from attnscore.backends import native
-from attnscore.core.problem import build_problem
 from attnscore.kernels.base import Kernel
+from attnscore.problem.problem import build_problem
 from attnscore.scores.forms import DistanceForm, InnerForm
 from cases import AUTOMATIC, FRAMEWORKS
 from harness import tensor

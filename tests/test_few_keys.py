@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import attnscore as ats
-from attnscore.core import few_keys
+from attnscore.kernels import few_keys
 from cases import needs_native
 from harness import assert_each_close, directions_traced
 

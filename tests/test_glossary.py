@@ -22,7 +22,7 @@ WORDS = {
     "poses": "checks, builds",
     "recipe": "execution plan",
     "recipes": "execution plans",
-    "plain_calls": "core.plan",
+    "plain_calls": "plans.plan",
     "PlainCall": "ExecutionPlan",
     "native_inputs": "kernels.native.marshalling",
     "native_masks": "masks.lowering",

@@ -214,7 +214,7 @@ def test_on_a_device_the_smaller_limit_and_the_timer_decide(monkeypatch: pytest.
 
 def test_a_call_of_each_form_is_of_that_form() -> None:
     """So that the kernel of the entry runs: also where a Gaussian could be products."""
-    from attnscore.core.problem import build_problem
+    from attnscore.problem.problem import build_problem
 
     names = {"inner": "InnerForm", "distance": "DistanceForm", "additive": "AdditiveForm"}
     for form, name in names.items():

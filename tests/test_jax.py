@@ -17,7 +17,7 @@ from jax.test_util import check_grads
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.core import tiling
+from attnscore.kernels import tiling
 from cases import DTYPES, SCORES_WITH_ARRAYS
 from covering import some
 from harness import make_call

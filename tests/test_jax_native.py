@@ -14,10 +14,10 @@ import pytest
 
 import attnscore as ats
 from attnscore.backends.jax import ffi
-from attnscore.core import threads
-from attnscore.core.problem import build_problem
+from attnscore.base import threads
 from attnscore.kernels.native import chunked_masks
 from attnscore.masks.dynamic_intervals import traced_visibility
+from attnscore.problem.problem import build_problem
 from cases import DTYPES, in_turn, needs_native
 from covering import some
 from harness import EXTRAS, make_call

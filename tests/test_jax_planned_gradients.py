@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import attnscore as ats
-from attnscore.core import plan
-from attnscore.core.cache import BoundedCache
+from attnscore.base.cache import BoundedCache
 from attnscore.kernels.native.call import NativeCall, NativeOp
+from attnscore.plans import plan
 from harness import assert_each_close
 
 RNG = np.random.default_rng(5)

@@ -18,9 +18,9 @@ import torch
 import attnscore as ats
 from attnscore import api, backends
 from attnscore import kv_cache as cache_module
-from attnscore.core import plan
 from attnscore.errors import FileError
 from attnscore.layers.torch import MultiHeadAttention
+from attnscore.plans import plan
 from cases import needs_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,7 +18,7 @@ import torch
 from flax import nnx
 
 import attnscore as ats
-from attnscore.core.cache import BoundedCache
+from attnscore.base.cache import BoundedCache
 from attnscore.layers import flax
 from attnscore.layers.description import FEW_WEIGHTS
 from attnscore.layers.flax import (

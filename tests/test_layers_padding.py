@@ -15,9 +15,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
-from attnscore.core import padding
 from attnscore.layers import torch as layers
 from attnscore.layers.torch import AdditiveAttention, MultiHeadAttention
+from attnscore.plans import padding
 from layer_cases import BATCH, KEYS, LAYERS, Case, close
 
 pytestmark = pytest.mark.usefixtures("torch_seed")

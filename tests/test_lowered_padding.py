@@ -13,8 +13,8 @@ import torch
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.core import lowered, padding, plan
-from attnscore.core.cache import BoundedCache
+from attnscore.base.cache import BoundedCache
+from attnscore.plans import lowered, padding, plan
 
 _PROJECTING: dict[str, Callable[[Any], Any]] = {
     "additive": lambda x: ats.Additive(x[0][0], x[0], x[1], x[1][0]),

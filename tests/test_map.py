@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore.core.cache import BoundedCache
+from attnscore.base.cache import BoundedCache
 
 SOURCE = Path(ats.__file__).parent
 PAGE = SOURCE.parents[1] / "docs" / "map.md"
@@ -64,8 +64,8 @@ def entries(call: Callable[[], Any], query: torch.Tensor) -> Counter[str]:
 @pytest.mark.skipif(not NATIVE, reason="the map is that of the native kernel")
 def test_the_map_lists_the_files_of_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
     ats.attend(*torch.ones(3, 1, 3, 2, 4))
-    monkeypatch.setattr("attnscore.core.plan.PLANS", BoundedCache())
-    monkeypatch.setattr("attnscore.core.problem._LAYOUTS", BoundedCache())
+    monkeypatch.setattr("attnscore.plans.plan.PLANS", BoundedCache())
+    monkeypatch.setattr("attnscore.problem.problem._LAYOUTS", BoundedCache())
     query, key, value = torch.randn(3, 2, 3, 5, 8)
     on_hit, on_miss = (
         set(re.findall(r"`([^`]+)`", line)) for line in PAGE.read_text().splitlines() if line.startswith("- cache ")

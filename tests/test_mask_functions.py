@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore.core.problem import build_problem
 from attnscore.masks import function as mask_function
 from attnscore.masks.cached import CachedMask
 from attnscore.masks.intervals import IntervalSet
+from attnscore.problem.problem import build_problem
 from cases import AUTOMATIC, needs_native
 
 RNG = np.random.default_rng(3)

@@ -14,9 +14,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
-from attnscore.core import plan
-from attnscore.core.cache import BoundedCache
+from attnscore.base.cache import BoundedCache
 from attnscore.kernels.native import call, kernel, marshalling
+from attnscore.plans import plan
 from native_cases import native
 from noted_plans import NotedPlan
 

@@ -17,7 +17,7 @@ import torch
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.core.cache import BoundedCache
+from attnscore.base.cache import BoundedCache
 from native_cases import Case, native, same
 from noted_plans import NotedPlan
 
@@ -299,7 +299,7 @@ def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.Mon
 
     for module in ("kernel", "call"):
         monkeypatch.setattr(f"attnscore.kernels.native.{module}._native", Watched())
-    monkeypatch.setattr("attnscore.core.plan.PLANS", BoundedCache(8))
+    monkeypatch.setattr("attnscore.plans.plan.PLANS", BoundedCache(8))
     torch.set_num_threads(3)
     ats.set_num_threads(5)
     x = torch.ones(2, 3, 4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore.core.cache import BoundedCache
+from attnscore.base.cache import BoundedCache
 from native_cases import GRADIENTS, INPUTS, native
 from own_scores import OwnPlain
 
@@ -39,7 +39,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(
         "attnscore.kernels.native.kernel.Native.prepare", lambda *_: None
     )  # what is prepared passes by it
-    monkeypatch.setattr("attnscore.core.plan.PLANS", BoundedCache())
+    monkeypatch.setattr("attnscore.plans.plan.PLANS", BoundedCache())
     return found
 
 

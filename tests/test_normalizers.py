@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.core import normalizers, tiling
+from attnscore.kernels import tiling
+from attnscore.problem import normalizers
 
 NORMALIZERS: dict[str, Any] = {
     "sigmoid": "sigmoid",

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.core import one_tile, tiled
+from attnscore.kernels import one_tile, tiled
 from attnscore.scores import gaussian
 from attnscore.scores.forms import DistanceForm
 from cases import needs_native

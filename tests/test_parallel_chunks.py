@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore.core.statistics import TABLE
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError
 from attnscore.parallel import attend_chunks
+from attnscore.problem.statistics import TABLE
 
 RNG = np.random.default_rng(7)
 BATCH, HEADS, N, M, DIM = 2, 4, 9, 53, 6

@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
 from attnscore import scores
-from attnscore.core import plan, tiling
-from attnscore.core.cache import BoundedCache
+from attnscore.base.cache import BoundedCache
+from attnscore.kernels import tiling
 from attnscore.masks import Mask, cached
+from attnscore.plans import plan
 from attnscore.scores.forms import InnerForm
 
 # Plans of the native kernel alone are cached; without it every call is checked.

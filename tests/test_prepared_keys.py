@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore.core import plan
-from attnscore.core.cache import BoundedCache
+from attnscore.base.cache import BoundedCache
 from attnscore.layers.torch import AdditiveAttention, DotProductAttention
+from attnscore.plans import plan
 from cases import SCORE, Sizes, needs_native
 from covering import pairs
 from own_scores import OwnAbsolute

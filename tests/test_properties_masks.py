@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.core import tiling
-from attnscore.core.layout import ScoreShape
+from attnscore.base.layout import ScoreShape
+from attnscore.kernels import tiling
 from attnscore.masks import IntervalSet, split
 from attnscore.masks.intervals import MOST
 from strategies import HostArray, fits, law, leaves, masks
@@ -200,7 +200,7 @@ def test_a_plan_skips_nothing_that_is_seen_and_tests_all_that_is_partial(
 
 
 def _plan(query: HostArray, key: HostArray, mask: ats.Mask, tile: tuple[int, int]) -> tiling.TilePlan:
-    from attnscore.core.problem import build_problem
+    from attnscore.problem.problem import build_problem
 
     problem, _ = build_problem(query, key, key, mask=mask)
     return tiling.plan(problem, tile)

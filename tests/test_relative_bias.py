@@ -12,8 +12,8 @@ import tensorflow as tf
 import torch
 
 import attnscore as ats
-from attnscore.core import plan
 from attnscore.kernels.native import chunked_masks
+from attnscore.plans import plan
 from covering import pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")

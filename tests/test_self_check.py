@@ -17,8 +17,8 @@ import pytest
 import attnscore as ats
 from attnscore import kernels, masks, scores, testing
 from attnscore.backends import native
-from attnscore.core.tiled import Result
-from attnscore.kernels.tiled import Streaming
+from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiled import Result
 
 Change = Callable[[Any, Result], Result]
 

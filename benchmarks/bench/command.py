@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from attnscore.base.arguments import check_choice, shown
 from attnscore.cli.console import console, error_console, table
 from attnscore.cli.versions import version
-from attnscore.core.arguments import check_choice, shown
 from attnscore.errors import ArgumentError, AttnscoreError, FileError, FrameworkError, message
 from attnscore.io import replacing
 from bench import gpu, machine, reports, results

@@ -19,13 +19,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attnscore.core import tiled, tiling
-from attnscore.core.problem import build_problem
-from attnscore.core.tiled import RowGradients
 from attnscore.io import replacing
+from attnscore.kernels import tiled, tiling
+from attnscore.kernels.tiled import RowGradients
 from attnscore.kernels.triton import launch
 from attnscore.kernels.triton.tiles import Tile, tile_of
 from attnscore.masks import Causal
+from attnscore.problem.problem import build_problem
 
 ARCHITECTURES = (80, 89, 90)
 """Those of the page."""

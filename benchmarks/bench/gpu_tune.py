@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from attnscore.core.problem import build_problem
 from attnscore.errors import ArgumentError, AttnscoreError, message
 from attnscore.io import replacing
 from attnscore.kernels.triton.tiles import (
@@ -37,6 +36,7 @@ from attnscore.kernels.triton.tiles import (
     tile_of,
 )
 from attnscore.masks import Causal
+from attnscore.problem.problem import build_problem
 from attnscore.scores import Additive, Gaussian, Score
 from bench import gpu
 
@@ -186,8 +186,8 @@ class Call:
 
     def gradients(self, runner: Any) -> dict[str, Any]:
         """Return output and gradients by the kernels; `runner` launches them."""
-        from attnscore.core import tiled, tiling
-        from attnscore.core.tiled import RowGradients
+        from attnscore.kernels import tiled, tiling
+        from attnscore.kernels.tiled import RowGradients
         from attnscore.kernels.triton import launch
 
         query, key, value, grad = self.arrays
@@ -202,8 +202,8 @@ class Call:
 
     def reference(self) -> dict[str, Any]:
         """Return what `gradients` does, by the streaming kernel in float64."""
-        from attnscore.core import tiled, tiling
-        from attnscore.core.tiled import RowGradients
+        from attnscore.kernels import tiled, tiling
+        from attnscore.kernels.tiled import RowGradients
 
         query, key, value, grad = (x.double() for x in self.arrays)
         score: Any = self.score

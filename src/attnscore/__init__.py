@@ -8,11 +8,7 @@ from attnscore.analysis.functional import masked_softmax, merge, softmax_jacobia
 from attnscore.analysis.summaries import TopWeights, key_mass, pooled_weights, top_weights
 from attnscore.analysis.weights import attention_scores, attention_weights
 from attnscore.api import Gradients, attend, attend_vjp
-from attnscore.core.normalizers import Entmax
-from attnscore.core.prepared import PreparedKeys, prepare_keys
-from attnscore.core.relative import relative_buckets, relative_positions
-from attnscore.core.statistics import AttentionStats
-from attnscore.core.threads import get_num_threads, set_num_threads
+from attnscore.base.threads import get_num_threads, set_num_threads
 from attnscore.errors import (
     ArgumentError,
     AttnscoreError,
@@ -40,6 +36,10 @@ from attnscore.masks import (
     ValidLens,
 )
 from attnscore.packing import pack, pack_padded, unpack, unpack_padded
+from attnscore.plans.prepared import PreparedKeys, prepare_keys
+from attnscore.problem.normalizers import Entmax
+from attnscore.problem.relative import relative_buckets, relative_positions
+from attnscore.problem.statistics import AttentionStats
 from attnscore.scores import (
     Additive,
     Bilinear,

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple, cast
 from attnscore import backends, kernels
 from attnscore.analysis.weights import row_gradient
 from attnscore.backends.base import Array, sum_to
-from attnscore.core import plan as plans
-from attnscore.core import tiling
-from attnscore.core.arguments import CallArguments, check_flag, shown
-from attnscore.core.prepared import PreparedKeys
-from attnscore.core.problem import Problem, build_problem, wanted_statistics
+from attnscore.base.arguments import CallArguments, check_flag, shown
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
-from attnscore.kernels import AttentionOp
+from attnscore.kernels import AttentionOp, tiling
 from attnscore.masks import ValidLens
 from attnscore.packing import attend_ragged
+from attnscore.plans import plan as plans
+from attnscore.plans.prepared import PreparedKeys
+from attnscore.problem.problem import Problem, build_problem, wanted_statistics
 from attnscore.scores import ScoreGradients, arrays_of
 from attnscore.scores.base import Pullback
 

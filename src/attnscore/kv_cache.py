@@ -30,8 +30,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.api import attend
 from attnscore.backends.base import Array, Backend, itemsize
-from attnscore.core.arguments import check_count, check_flag, is_whole, shown
-from attnscore.core.prepared import prepare_keys
+from attnscore.base.arguments import check_count, check_flag, is_whole, shown
 from attnscore.errors import ArgumentError, FileError, FrameworkError, ShapeError, message
 from attnscore.kv_buffers import checks
 from attnscore.kv_buffers.checks import AppendShapes, with_heads_first
@@ -40,6 +39,7 @@ from attnscore.kv_buffers.storage import STORAGE, Storage, moved
 from attnscore.masks import Dense, Mask, ValidLens
 from attnscore.masks.index_values import host_ints
 from attnscore.masks.shape_spec import shape_of
+from attnscore.plans.prepared import prepare_keys
 from attnscore.scores.arrays import arrays_of, with_arrays
 from attnscore.scores.base import describe
 

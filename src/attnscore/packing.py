@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, Ragged, is_unknown
-from attnscore.core.arguments import check_count, is_whole, shown
+from attnscore.backends.base import Array, Backend, Ragged
+from attnscore.base.arguments import check_count, is_whole, shown
+from attnscore.base.sizes import is_unknown
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message
 from attnscore.masks import And, Causal, Mask, Or, Packed, SlidingWindow
 from attnscore.masks.index_values import check_cumulative, check_whole

@@ -30,13 +30,10 @@ from attnscore.analysis.weights import attention_scores
 from attnscore.api import attend, attend_vjp
 from attnscore.backends.base import Array, Backend
 from attnscore.backends.numpy import detached
-from attnscore.core import tiling
-from attnscore.core.online_softmax import STATISTICS
-from attnscore.core.problem import Problem, build_problem
-from attnscore.core.tiled import Result, RowGradients
 from attnscore.errors import ArgumentError, message
-from attnscore.kernels import AttentionOp, Kernel
-from attnscore.kernels.triton.kernel import is_interpreted
+from attnscore.kernels import AttentionOp, Kernel, tiling
+from attnscore.kernels.tiled import Result, RowGradients
+from attnscore.kernels.triton import is_interpreted
 from attnscore.masks import (
     Causal,
     Dense,
@@ -51,6 +48,8 @@ from attnscore.masks import (
     SlidingWindow,
     ValidLens,
 )
+from attnscore.problem.online_softmax import STATISTICS
+from attnscore.problem.problem import Problem, build_problem
 from attnscore.scores import (
     Additive,
     Bilinear,

@@ -11,8 +11,8 @@ import torch
 from device_calls import DEVICE, equal, run
 
 import attnscore as ats
-from attnscore.core.statistics import TABLE
 from attnscore.kernels.triton import launch
+from attnscore.problem.statistics import TABLE
 from cases import MASK, Sizes
 from covering import pairs
 from harness import EXTRAS, Call, make_call

@@ -14,7 +14,7 @@ from device_calls import DEVICE, equal
 
 import attnscore as ats
 import triton_scores as own
-from attnscore.core.statistics import TABLE
+from attnscore.problem.statistics import TABLE
 from covering import pairs
 
 pytestmark = [

@@ -11,10 +11,10 @@ import torch
 from device_calls import DEVICE
 
 import attnscore as ats
-from attnscore.core import plan as plans
-from attnscore.core.cache import BoundedCache
+from attnscore.base.cache import BoundedCache
 from attnscore.kernels.triton import call
 from attnscore.kernels.triton.kernel import Triton
+from attnscore.plans import plan as plans
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

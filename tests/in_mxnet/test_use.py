@@ -15,7 +15,7 @@ from mxnet import autograd, np, npx
 import attnscore as ats
 from attnscore.backends.mxnet import backend as ours
 from attnscore.backends.mxnet import gradients
-from attnscore.core import plan as plans
+from attnscore.plans import plan as plans
 from attnscore.testing import check_framework, check_score
 from own_scores import OwnAbsolute, OwnPlain
 

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import attnscore as ats
-from attnscore.core import tiling
+from attnscore.kernels import tiling
 from attnscore.scores import gaussian
 from cases import MASK, SCORE, Sizes
 from in_mxnet.exchange import receive, send

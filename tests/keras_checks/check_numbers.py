@@ -25,7 +25,7 @@ from together import (
 )
 
 import attnscore as ats
-from attnscore.core.cache import BoundedCache
+from attnscore.base.cache import BoundedCache
 from attnscore.layers import keras as layers
 from attnscore.layers import keras_inputs
 from attnscore.layers.description import FEW_WEIGHTS

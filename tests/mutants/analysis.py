@@ -61,7 +61,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "statistics-trace-of-a-full-row",
-        "src/attnscore/core/statistics.py",
+        "src/attnscore/problem/statistics.py",
         "AttentionStats.jacobian_trace",
         "A - B",
         "1 - B",

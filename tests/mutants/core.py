@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants.fault import Fault
 
-_ENGINE = "src/attnscore/core/tiled.py"
+_ENGINE = "src/attnscore/kernels/tiled.py"
 _STREAMING = "tests/test_every_kernel.py -k streaming"
 
 FAULTS: list[Fault] = [
@@ -37,7 +37,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "softmax-merge-entropy-at-another-maximum",
-        "src/attnscore/core/statistics.py",
+        "src/attnscore/problem/statistics.py",
         "_merge_sum_exp_logit",
         "A.sums[0] + A.step * A.total",
         "A.sums[0]",
@@ -46,7 +46,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "softmax-merge-variance-between-parts",
-        "src/attnscore/core/statistics.py",
+        "src/attnscore/problem/statistics.py",
         "_merge_moments",
         "A + B + C * C * D * X",
         "A + B",
@@ -55,7 +55,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "softmax-empty-row-log-sum-exp",
-        "src/attnscore/core/online_softmax.py",
+        "src/attnscore/problem/online_softmax.py",
         "finish",
         "ops.where(A, NEG_INF, B)",
         "B",
@@ -100,7 +100,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "grid-heads-of-a-group-interleaved",
-        "src/attnscore/core/layout.py",
+        "src/attnscore/base/layout.py",
         "AxisLayout.to_canonical",
         "ops.reshape(A, (*A.shape[:-3], self.score_shape.heads, self.score_shape.groups, *A.shape[-2:]))",
         "ops.swap_axes(ops.reshape(A, (*A.shape[:-3], self.score_shape.groups, self.score_shape.heads, "
@@ -110,7 +110,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "dropout-high-word-of-the-seed",
-        "src/attnscore/core/dropout.py",
+        "src/attnscore/problem/dropout.py",
         "kept",
         "A + ops.low_32_bits(ops.shift_right(B, 32)) + C",
         "A + ops.low_32_bits(ops.shift_right(B, 32))",
@@ -128,7 +128,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plan-without-the-scale",
-        "src/attnscore/core/plan.py",
+        "src/attnscore/plans/plan.py",
         "_score_signature",
         "(A, type(B), B, type(C), C)",
         "(A, type(B), type(C), C)",
@@ -137,7 +137,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plan-without-the-mask",
-        "src/attnscore/core/plan.py",
+        "src/attnscore/plans/plan.py",
         "signature",
         "numbers_of(A, B)",
         'numbers_of(A, B) and "mask"',
@@ -146,7 +146,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "one-tile-masked-nan-reaches-the-output",
-        "src/attnscore/core/one_tile.py",
+        "src/attnscore/kernels/one_tile.py",
         "_forward",
         "_is_wrong(ops, A, B)",
         "None",
@@ -155,7 +155,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "few-keys-masked-nan-reaches-w-v",
-        "src/attnscore/core/few_keys.py",
+        "src/attnscore/kernels/few_keys.py",
         "_scores",
         "_isolated(ops, _by_dims(A), B + C)",
         "B + C",
@@ -164,7 +164,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plan-with-or-without-exponentials",
-        "src/attnscore/core/plan.py",
+        "src/attnscore/plans/plan.py",
         "signature",
         "[A, B is None, C is None, D is None, *map(type, X), X]",
         "[A, B is None, C is None, *map(type, X), X]",
@@ -173,7 +173,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "prepared-exponentials-of-the-old-keys",
-        "src/attnscore/core/prepared.py",
+        "src/attnscore/plans/prepared.py",
         "_PrivateKeys.share",
         "self.exps = None",
         "pass",
@@ -182,7 +182,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "prepared-keys-that-a-hook-may-write-to",
-        "src/attnscore/core/prepared.py",
+        "src/attnscore/plans/prepared.py",
         "_PrivateKeys.of",
         "ops.from_memory(ops.memory(A).copy(), ops.dtype(A), A)",
         "A",
@@ -227,7 +227,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plan-lowered-for-other-parameters",
-        "src/attnscore/core/lowered.py",
+        "src/attnscore/plans/lowered.py",
         "LoweredCall.run",
         "A or lower(ops, B, C, D, self.computed, X)",
         "lower(ops, self.__dict__.setdefault('score', B), C, D, self.computed, X)",
@@ -245,7 +245,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plan-records-what-its-score-computes",
-        "src/attnscore/core/plan.py",
+        "src/attnscore/plans/plan.py",
         "_records",
         "not (A and ops.has_planned_gradients)",
         "A or not ops.has_planned_gradients",
@@ -254,7 +254,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plan-without-the-options",
-        "src/attnscore/core/plan.py",
+        "src/attnscore/plans/plan.py",
         "signature",
         "[A, B is None, C is None, D is None, *map(type, X), X]",
         "[A, B is None, C is None, D is None, *map(type, X)]",
@@ -263,7 +263,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plan-remembered-without-its-mask",
-        "src/attnscore/core/tiling.py",
+        "src/attnscore/kernels/tiling.py",
         "planned",
         "(A.score_shape, A.form.values_per_pair(), B, _scores_of_tile(A))",
         "(A.score_shape, A.form.values_per_pair(), _scores_of_tile(A))",
@@ -272,7 +272,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "problem-shape-of-the-bias",
-        "src/attnscore/core/problem.py",
+        "src/attnscore/problem/problem.py",
         "check_bias",
         "check_bias_shape(tuple(A.shape), B.score_shape)",
         "pass",
@@ -407,7 +407,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "cache-hits-do-not-count",
-        "src/attnscore/core/cache.py",
+        "src/attnscore/base/cache.py",
         "BoundedCache.get",
         "A.used != self._inserted",
         "False",

@@ -79,7 +79,7 @@ def failure(name: str, texts: dict[str, str], module: Path | None, seconds: floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("packages", nargs="*", default=["core", "masks", "scores"])
+    parser.add_argument("packages", nargs="*", default=["kernels", "masks", "plans", "problem", "scores"])
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=600, help="the most time for the tests of a change, each time")

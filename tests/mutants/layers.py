@@ -165,7 +165,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "layer-prepared-keys-keep-their-score",
-        "src/attnscore/core/prepared.py",
+        "src/attnscore/plans/prepared.py",
         "with_exps_of",
         "_bound(A._private, B.pop('score'))",
         "_bound(A._private, B.pop('score') and A.score)",

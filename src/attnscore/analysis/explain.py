@@ -11,13 +11,13 @@ import numpy as np
 from attnscore import backends, kernels, scores
 from attnscore.backends import native
 from attnscore.backends.base import Array, itemsize
-from attnscore.core import tiling
-from attnscore.core.arguments import check_choice, check_count, check_flag, shown
-from attnscore.core.plan import MOST_HEADS
-from attnscore.core.prepared import PreparedKeys
-from attnscore.core.problem import build_problem, wanted_statistics
-from attnscore.core.tiling import TilePlan
+from attnscore.base.arguments import check_choice, check_count, check_flag, shown
 from attnscore.errors import ArgumentError, message
+from attnscore.kernels import tiling
+from attnscore.kernels.tiling import TilePlan
+from attnscore.plans.plan import MOST_HEADS
+from attnscore.plans.prepared import PreparedKeys
+from attnscore.problem.problem import build_problem, wanted_statistics
 from attnscore.scores import Additive, Bilinear, arrays_of
 from attnscore.scores.base import operations_of
 

@@ -9,11 +9,11 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator
-from attnscore.core.arguments import check_held, check_positive, is_whole, largest_of, shown
-from attnscore.core.layout import AxisLayout, ScoreShape
-from attnscore.core.online_softmax import NEG_INF, safe_max, whole_rows
+from attnscore.base.arguments import check_held, check_positive, is_whole, largest_of, shown
+from attnscore.base.layout import AxisLayout, ScoreShape
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.masks import Mask, as_mask
+from attnscore.problem.online_softmax import NEG_INF, safe_max, whole_rows
 
 
 def masked_softmax(

@@ -15,12 +15,13 @@ import numpy as np
 from attnscore import backends, kernels
 from attnscore.analysis import topk
 from attnscore.analysis.weights import matrix_of, problem_without_value, sliced
-from attnscore.backends.base import Array, is_unknown
-from attnscore.core import tiled, tiling
-from attnscore.core.arguments import is_whole, shown
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import RowGradients
+from attnscore.backends.base import Array
+from attnscore.base.arguments import is_whole, shown
+from attnscore.base.sizes import is_unknown
 from attnscore.errors import ArgumentError, message
+from attnscore.kernels import tiled, tiling
+from attnscore.kernels.tiled import RowGradients
+from attnscore.problem.problem import Problem
 
 # Weights computed at a time: 4 MB in float32, and a few arrays of that size.
 _MAX_WEIGHTS = 2**20

@@ -18,12 +18,13 @@ from typing import final
 import numpy as np
 
 from attnscore import kernels
-from attnscore.backends.base import HALF_PRECISION, Array, Backend, HostArray, is_unknown
-from attnscore.core import tiling
-from attnscore.core.layout import ScoreShape
-from attnscore.core.online_softmax import NEG_INF
-from attnscore.core.problem import Problem
+from attnscore.backends.base import HALF_PRECISION, Array, Backend, HostArray
+from attnscore.base.layout import ScoreShape
+from attnscore.base.sizes import is_unknown
+from attnscore.kernels import tiling
 from attnscore.masks import Intervals, Mask
+from attnscore.problem.online_softmax import NEG_INF
+from attnscore.problem.problem import Problem
 from attnscore.scores.forms import Form, Role
 
 # Keys in a block: a tile of the native kernel.

@@ -11,16 +11,15 @@ import numpy as np
 
 from attnscore import backends, kernels
 from attnscore.backends.base import FLOATING, Array, Backend
-from attnscore.core import plan as plans
-from attnscore.core import tiling
-from attnscore.core.arguments import CallArguments, is_number, is_whole, shown
-from attnscore.core.layout import ScoreShape
-from attnscore.core.online_softmax import NEG_INF, log_weights
-from attnscore.core.prepared import PreparedKeys
-from attnscore.core.problem import NO_VALUE, PairMatrix, Problem, build_problem, without_value
+from attnscore.base.arguments import CallArguments, is_number, is_whole, shown
+from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
-from attnscore.kernels import AttentionOp
+from attnscore.kernels import AttentionOp, tiling
 from attnscore.masks import Intervals, IntervalSet, Mask
+from attnscore.plans import plan as plans
+from attnscore.plans.prepared import PreparedKeys
+from attnscore.problem.online_softmax import NEG_INF, log_weights
+from attnscore.problem.problem import NO_VALUE, PairMatrix, Problem, build_problem, without_value
 from attnscore.scores.forms import Role
 
 HostIndex = np.ndarray[Any, Any]

@@ -11,115 +11,30 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnscore import api, backends, kernels, masks, scores
+from attnscore import api, backends, kernels, scores
 from attnscore.analysis import weights as blocks
 from attnscore.api import Gradients
 from attnscore.backends import torch_private as private
 from attnscore.backends.base import accumulator
-from attnscore.core import tiling
-from attnscore.core.arguments import check_flag
-from attnscore.core.normalizers import Entmax
-from attnscore.core.problem import Problem, build_problem, wanted_statistics
-from attnscore.core.statistics import AttentionStats
+from attnscore.base.arguments import check_flag
 from attnscore.errors import FrameworkError, message
 from attnscore.integrations import torch_export
-from attnscore.kernels import AttentionOp
+from attnscore.integrations.torch_expressions import SAVED, Slots, can_be_written, is_exporting, read
+from attnscore.kernels import AttentionOp, tiling
 from attnscore.kernels.base import DIFFERENTIABLE
+from attnscore.problem.problem import Problem, build_problem, wanted_statistics
+from attnscore.problem.statistics import AttentionStats
 from attnscore.scores.base import Pullback
 
 _OPS = backends.load("torch")
-_BUILTIN: tuple[type[Any], ...] = (*scores.BUILTIN.values(), *masks.BUILTIN, Entmax)
-_CLASSES: dict[str, Any] = {kind.__name__: kind for kind in _BUILTIN}
-_FIELDS = {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in _CLASSES.items()}
-_FUNCTIONS = _CLASSES | {"float": float, "int": int}
-# First rows of an operator's second result, which its backward reads. The statistics follow.
-_SAVED = ("log_denom", "row_max")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's own
-def _is_exporting() -> bool:
-    """Return `torch.compiler.is_exporting`, which the compiler of torch before 2.12 takes to be true."""
-    return torch.compiler.is_exporting()
-
-
-# ---------------------------------------------------------------- expression of a call
-
-
-class _Slots:
-    """Tensors and numbers of an expression, in their order."""
-
-    def __init__(self) -> None:
-        self.arrays: list[Tensor] = []
-        self.integers: list[Any] = []
-
-    def written(self, x: Any) -> str:
-        """Return `x` as an expression; see `_can_be_written`."""
-        if isinstance(x, (np.integer, np.floating)):
-            x = x.item()
-        if x is None or isinstance(x, (bool, str)):
-            return repr(x)
-        if isinstance(x, (int, torch.SymInt)):
-            self.integers.append(x)
-            return f"integers[{len(self.integers) - 1}]"
-        if isinstance(x, float) and _is_exporting():
-            # A constant, which `decomposed` can read.
-            return f"float({str(x)!r})"
-        if isinstance(x, (float, torch.SymFloat)):
-            # As a tensor: a float among the arguments of an operator is a constant of the graph. The sum, and not a
-            # tensor filled with it, is what torch keeps free.
-            return f"float({self.written(torch.zeros((), dtype=torch.float64) + cast(float, x))})"
-        if isinstance(x, (np.ndarray, np.number)):
-            x = torch.as_tensor(x)
-        if isinstance(x, Tensor):
-            self.arrays.append(x)
-            return f"arrays[{len(self.arrays) - 1}]"
-        if isinstance(x, (list, tuple)):
-            return "[" + ", ".join([self.written(part) for part in x]) + "]"
-        name = type(x).__name__
-        return name + "(" + ", ".join([self.written(getattr(x, field)) for field in _FIELDS[name]]) + ")"
-
-
-def _can_be_written(x: Any) -> bool:
-    """Return whether `x` has an expression."""
-    if x is None or isinstance(x, (str, int, float, torch.SymInt, torch.SymFloat, Tensor, np.ndarray, np.number)):
-        return True
-    if isinstance(x, (list, tuple)):
-        return all(_can_be_written(part) for part in x)
-    name = type(x).__name__
-    return _CLASSES.get(name) is type(x) and all(_can_be_written(getattr(x, field)) for field in _FIELDS[name])
-
-
-@lru_cache(maxsize=512)
-def _parsed(expression: str) -> ast.expr:
-    return ast.parse(expression, mode="eval").body
-
-
-def _read(expression: str, names: Sequence[str] = (), **slots: Sequence[Any]) -> dict[str, Any]:
-    """Read the arguments of a call from its expression, or those in `names` alone."""
-
-    def value(node: Any) -> Any:
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.List):
-            return [value(part) for part in node.elts]
-        if isinstance(node, ast.Subscript):
-            slot: Any = node
-            return slots[slot.value.id][slot.slice.value]
-        return _FUNCTIONS[node.func.id](*(value(part) for part in node.args))
-
-    call = cast(ast.Call, _parsed(expression))
-    return {str(keyword.arg): value(keyword.value) for keyword in call.keywords if not names or keyword.arg in names}
 
 
 # ---------------------------------------------------------------- the operators
@@ -152,7 +67,7 @@ class _OperatorCall:
 
     def gradients(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None], given: dict[str, Any]) -> Gradients:
         """Compute the gradients without autograd, which an operator does not have."""
-        run, names = self.run, (*_SAVED, *self.problem.statistics)
+        run, names = self.run, (*SAVED, *self.problem.statistics)
 
         def row(x: Tensor | None, name: str) -> Any:
             found = None if x is None or name not in names else x[names.index(name)]
@@ -188,7 +103,7 @@ def _attend(
 
     Weights are in the accumulator dtype; where the caller does not want them there are none, an array (0,).
     """
-    arguments = _read(expression, arrays=arrays, integers=integers)
+    arguments = read(expression, arrays=arrays, integers=integers)
     with _OPS.numeric_scope():
         call = _OperatorCall.of(query, key, value, arguments)
         result = call.run()
@@ -209,7 +124,7 @@ def _shapes(
     integers: Sequence[int],
     expression: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    arguments = _read(expression, ("head_axis", "statistics", "matrix"), integers=integers)
+    arguments = read(expression, ("head_axis", "statistics", "matrix"), integers=integers)
     axes = max(query.dim(), key.dim(), value.dim())
     swapped = axes >= 4 and arguments["head_axis"] == -2
     shapes = [(1,) * (axes - x.dim()) + tuple(x.shape) for x in (query, key, value)]
@@ -222,7 +137,7 @@ def _shapes(
     rows = (*lead, *heads, shapes[0][-2])
     out = query.new_empty((*rows, shapes[2][-1]))
     out = out.transpose(-3, -2) if swapped else out
-    count = len(_SAVED) + len(arguments["statistics"])
+    count = len(SAVED) + len(arguments["statistics"])
     sums = getattr(torch, accumulator(_OPS.dtype(query)))
     weights = (0,) if arguments.get("matrix") is None else (*rows, shapes[1][-2])
     return out, query.new_empty((count, *out.shape[:-1]), dtype=sums), query.new_empty(weights, dtype=sums)
@@ -247,7 +162,7 @@ def _attend_backward(
     """Compute those gradients of query, key, value and arrays that are wanted."""
     # Arrays are distinguished by identity, and one may be passed twice.
     arrays = [x.view_as(x) for x in arrays]
-    arguments = _read(expression, arrays=arrays, integers=integers)
+    arguments = read(expression, arrays=arrays, integers=integers)
     given = {"query": query, "key": key, "value": value} | {name: arguments[name] for name in ("bias", "sink")}
     with _OPS.numeric_scope():
         call = _OperatorCall.of(query, key, value, arguments, pullback=True)
@@ -317,25 +232,6 @@ def _backward(ctx: Any, *grads_out: Tensor | None) -> tuple[Any, ...]:
 _attend.register_autograd(_backward, setup_context=_keep)
 
 
-def decomposed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor],
-    integers: Sequence[int],
-    expression: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the operator returns, in torch's own operators; what only its backward reads is NaN."""
-    problem, result = torch_export.run(query, key, value, **_read(expression, arrays=arrays, integers=integers))
-    layout = problem.layout
-    out = layout.from_canonical(_OPS, result.out)
-    unknown = query.new_full((), float("nan"), dtype=getattr(torch, problem.accumulator)).expand(out.shape[:-1])
-    statistics = [layout.rows_from_canonical(_OPS, result.statistics[name][..., 0]) for name in problem.statistics]
-    has_matrix = result.matrix is not None
-    weights = layout.scores_from_canonical(_OPS, result.matrix) if has_matrix else unknown.new_empty(0)
-    return out, torch.stack([unknown] * len(_SAVED) + statistics), weights
-
-
 # ---------------------------------------------------------------- entry point
 
 
@@ -366,13 +262,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     if arguments["dropout"] != 0 and arguments["seed"] is None:
         # Drawn in the graph: an operator has no state. The compiler may compute any part of the graph again in the
         # backward, but restores the generator for random operators of a checkpoint alone.
-        if torch.compiler.is_dynamo_compiling() and not _is_exporting():
+        if torch.compiler.is_dynamo_compiling() and not is_exporting():
             arguments["seed"] = checkpoint(_replayed_seed, use_reentrant=False)
         else:
             arguments["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
     if isinstance(arguments["seed"], int):
         arguments["seed"] %= 2**63  # what `attend` takes of it, in 64 bits
-    slots = _Slots()
+    slots = Slots()
     written = ", ".join([f"{name}={slots.written(x)}" for name, x in arguments.items()])
     out, rows, weights = _attend(query, key, value, slots.arrays, slots.integers, f"attend({written})")
     found: list[Any] = [out]
@@ -380,7 +276,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         found.append(weights.to(out.dtype))
     if statistics:
         named = {}
-        for i, name in enumerate(statistics, len(_SAVED)):
+        for i, name in enumerate(statistics, len(SAVED)):
             named[name] = rows[i] if name in DIFFERENTIABLE else rows[i].detach()
         found.append(AttentionStats(**named))
     return found[0] if len(found) == 1 else tuple(found)
@@ -397,7 +293,7 @@ def _has_operator(arguments: dict[str, Any]) -> bool:
     # Operators would silently lose the tangents of forward mode, and have no rule for torch.func.
     if private.dual_levels._current_level >= 0 or private.are_transforms_active():
         return False
-    return all(_can_be_written(x) for x in arguments.values())
+    return all(can_be_written(x) for x in arguments.values())
 
 
 @torch.compiler.disable(reason="attnscore: no operator for a custom score or mask, jagged tensors, and torch.func")  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,19 +19,21 @@ from torch import Tensor
 
 from attnscore import backends, scores
 from attnscore.backends import torch_private as private
-from attnscore.backends.base import SeedHalves, Unknown, accumulator, surely_equal
+from attnscore.backends.base import SeedHalves, accumulator
 from attnscore.backends.torch import TorchBackend
-from attnscore.core import plan as plans
-from attnscore.core import relative
-from attnscore.core.arguments import check_flag, is_number, shown
-from attnscore.core.online_softmax import NEG_INF
-from attnscore.core.problem import Problem, build_problem, wanted_statistics
-from attnscore.core.statistics import AttentionStats
-from attnscore.core.tiled import Result
+from attnscore.base.arguments import check_flag, is_number, shown
+from attnscore.base.sizes import Unknown, surely_equal
 from attnscore.errors import FrameworkError, message
+from attnscore.integrations.torch_expressions import SAVED, read
 from attnscore.kernels import AttentionOp
 from attnscore.kernels.dense import Dense
+from attnscore.kernels.tiled import Result
 from attnscore.masks import Causal, as_mask
+from attnscore.plans import plan as plans
+from attnscore.problem import relative
+from attnscore.problem.online_softmax import NEG_INF
+from attnscore.problem.problem import Problem, build_problem, wanted_statistics
+from attnscore.problem.statistics import AttentionStats
 from attnscore.scores.forms import InnerForm
 
 # A symbolic size belongs to one program: no cache may hold it, and comparing it with a number would fix it.
@@ -212,6 +214,23 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     >>> "attnscore.attend" in str(program.run_decompositions(decompositions()).graph)
     False
     """
-    from attnscore.integrations import torch_compile
+    return {torch.ops.attnscore.attend.default: _decomposed}
 
-    return {torch.ops.attnscore.attend.default: torch_compile.decomposed}
+
+def _decomposed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    integers: Sequence[int],
+    expression: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the operator returns, in torch's own operators; what only its backward reads is NaN."""
+    problem, result = run(query, key, value, **read(expression, arrays=arrays, integers=integers))
+    layout = problem.layout
+    out = layout.from_canonical(_OPS, result.out)
+    unknown = query.new_full((), float("nan"), dtype=getattr(torch, problem.accumulator)).expand(out.shape[:-1])
+    statistics = [layout.rows_from_canonical(_OPS, result.statistics[name][..., 0]) for name in problem.statistics]
+    has_matrix = result.matrix is not None
+    weights = layout.scores_from_canonical(_OPS, result.matrix) if has_matrix else unknown.new_empty(0)
+    return out, torch.stack([unknown] * len(SAVED) + statistics), weights

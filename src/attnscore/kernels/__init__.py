@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from attnscore.core import few_keys, one_tile
-from attnscore.core.arguments import check_choice
-from attnscore.core.problem import Problem
+from attnscore.base.arguments import check_choice
 from attnscore.errors import KernelUnavailable, message
+from attnscore.kernels import few_keys, one_tile
 from attnscore.kernels.base import AttentionOp, Kernel
 from attnscore.kernels.dense import Dense
 from attnscore.kernels.fused import Fused
 from attnscore.kernels.gather import Gather
 from attnscore.kernels.native.kernel import Native
-from attnscore.kernels.tiled import Streaming
+from attnscore.kernels.streaming import Streaming
 from attnscore.kernels.triton.kernel import Triton
+from attnscore.problem.problem import Problem
 
 __all__ = ["Kernel", "AttentionOp", "choose", "names", "table"]
 

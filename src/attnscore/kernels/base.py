@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from attnscore import backends
 from attnscore.backends.base import Array, SeedHalves
-from attnscore.core.dropout import Dropout, PairDropout
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients, operands
-from attnscore.core.tiling import TilePlan
+from attnscore.kernels.tiled import Result, RowGradients, operands
+from attnscore.kernels.tiling import TilePlan
+from attnscore.problem.dropout import Dropout, PairDropout
+from attnscore.problem.problem import Problem
 
 DIFFERENTIABLE = ("log_sum_exp", "entropy")
 """Statistics through which a gradient flows; the others are detached."""
@@ -36,11 +36,11 @@ class Kernel(ABC):
     """Whether ``forward`` computes the scores a second time for `Problem.matrix`, after those for the output."""
     saves_scores: bool = False
     plans_lowered_calls: bool = False
-    """Whether a plan of `prepare` also runs lowered queries and keys (`core.lowered`)."""
+    """Whether a plan of `prepare` also runs lowered queries and keys (`plans.lowered`)."""
     """Whether ``forward`` also returns the scores, for ``backward``."""
 
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Any:
-        """Return a plan (`core.plan.ExecutionPlan`) for all calls like this one, or None where each is planned anew.
+        """Return a plan (`plans.plan.ExecutionPlan`) for all calls like this one, or None where each is planned anew.
 
         `arrays` are query, key, value, bias and sink as the caller has them, where there are any.
         """

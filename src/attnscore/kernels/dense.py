@@ -11,16 +11,17 @@ from __future__ import annotations
 import dataclasses
 from typing import cast, final
 
-from attnscore.backends.base import Array, Backend, is_unknown, sum_to
-from attnscore.core import dropout as dropouts
-from attnscore.core import relative
-from attnscore.core.normalizers import Entmax, Sigmoid
-from attnscore.core.online_softmax import NEG_INF
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients
-from attnscore.core.tiling import Segment, TilePlan
+from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.base.sizes import is_unknown
 from attnscore.errors import KernelUnavailable
 from attnscore.kernels.base import Kernel
+from attnscore.kernels.tiled import Result, RowGradients
+from attnscore.kernels.tiling import Segment, TilePlan
+from attnscore.problem import dropout as dropouts
+from attnscore.problem import relative
+from attnscore.problem.normalizers import Entmax, Sigmoid
+from attnscore.problem.online_softmax import NEG_INF
+from attnscore.problem.problem import Problem
 from attnscore.scores.base import nonfinite_rows, with_dtype
 from attnscore.scores.forms import checked_tile
 

@@ -15,14 +15,14 @@ from typing import Any, final
 import numpy as np
 
 from attnscore.backends.base import HALF_PRECISION, Array
-from attnscore.core import tiled
-from attnscore.core.normalizers import ONLY_SOFTMAX
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients
-from attnscore.core.tiling import TilePlan
+from attnscore.kernels import tiled
 from attnscore.kernels.base import Kernel
-from attnscore.kernels.tiled import Streaming
+from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiled import Result, RowGradients
+from attnscore.kernels.tiling import TilePlan
 from attnscore.kernels.triton.kernel import missing_package
+from attnscore.problem.normalizers import ONLY_SOFTMAX
+from attnscore.problem.problem import Problem
 from attnscore.scores.forms import InnerForm
 
 DEVICES = ("cuda",)

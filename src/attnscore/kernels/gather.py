@@ -24,22 +24,23 @@ from typing import Any, NamedTuple, cast, final
 
 import numpy as np
 
-from attnscore.backends.base import Array, Backend, HostArray, is_unknown, sum_to
-from attnscore.core import dropout as dropouts
-from attnscore.core import tiled, tiling
-from attnscore.core.dropout import PairDropout
-from attnscore.core.layout import CanonicalLayout
-from attnscore.core.online_softmax import NEG_INF
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients
-from attnscore.core.tiling import TilePlan
+from attnscore.backends.base import Array, Backend, HostArray, sum_to
+from attnscore.base.layout import CanonicalLayout
+from attnscore.base.sizes import is_unknown
+from attnscore.kernels import tiled, tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.native.kernel import Native
 from attnscore.kernels.native.marshalling import aligned
-from attnscore.kernels.tiled import Streaming
+from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiled import Result, RowGradients
+from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import CachedMask, Dense, Mask, Neighbours, parts_of
 from attnscore.masks.base import all_of
 from attnscore.masks.neighbour_table import NeighbourTable
+from attnscore.problem import dropout as dropouts
+from attnscore.problem.dropout import PairDropout
+from attnscore.problem.online_softmax import NEG_INF
+from attnscore.problem.problem import Problem
 from attnscore.scores.forms import Role
 
 # Numbers gathered at a time, keys and values together: 16 MB in float32.

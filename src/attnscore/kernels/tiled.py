@@ -1,61 +1,710 @@
-"""The streaming kernel: tiled attention for any score, mask and framework, O(n) memory, explicit gradients."""
+"""Tiled attention (FlashAttention's algorithm), forward and backward, in the array operations of any backend.
+
+- Memory beyond inputs and outputs is a few tiles; no array of all (query, key) pairs exists unless the caller gets it.
+- A masked pair propagates nothing, NaN and infinity included, in either direction; an unmasked pair propagates them.
+- The forward saves `row_max` and `log_denom` (and the entropy) of every query; the backward recomputes the weights.
+- Only buffers that are made here are written to, so that a framework can differentiate the loops once more.
+
+It reads from top to bottom: one score tile, the forward, the backward, then the loops over tiles, the isolation of
+non-finite inputs, and slices.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, cast
 
-from attnscore.backends.base import Array
-from attnscore.core import few_keys, one_tile, tiled
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients
-from attnscore.core.tiling import TilePlan
-from attnscore.kernels.base import Kernel
+from attnscore.backends.base import HALF_PRECISION, Array, Backend, sum_to
+from attnscore.base.layout import entries_of
+from attnscore.base.sizes import is_unknown
+from attnscore.kernels.tiling import DynamicSegment, Segment, TilePlan
+from attnscore.masks.shape_spec import ShapeSpec
+from attnscore.problem import dropout as dropouts
+from attnscore.problem import online_softmax, relative
+from attnscore.problem.normalizers import Normalizer
+from attnscore.problem.online_softmax import NEG_INF, RowState
+from attnscore.problem.problem import Problem
+from attnscore.scores.base import nonfinite_rows
+from attnscore.scores.forms import FormPullback, Role, times
+
+# Numbers computed at a time where a matrix of all pairs is returned, by a score that holds several for each pair: 4 MB
+# in float32.
+MATRIX_VALUES = 2**20
+
+Span = tuple[int, int]
+"""(start, count) of queries or keys."""
 
 
-@final
 @dataclass(frozen=True, eq=False)
-class Streaming(Kernel):
-    """Tiled attention in the framework's operations."""
+class Result:
+    """Outputs of a forward, on the canonical axes; one number per query has a last axis of 1."""
 
-    only_tiles: bool = False
-    """Whether a small call of a program is computed by the loops too, which any framework can differentiate again."""
-
-    name = "streaming"
-    summary = "tiles in the framework's own operations, O(n) memory"
-    has_vjp = True
-    matrix_is_second_pass = True
+    out: Array
+    row_max: Array
+    """Subtracted from the scores of a query before exp; carries no gradient."""
+    log_denom: Array
+    """log sum exp(scores - row_max): -inf for a fully masked query. Of another normalizer, its threshold."""
+    statistics: dict[str, Array]
+    matrix: Array | None = None
+    """`Problem.matrix`, in the accumulator dtype."""
+    scores: Array | None = None
+    """All scores of a short call, from a kernel that saves them for its backward."""
 
     @property
-    def differentiable(self) -> Kernel:
-        return Streaming(only_tiles=True)
+    def log_sum_exp(self) -> Array:
+        """row_max + log_denom. Weights are computed from the two terms: their sum is rounded at the scale of scores."""
+        return self.row_max + self.log_denom
 
-    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
-        return ()
 
-    def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
-        if problem.normalizer is None or problem.normalizer.threshold_slope == 0:
-            return ()
-        return ("the scores are computed about 10 times, to find the threshold of each query",)
+@dataclass(frozen=True, eq=False)
+class RowGradients:
+    """Gradients of the outputs of a forward, on the canonical axes; None where there is none."""
 
-    def forward(self, problem: Problem, plan: TilePlan) -> Result:
-        if self._has_few_keys(problem):
-            return few_keys.forward(problem, plan)
-        if self._is_one_tile(problem, plan):
-            return one_tile.forward(problem, plan)
-        return tiled.forward(problem, plan)
+    out: Array | None
+    log_sum_exp: Array | None = None
+    entropy: Array | None = None
+    matrix: Array | None = None
 
-    def backward(
-        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+
+def operands(problem: Problem) -> dict[str, Array]:
+    """Return the arrays that get a gradient, by name: those of the form, then value, bias and sink."""
+    found = dict(problem.form.arrays())
+    for name in ("value", "bias", "sink"):
+        if (x := getattr(problem, name)) is not None:
+            found[name] = x
+    return found
+
+
+# One tile of scores
+
+
+def _score_tile(
+    inputs: _Inputs, plan: TilePlan, rows: Span, cols: Span, partial: bool
+) -> tuple[Array, Array | None, FormPullback]:
+    """Return the scores of a tile (-inf where masked), its unmasked pairs (None: all) and the VJP of the scores."""
+    problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
+    spans: dict[str, Span] = {"query": rows, "key": cols}
+
+    def slice_operand(x: Array, role: Role) -> Array:
+        x = x if role == "shared" else _slice(ops, x, -2, spans[role])
+        return ops.astype(x, dtype) if ops.dtype(x) in HALF_PRECISION else x
+
+    unmasked = plan.visible(ops, problem.score_shape, problem.value, rows, cols) if partial else None
+    bias: Any = 0.0
+    if problem.bias is not None:
+        bias = ops.astype(_bias_tile(problem, problem.bias, rows, cols), dtype)
+        allowed = bias != NEG_INF
+        unmasked = allowed if unmasked is None else ops.logical_and(unmasked, allowed)
+    form = problem.form.part(slice_operand)
+    scores, score_vjp = form.scores_and_pullback(ops, unmasked if inputs.keeps_infinity else None)
+    scores = ops.astype(scores, dtype)
+    if inputs.nonfinite_query is not None:
+        nonfinite = ops.logical_or(
+            _slice(ops, inputs.nonfinite_query, -2, rows), _slice(ops, inputs.nonfinite_key, -1, cols)
+        )
+        scores = ops.where(nonfinite, float("nan"), scores)
+    if problem.bias is not None:
+        scores = scores + ops.where(unmasked, bias, 0.0)
+    if unmasked is not None:
+        scores = ops.where(unmasked, scores, NEG_INF)
+    return scores, unmasked, score_vjp
+
+
+def _all_scores(inputs: _Inputs, plan: TilePlan, rows: Span) -> tuple[Array, Array | None]:
+    """Return the scores of some queries against every key (-inf where masked) and the unmasked pairs (None: all).
+
+    A score that holds h numbers for each pair is computed for some keys at a time: at 131072 keys and h = 64 one query
+    would need 34 MB for each of several arrays.
+    """
+    problem, ops, key_len = inputs.problem, inputs.problem.ops, inputs.problem.score_shape.key_len
+    shape = (*problem.score_shape.rows[:-1], rows[1], key_len)
+    per_pair = problem.form.values_per_pair()
+    per_key = math.prod(1 if is_unknown(n) else n for n in shape[:-1]) * per_pair
+    step = key_len if per_pair == 1 or is_unknown(key_len) else max(1, min(key_len, MATRIX_VALUES // max(1, per_key)))
+    parts = []
+    for first in (0,) if is_unknown(key_len) else range(0, max(1, key_len), max(1, step)):
+        cols = (first, step if is_unknown(key_len) else min(step, key_len - first))
+        scores, unmasked, _ = _score_tile(inputs, plan, rows, cols, partial=problem.mask is not None)
+        whole = (*shape[:-1], cols[1])
+        if ops.shape(scores) != whole:
+            # Heads that share query and key are broadcast; a copy, because the caller may write to the result.
+            scores = scores + ops.zeros(whole, scores)
+        parts.append((scores, unmasked))
+    if len(parts) == 1:
+        return parts[0]
+    scores = ops.concat([scores for scores, _ in parts], -1)
+    masks = [ops.broadcast_to(unmasked, part.shape) for part, unmasked in parts if unmasked is not None]
+    return scores, ops.concat(masks, -1) if masks else None
+
+
+def _weighted_sum(ops: Backend, weights: Array, unmasked: Array | None, x: Array, is_finite: bool) -> Array:
+    """Return weights @ x, to which `x` contributes through unmasked pairs alone (0 * NaN would be NaN)."""
+    if is_finite or unmasked is None:
+        return ops.matmul(weights, x)
+    propagated = _propagated_nonfinite(ops, ops.broadcast_to(unmasked, ops.shape(weights)), x)
+    return ops.matmul(weights, ops.where(ops.isfinite(x), x, 0.0)) + propagated
+
+
+def _propagated_nonfinite(ops: Backend, unmasked: Array, x: Array) -> Array:
+    """Sum the NaN and infinities of `x` (..., key, dim) over the unmasked keys of each query: (..., query, dim)."""
+    attended = ops.astype(unmasked, ops.dtype(x))
+    total: Any = 0.0
+    for value, is_value in (
+        (float("nan"), ops.isnan(x)),
+        (float("inf"), x == float("inf")),
+        (NEG_INF, x == NEG_INF),
+    ):
+        occurs = ops.matmul(attended, ops.astype(is_value, ops.dtype(x))) > 0
+        total = total + ops.astype(ops.where(occurs, value, 0.0), ops.dtype(x))
+    return total
+
+
+# Forward
+
+
+def forward(problem: Problem, plan: TilePlan) -> Result:
+    """Compute output, log-sum-exp and statistics of every query: the online softmax over its key tiles."""
+    ops, score_shape, wanted, dtype = problem.ops, problem.score_shape, problem.statistics, problem.accumulator
+    inputs = _isolate_nonfinite(_with_asserted_shapes(problem))
+    sink = None if problem.sink is None or _has_no_rows(problem) else problem.sink
+    sink = None if sink is None else ops.astype(ops.reshape(sink, (*sink.shape, 1, 1)), dtype)
+
+    def update(state: RowState, scores: Array, unmasked: Array | None, rows: Span, cols: Span) -> RowState:
+        value = ops.astype(_slice(ops, problem.value, -2, cols), dtype)
+
+        def pool(weights: Array) -> Array:
+            if problem.dropout is not None:
+                weights = weights * dropouts.kept(ops, problem.dropout, score_shape, value, rows, cols, dtype)
+            return _weighted_sum(ops, weights, unmasked, value, inputs.value_is_finite)
+
+        return online_softmax.update(ops, state, scores, unmasked, pool, wanted)
+
+    def query_tile_result(tile: Any, rows: Span) -> tuple[Array, ...]:
+        # In order: out, row_max, log_denom, the matrix if wanted, the statistics.
+        if problem.normalizer is not None:
+            return _normalized_query_tile(inputs, problem.normalizer, plan, tile, rows)
+
+        def visit(state: RowState, cols: Span, partial: bool) -> RowState:
+            scores, unmasked, _ = _score_tile(inputs, plan, rows, cols, partial)
+            return update(state, scores, unmasked, rows, cols)
+
+        state = online_softmax.start(
+            ops, (*score_shape.rows[:-1], rows[1]), problem.layout.value_dim, problem.value, dtype, wanted
+        )
+        matrix: tuple[Array, ...] = ()
+        if problem.matrix is not None:
+            scores, unmasked = _all_scores(inputs, plan, rows)
+            is_weights = problem.matrix == "weights"
+            matrix = (online_softmax.whole_rows(ops, scores, unmasked, sink) if is_weights else scores,)
+        if problem.matrix is None or problem.layout.value_dim > 0:
+            # The same tiles with and without the matrix, so that it changes no bit of the output.
+            segments = plan.segments_of(ops, tile, problem.value) if plan.segments else ()
+            state = _iter_key_tiles(ops, segments, plan, visit, state)
+        elif problem.matrix == "weights" and scores.shape[-1] != 0:
+            state = update(state, scores, unmasked, rows, (0, score_shape.key_len))
+        out, row_max, log_denom, statistics = online_softmax.finish(ops, state, sink, wanted)
+        return ops.astype(out, problem.dtype), row_max, log_denom, *matrix, *statistics.values()
+
+    out, row_max, log_denom, *rest = _map_query_tiles(ops, plan, query_tile_result, operands(problem).values())
+    matrix = None if problem.matrix is None else rest.pop(0)
+    names = [name for name in wanted if name != "log_sum_exp"]
+    return Result(out, row_max, log_denom, dict(zip(names, rest, strict=True)), matrix)
+
+
+def _normalized_query_tile(
+    inputs: _Inputs, normalizer: Normalizer, plan: TilePlan, tile: Any, rows: Span
+) -> tuple[Array, ...]:
+    """Return the results of a query tile as `forward` does, with another normalizer than the softmax.
+
+    Three times over the key tiles: the largest score and the moments of the scores, the threshold (in passes of its
+    own), the weighted sum.
+    """
+    problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
+    shape, wanted = (*problem.score_shape.rows[:-1], rows[1]), problem.statistics
+
+    def fold(body: Callable[[Any, Array, Array | None, Span], Any], carry: Any) -> Any:
+        def visit(carry: Any, cols: Span, partial: bool) -> Any:
+            scores, unmasked, _ = _score_tile(inputs, plan, rows, cols, partial)
+            return body(carry, scores, unmasked, cols)
+
+        segments = plan.segments_of(ops, tile, problem.value) if plan.segments else ()
+        return _iter_key_tiles(ops, segments, plan, visit, carry)
+
+    of_scores = tuple(name for name in ("max_score", "mean_score", "var_score") if name in wanted)
+    state = online_softmax.start(ops, shape, 0, problem.value, dtype, of_scores)
+    if normalizer.threshold_slope != 0 or of_scores or "max_weight" in wanted:
+        state = fold(
+            lambda state, scores, unmasked, _: online_softmax.update(
+                ops, state, scores, unmasked, lambda weights: ops.slice_axis(weights, -1, 0, 0), of_scores
+            ),
+            state,
+        )
+    _, row_max, _, statistics = online_softmax.finish(ops, state, None, of_scores)
+    threshold = normalizer.threshold(
+        ops, row_max, lambda body, carry: fold(lambda carry, scores, *_: body(carry, scores), carry)
+    )
+
+    def weights_of(scores: Array, unmasked: Array | None) -> Array:
+        weights = normalizer.weights(ops, scores, row_max, threshold)
+        return weights if unmasked is None else ops.where(unmasked, weights, 0.0)
+
+    def pool(
+        sums: tuple[Array, Array, Array], scores: Array, unmasked: Array | None, cols: Span
+    ) -> tuple[Array, Array, Array]:
+        weights, value = weights_of(scores, unmasked), ops.astype(_slice(ops, problem.value, -2, cols), dtype)
+        kept = weights
+        if problem.dropout is not None:
+            kept = weights * dropouts.kept(ops, problem.dropout, problem.score_shape, value, rows, cols, dtype)
+        return (
+            sums[0] + _weighted_sum(ops, kept, unmasked, value, inputs.value_is_finite),
+            sums[1] + ops.sum(weights, axis=-1, keepdims=True),
+            sums[2] + ops.sum(weights * weights, axis=-1, keepdims=True),
+        )
+
+    zero = ops.zeros((*shape, 1), problem.value, dtype)
+    out = ops.zeros((*shape, problem.layout.value_dim), problem.value, dtype)
+    out, total, squares = fold(pool, (out, zero, zero))
+    matrix = () if problem.matrix is None else (weights_of(*_all_scores(inputs, plan, rows)),)
+    statistics |= {"max_weight": weights_of(state.max, None), "sum_sq_weights": squares, "sum_weights": total}
+    return ops.astype(out, problem.dtype), row_max, threshold, *matrix, *(statistics[name] for name in wanted)
+
+
+# Backward
+
+
+@dataclass(frozen=True, eq=False)
+class _RowContext:
+    """What the backward knows of every query before it visits the first tile."""
+
+    grads: RowGradients
+    """With a gradient of the output."""
+    grad_is_finite: bool
+    row_max: Array
+    log_denom: Array
+    entropy: Array | None
+    delta: Array
+    """dlse - dout . out - dweights . weights, so that ds = p (dp + delta). It is dlse - D, with FlashAttention's D."""
+
+    def normalizer_vjp(self, ops: Backend, p: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
+        """Return the gradient of the scores of a tile, from `grad_p`, that of its weights `p`.
+
+        For another normalizer than the softmax, `p` are the slopes of the weights, and `log_p` is not read.
+        """
+        # Forward: p = exp(scores - row_max - log_denom), H = -sum p log p
+        grad = p * (grad_p + _slice(ops, self.delta, -2, rows))
+        if self.grads.entropy is None:
+            return grad
+        minus_grad_of_entropy = p * (ops.where(p == 0, 0.0, log_p) + _slice(ops, self.entropy, -2, rows))
+        return grad - minus_grad_of_entropy * _slice(ops, self.grads.entropy, -2, rows)
+
+
+def _row_context(inputs: _Inputs, plan: TilePlan, result: Result, grads: RowGradients) -> _RowContext:
+    problem, ops = inputs.problem, inputs.problem.ops
+    if grads.out is None:
+        grads = dataclasses.replace(grads, out=ops.zeros(ops.shape(result.out), result.out))
+    delta_of = _delta_of_softmax if problem.normalizer is None else _delta_of_threshold
+    return _RowContext(
+        grads=grads,
+        grad_is_finite=(problem.mask is None and problem.bias is None) or ops.known_finite(grads.out),
+        row_max=result.row_max,
+        log_denom=result.log_denom,
+        entropy=result.statistics.get("entropy"),
+        delta=delta_of(inputs, plan, result, grads),
+    )
+
+
+def _delta_of_softmax(inputs: _Inputs, plan: TilePlan, result: Result, grads: RowGradients) -> Array:
+    """Return delta of every query."""
+    problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
+    pairs = [(result.out, grads.out)]
+    if problem.matrix == "weights" and grads.matrix is not None:
+        pairs.append((result.matrix, grads.matrix))
+
+    def minus_dot_products(_: Any, rows: Span) -> tuple[Array]:
+        # Forward: out = sum_j p_j v_j, so sum_j p_j dp_j = dout . out. A fully masked query has out = 0, and ignores
+        # dout. A gradient of the weights adds dw to dp, and so p . dw to the sum.
+        total: Any = 0.0
+        for pair in pairs:
+            x, grad = (ops.astype(_slice(ops, x, -2, rows), dtype) for x in pair)
+            total = total - ops.sum(times(ops, x, grad), axis=-1, keepdims=True)
+        return (total,)
+
+    # By query tiles: the products of all queries at once would be the largest arrays of the backward.
+    (delta,) = _map_query_tiles(ops, plan, minus_dot_products, [x for pair in pairs for x in pair])
+    return delta if grads.log_sum_exp is None else delta + grads.log_sum_exp
+
+
+def _delta_of_threshold(inputs: _Inputs, plan: TilePlan, result: Result, grads: RowGradients) -> Array:
+    """Return delta of every query for another normalizer than the softmax: the gradient through the threshold.
+
+    The threshold keeps the sum of the weights, so ds = w (dp - sum w dp / sum w) with the slopes w, which for the
+    softmax are the weights. The sums take a pass of their own.
+    """
+    problem, ops = inputs.problem, inputs.problem.ops
+    normalizer = cast(Normalizer, problem.normalizer)
+    if normalizer.threshold_slope == 0:
+        return 0.0 * result.row_max
+
+    def of_query_tile(tile: Any, rows: Span) -> tuple[Array]:
+        def visit(sums: tuple[Array, Array], cols: Span, partial: bool) -> tuple[Array, Array]:
+            scores, unmasked, _ = _score_tile(inputs, plan, rows, cols, partial)
+            slopes = _by_normalizer(normalizer.slopes, ops, result, scores, unmasked, rows)
+            products = slopes * _weight_gradients(problem, grads, rows, cols)[0]
+            if unmasked is not None:
+                products = ops.where(unmasked, products, 0.0)
+            return (
+                sums[0] + ops.sum(products, axis=-1, keepdims=True),
+                sums[1] + ops.sum(slopes, axis=-1, keepdims=True),
+            )
+
+        zero = 0.0 * _slice(ops, result.row_max, -2, rows)
+        segments = plan.segments_of(ops, tile, problem.value) if plan.segments else ()
+        products, slopes = _iter_key_tiles(ops, segments, plan, visit, (zero, zero))
+        if grads.log_sum_exp is not None:
+            products = products - normalizer.threshold_slope * _slice(ops, grads.log_sum_exp, -2, rows)
+        return (-products / ops.where(slopes == 0, 1.0, slopes),)
+
+    (delta,) = _map_query_tiles(
+        ops, plan, of_query_tile, [result.row_max, result.log_denom, grads.out, *operands(problem).values()]
+    )
+    return delta
+
+
+def _by_normalizer(
+    function: Callable[..., Array],
+    ops: Backend,
+    of_rows: Result | _RowContext,
+    scores: Array,
+    unmasked: Array | None,
+    rows: Span,
+) -> Array:
+    """Return the weights or slopes of a tile, by a function of a normalizer; 0 where masked."""
+    found = function(ops, scores, *(_slice(ops, x, -2, rows) for x in (of_rows.row_max, of_rows.log_denom)))
+    return found if unmasked is None else ops.where(unmasked, found, 0.0)
+
+
+def _weight_gradients(
+    problem: Problem, grads: RowGradients, rows: Span, cols: Span
+) -> tuple[Array, Array, Array | None]:
+    """Return the gradients of the weights and of the outputs of a tile, and the factors of dropout, if any."""
+    ops, dtype = problem.ops, problem.accumulator
+    # Forward: out = (p * keep) @ value
+    value = ops.astype(_slice(ops, problem.value, -2, cols), dtype)
+    grad_out = ops.astype(_slice(ops, grads.out, -2, rows), dtype)
+    grad_p, keep = ops.matmul(grad_out, ops.matrix_transpose(value)), None
+    if problem.dropout is not None:
+        keep = dropouts.kept(ops, problem.dropout, problem.score_shape, value, rows, cols, dtype)
+        grad_p = grad_p * keep
+    if grads.matrix is not None:
+        grad_p = grad_p + _matrix_gradient(problem, grads.matrix, rows, cols)
+    return grad_p, grad_out, keep
+
+
+def _matrix_gradient(problem: Problem, grad: Array, rows: Span, cols: Span) -> Array:
+    """Return the part of the gradient of `Problem.matrix` that is a tile's."""
+    ops = problem.ops
+    return ops.astype(_slice(ops, _slice(ops, grad, -2, rows), -1, cols), problem.accumulator)
+
+
+def _tile_gradients(
+    inputs: _Inputs, plan: TilePlan, context: _RowContext, rows: Span, cols: Span, partial: bool
+) -> dict[str, Array]:
+    """Return one tile's gradient of every operand but the sink, not yet summed over broadcast axes."""
+    problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
+    scores, unmasked, score_vjp = _score_tile(inputs, plan, rows, cols, partial)
+    if problem.matrix == "scores":
+        # The caller has the scores alone: there are no weights, and the output has value_dim 0.
+        grad = context.grads.matrix
+        grad_scores = 0.0 * scores if grad is None else _matrix_gradient(problem, grad, rows, cols)
+        grad_value = ops.astype(0.0 * _slice(ops, problem.value, -2, cols), dtype)
+    else:
+        if problem.normalizer is None:
+            # Forward: p = exp(scores - row_max - log_denom)
+            log_p = online_softmax.log_weights(
+                ops, scores, *(_slice(ops, x, -2, rows) for x in (context.row_max, context.log_denom))
+            )
+            p = ops.exp(log_p)
+            if unmasked is not None:
+                # Where row_max is NaN, from an unmasked key, masked keys have exp(-inf - NaN).
+                p = ops.where(unmasked, p, 0.0)
+            slopes = p
+        else:
+            p, slopes = (
+                _by_normalizer(function, ops, context, scores, unmasked, rows)
+                for function in (problem.normalizer.weights, problem.normalizer.slopes)
+            )
+            log_p = None
+        grad_p, grad_out, keep = _weight_gradients(problem, context.grads, rows, cols)
+        dropped_p = p if keep is None else p * keep
+        attended_by = None if unmasked is None else ops.matrix_transpose(unmasked)
+        grad_value = _weighted_sum(ops, ops.matrix_transpose(dropped_p), attended_by, grad_out, context.grad_is_finite)
+        grad_scores = context.normalizer_vjp(ops, slopes, log_p, grad_p, rows)
+    if unmasked is not None:
+        # Forward: scores = where(unmasked, scores, -inf)
+        grad_scores = ops.where(unmasked, grad_scores, 0.0)
+    # Forward: scores = form(query, key) + bias
+    found = {**score_vjp(grad_scores), "value": grad_value}
+    if problem.bias is None:
+        return found
+    return {**found, "bias": relative.sum_diagonals(ops, grad_scores) if problem.has_relative_bias else grad_scores}
+
+
+def _has_no_rows(problem: Problem) -> bool:
+    """Return whether there are no queries.
+
+    TensorFlow's optimizer of graphs (2.21) divides by the length of an empty array, which ends the process: the sink of
+    no queries is left out.
+    """
+    return any(not is_unknown(n) and n == 0 for n in problem.score_shape.rows)
+
+
+def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+    """Compute the gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
+    ops, dtype = problem.ops, problem.accumulator
+    if _has_no_rows(problem):
+        return {name: ops.zeros(ops.shape(x), x, dtype) for name, x in operands(problem).items()}
+    inputs = _isolate_nonfinite(problem)
+    context = _row_context(inputs, plan, result, grads)
+    shapes = {name: ops.shape(x) for name, x in operands(problem).items() if name != "sink"}
+    is_relative, query_len = problem.has_relative_bias, problem.score_shape.query_len
+    if problem.bias is not None and not is_relative:
+        # A graph may not know yet whether an axis of the bias is broadcast: its gradient is summed over such an axis
+        # only after all tiles (at the end of this function).
+        axes = zip(problem.bias.shape, (*problem.score_shape.rows, problem.score_shape.key_len), strict=True)
+        shapes["bias"] = tuple(whole if is_unknown(n) else n for n, whole in axes)
+    roles: dict[str, Role] = {name: problem.form.role(name) for name in problem.form.arrays()}
+    by_query = [name for name in shapes if (name == "bias" and not is_relative) or roles.get(name) == "query"]
+    # The axis of the keys (of a relative bias: of the diagonals) in each gradient that has one.
+    key_axis = {name: -2 for name in shapes if name == "value" or roles.get(name) == "key"} | {"bias": -1}
+
+    def visit_query_tile(
+        rows: Span, segments: tuple[Segment, ...] | DynamicSegment, buffers: dict[str, Array]
     ) -> dict[str, Array]:
-        if grads.out is not None and self._has_few_keys(problem):
-            return few_keys.backward(problem, plan, grads)
-        if grads.out is not None and self._is_one_tile(problem, plan):
-            return one_tile.backward(problem, plan, result, grads)
-        return tiled.backward(problem, plan, result, grads)
+        # Gradients with an axis of queries are summed over the key tiles in a buffer of this query tile, and then added
+        # to the buffer of all queries. The others (key, value) are added to their buffers key tile by key tile.
+        of_tile = {
+            name: ops.zeros(
+                (*shapes[name][:-2], 1 if shapes[name][-2] == 1 else rows[1], shapes[name][-1]), context.delta, dtype
+            )
+            for name in by_query
+        }
 
-    def _has_few_keys(self, problem: Problem) -> bool:
-        return not self.only_tiles and few_keys.is_faster(problem)
+        def visit(carry: dict[str, Array], cols: Span, partial: bool) -> dict[str, Array]:
+            found = _tile_gradients(inputs, plan, context, rows, cols, partial)
+            # The entries of a relative bias that a tile reads, as in `relative.tile`.
+            diagonals = (query_len - rows[0] - rows[1] + cols[0], rows[1] + cols[1] - 1)
+            return carry | {
+                name: _add(
+                    ops, carry[name], grad, key_axis.get(name), diagonals if is_relative and name == "bias" else cols
+                )
+                for name, grad in found.items()
+            }
 
-    def _is_one_tile(self, problem: Problem, plan: TilePlan) -> bool:
-        return not self.only_tiles and one_tile.fits(problem, plan)
+        done: dict[str, Array] = _iter_key_tiles(ops, segments, plan, visit, buffers | of_tile)
+        return done | {name: _add(ops, buffers[name], done[name], -2, rows) for name in by_query}
+
+    buffers = {name: ops.zeros(shape, context.delta, dtype) for name, shape in shapes.items()}
+    size, tail, full = plan.query_tile, plan.tail, len(plan.segments) - (plan.tail > 0)
+    buffers = ops.loop(
+        full, lambda i, x: visit_query_tile((i * size, size), plan.segments_of(ops, i, problem.value), x), buffers
+    )
+    if tail:
+        buffers = visit_query_tile((full * size, tail), plan.segments[full], buffers)
+    if problem.bias is not None and not is_relative:
+        for axis, length in enumerate(ops.shape(problem.bias)):
+            if is_unknown(length):
+                buffers["bias"] = ops.sum_to_length(buffers["bias"], axis, length)
+    return buffers if problem.sink is None else buffers | {"sink": _sink_gradient(problem, problem.sink, context)}
+
+
+def _sink_gradient(problem: Problem, sink: Array, context: _RowContext) -> Array:
+    """Return the gradient of the sink, a score whose value vector is 0: grad_p = dout . value = 0."""
+    ops, shape = problem.ops, tuple(sink.shape)
+    sink = ops.astype(ops.reshape(sink, (*shape, 1, 1)), problem.accumulator)
+    log_p = online_softmax.log_weights(ops, sink, context.row_max, context.log_denom)
+    grad = context.normalizer_vjp(ops, ops.exp(log_p), log_p, 0.0, (0, problem.score_shape.query_len))
+    return ops.reshape(sum_to(ops, grad, sink.shape), shape)
+
+
+def _add(ops: Backend, buffer: Array, grad: Array, axis: int | None, span: Span) -> Array:
+    """Add a tile's gradient to its buffer, at `span` of `axis`, summed over the axes that were broadcast."""
+    shape = list(buffer.shape)
+    if axis is None or shape[axis] == 1:
+        return buffer + sum_to(ops, grad, shape)
+    shape[axis] = span[1]
+    return ops.add_at(buffer, axis, span[0], sum_to(ops, grad, shape))
+
+
+# Loops over tiles
+
+
+def _iter_key_tiles(
+    ops: Backend,
+    segments: tuple[Segment, ...] | DynamicSegment,
+    plan: TilePlan,
+    visit: Callable[[Any, Span, bool], Any],
+    carry: Any,
+) -> Any:
+    """Visit the key tiles of the segments in order: ``carry = visit(carry, (start, count), partial)``."""
+    tile = plan.key_tile
+    if isinstance(segments, DynamicSegment):
+        return _iter_dynamic_key_tiles(ops, segments, plan, visit, carry)
+    for segment in segments:
+        count, tail = divmod(segment.stop - segment.start, tile)
+
+        def body(j: Any, carry: Any, segment: Segment = segment) -> Any:
+            return visit(carry, (segment.start + j * tile, tile), segment.partial)
+
+        carry = ops.loop(count, body, carry)
+        if tail:
+            carry = visit(carry, (segment.stop - tail, tail), segment.partial)
+    return carry
+
+
+def _iter_dynamic_key_tiles(
+    ops: Backend, segment: DynamicSegment, plan: TilePlan, visit: Callable[[Any, Span, bool], Any], carry: Any
+) -> Any:
+    """Visit the key tiles of a segment whose ends are traced.
+
+    The loop has a static number of steps, the tiles that the longest segment can touch. Tiles begin at multiples of
+    their size; when the program runs, steps past the end of the segment do nothing.
+    """
+    tile = plan.key_tile
+    whole, tail = divmod(plan.key_len, tile)
+    first, last = segment.start // tile, (segment.stop + tile - 1) // tile
+
+    def body(j: Any, carry: Any) -> Any:
+        at = first + j
+        return ops.cond((at < last) & (at < whole), lambda c: visit(c, (at * tile, tile), True), carry)
+
+    carry = ops.loop(min(segment.most, whole), body, carry)
+    if tail:
+        carry = ops.cond(segment.stop > whole * tile, lambda c: visit(c, (whole * tile, tail), True), carry)
+    return carry
+
+
+def _map_query_tiles(
+    ops: Backend, plan: TilePlan, query_tile_result: Callable[[Any, Span], tuple[Array, ...]], reads: Iterable[Array]
+) -> tuple[Array, ...]:
+    """Concatenate ``query_tile_result(tile, rows)`` of all query tiles; `reads` are the arrays that it depends on."""
+    length, tile, tail = plan.query_len, plan.query_tile, plan.tail
+    full = len(plan.segments) - (tail > 0)
+    if full + (tail > 0) < 2:
+        return query_tile_result(0, (0, length))
+    reads = tuple(reads)
+    if ops.needs_grad(*reads) or not all(map(ops.has_cpu_buffer, reads)):
+        tiles = ops.map_tiles(full, lambda i: query_tile_result(i, (i * tile, tile)))
+        tiles += [query_tile_result(full, (full * tile, tail))] if tail else []
+        return tuple(ops.concat(parts, -2) for parts in zip(*tiles, strict=True))
+    first = query_tile_result(0, (0, tile))
+    # Where no framework records the tiles, they are written to preallocated arrays. Concatenated parts would take as
+    # much again, and the allocator would not return it: 24 to 55 MB at 16384 tokens, on top of the backward's memory.
+    whole = tuple(ops.zeros((*ops.shape(x)[:-2], length, ops.shape(x)[-1]), x) for x in first)
+
+    def write(whole: tuple[Array, ...], parts: tuple[Array, ...], start: Any) -> tuple[Array, ...]:
+        return tuple(ops.add_at(x, -2, start, part) for x, part in zip(whole, parts, strict=True))
+
+    whole = write(whole, first, 0)
+    whole = ops.loop(
+        full - 1, lambda i, x: write(x, query_tile_result(i + 1, ((i + 1) * tile, tile)), (i + 1) * tile), whole
+    )
+    return write(whole, query_tile_result(full, (full * tile, tail)), full * tile) if tail else whole
+
+
+# Inputs: their dtype, non-finite rows, shapes that a graph knows only when it runs
+
+
+@dataclass(frozen=True, eq=False)
+class _Inputs:
+    """A problem with zeros for its non-finite queries and keys, and where these were.
+
+    Otherwise the products of the backward, such as dq = ds k, would multiply the 0 of a masked pair by NaN.
+    """
+
+    problem: Problem
+    """The problem, with zeros for queries and keys that hold a NaN, or an infinity that the form does not keep."""
+    nonfinite_query: Array | None
+    nonfinite_key: Array | None
+    value_is_finite: bool
+    keeps_infinity: bool = False
+    """Whether `problem` may still hold infinities, because its form gives them finite scores (tanh(inf) = 1). The form
+    is then passed the mask, and computes masked pairs from zeros."""
+
+
+def _isolate_nonfinite(problem: Problem) -> _Inputs:
+    """Replace non-finite queries and keys by zeros, and note where they were: `_score_tile` sets their scores to NaN.
+
+    Without a mask or bias no pair is masked, and NaN may propagate by itself.
+    """
+    ops, problem = problem.ops, _in_accumulator_dtype(problem)
+    if problem.mask is None and problem.bias is None:
+        return _Inputs(problem, None, None, True)
+    value_is_finite = ops.known_finite(problem.value)
+    arrays = {name: x for name, x in problem.form.arrays().items() if problem.form.role(name) != "shared"}
+    if ops.known_finite(*arrays.values()):
+        return _Inputs(problem, None, None, value_is_finite)
+    nonfinite: dict[Role, Array] = {}
+    for name, x in arrays.items():
+        role, rows = problem.form.role(name), nonfinite_rows(ops, x, problem.form.keeps_infinity)
+        nonfinite[role] = ops.logical_or(nonfinite[role], rows) if role in nonfinite else rows
+    clean = problem.form.with_arrays(
+        {name: ops.where(nonfinite[problem.form.role(name)], 0.0, x) for name, x in arrays.items()}
+    )
+    problem = dataclasses.replace(problem, form=clean)
+    nonfinite_key = ops.matrix_transpose(nonfinite["key"])
+    return _Inputs(problem, nonfinite["query"], nonfinite_key, value_is_finite, clean.keeps_infinity)
+
+
+def _in_accumulator_dtype(problem: Problem) -> Problem:
+    """Return the problem with no array of the form wider than the accumulator; 16-bit arrays stay as they are."""
+    # A float64 parameter of a score on float32 data makes lowered arrays float64. They are cast before non-finite
+    # rows are looked for, because a cast may overflow; 16-bit arrays are cast tile by tile, to save memory.
+    ops, unchanged = problem.ops, (problem.accumulator, *HALF_PRECISION)
+    cast = {
+        name: ops.astype(x, problem.accumulator)
+        for name, x in problem.form.arrays().items()
+        if ops.dtype(x) not in unchanged
+    }
+    return dataclasses.replace(problem, form=problem.form.with_arrays(cast)) if cast else problem
+
+
+def _with_asserted_shapes(problem: Problem) -> Problem:
+    """Return the problem with run-time assertions on the shapes of mask and bias that a graph does not know yet."""
+    specs = [] if problem.mask is None else [*problem.mask.shapes(problem.score_shape)]
+    if problem.bias is not None and not problem.has_relative_bias:
+        allowed = [tuple((1, n) for n in (*problem.score_shape.rows, problem.score_shape.key_len))]
+        specs.append(ShapeSpec("bias", problem.bias, "", allowed))
+    unchecked = [(spec.name, spec.array, spec.allowed) for spec in specs if not spec.is_known]
+    if not unchecked:
+        return problem
+    # Every score depends on the arrays of the form, so an assertion on one of them cannot be pruned.
+    arrays = dict(problem.form.arrays())
+    name = next(iter(arrays))
+    arrays[name] = problem.ops.assert_shape(arrays[name], unchecked)
+    return dataclasses.replace(problem, form=problem.form.with_arrays(arrays))
+
+
+# Slices
+
+
+def _slice(ops: Backend, x: Array, axis: int, span: Span) -> Array:
+    """Return `span` of `x` along `axis`, or `x` where the axis is broadcast or the span is the whole."""
+    return x if x.shape[axis] in (1, span[1]) else ops.slice_axis(x, axis, *span)
+
+
+def _bias_tile(problem: Problem, bias: Array, rows: Span, cols: Span) -> Array:
+    """Return the bias of the pairs of a tile; axes that are broadcast stay 1."""
+    ops = problem.ops
+    if problem.has_relative_bias:
+        return relative.tile(ops, bias, problem.score_shape.query_len, rows, cols)
+    return _slice_bias(ops, _slice_bias(ops, bias, -1, cols), -2, rows)
+
+
+def _slice_bias(ops: Backend, x: Array, axis: int, span: Span) -> Array:
+    """Slice an axis of a bias; where a graph does not know its size yet, by positions, which allow a size of 1."""
+    return (
+        entries_of(ops, x, ops.positions(*span, x), axis) if is_unknown(x.shape[axis]) else _slice(ops, x, axis, span)
+    )

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import FLOATING, Array, Backend, HostArray, is_unknown, may_equal
-from attnscore.core.arguments import shown
+from attnscore.backends.base import FLOATING, Array, Backend, HostArray
+from attnscore.base.arguments import shown
+from attnscore.base.sizes import is_unknown, may_equal
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 
 

@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 
 from attnscore.backends.base import Array, Backend
-from attnscore.core.layout import ScoreShape
+from attnscore.base.layout import ScoreShape
 from attnscore.masks import IntervalSet
 from attnscore.masks.base import IntervalSetMask
 from attnscore.masks.index_values import column, host_ints, per_batch

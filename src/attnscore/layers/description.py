@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from attnscore import backends
-from attnscore.backends.base import Array, accumulator, may_equal
-from attnscore.core import normalizers
-from attnscore.core.arguments import check_flag, check_positive, shown
-from attnscore.core.prepared import PreparedKeys, prepare_keys, with_exps
+from attnscore.backends.base import Array, accumulator
+from attnscore.base.arguments import check_flag, check_positive, shown
+from attnscore.base.sizes import may_equal
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import score_template, shared
+from attnscore.plans.prepared import PreparedKeys, prepare_keys, with_exps
+from attnscore.problem import normalizers
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
 from attnscore.scores.base import with_nonfinite_rows_isolated
 

@@ -32,9 +32,8 @@ from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.jax.tracers import trace_state
-from attnscore.core.arguments import check_flag
-from attnscore.core.cache import BoundedCache
-from attnscore.core.prepared import with_exps_of
+from attnscore.base.arguments import check_flag
+from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
@@ -50,6 +49,7 @@ from attnscore.layers.description import (
 )
 from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
 from attnscore.masks import Mask
+from attnscore.plans.prepared import with_exps_of
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
 

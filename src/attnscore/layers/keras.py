@@ -27,9 +27,7 @@ from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import HALF_PRECISION, Array
-from attnscore.core.arguments import check_flag
-from attnscore.core.normalizers import Entmax
-from attnscore.core.prepared import with_exps_of
+from attnscore.base.arguments import check_flag
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, score_template, shared
@@ -60,6 +58,8 @@ from attnscore.layers.keras_inputs import (
     whole,
 )
 from attnscore.masks import Mask
+from attnscore.plans.prepared import with_exps_of
+from attnscore.problem.normalizers import Entmax
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
 

@@ -14,14 +14,15 @@ from typing import Any, cast
 import keras
 
 from attnscore import backends
-from attnscore.backends.base import FLOATING, Array, SeedHalves, may_equal
-from attnscore.core.arguments import shown
-from attnscore.core.cache import BoundedCache
-from attnscore.core.prepared import PreparedKeys
+from attnscore.backends.base import FLOATING, Array, SeedHalves
+from attnscore.base.arguments import shown
+from attnscore.base.cache import BoundedCache
+from attnscore.base.sizes import may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, message
 from attnscore.layers import shared
 from attnscore.masks import Causal, Dense, KeyPadding, Mask
 from attnscore.masks.shape_spec import shape_of
+from attnscore.plans.prepared import PreparedKeys
 
 _BACKENDS = ("tensorflow", "jax", "torch", "numpy")
 BACKEND: str = keras.backend.backend()

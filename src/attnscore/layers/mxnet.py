@@ -29,13 +29,13 @@ from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import Array
-from attnscore.core.arguments import check_flag
-from attnscore.core.prepared import with_exps_of
+from attnscore.base.arguments import check_flag
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys, option
 from attnscore.layers.documentation import BIAS, CACHE, Documentation, documented_call
+from attnscore.plans.prepared import with_exps_of
 from attnscore.scores.arrays import with_arrays
 from attnscore.scores.base import with_nonfinite_rows_isolated
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from attnscore import backends, scores
 from attnscore.backends.base import Array
-from attnscore.core.arguments import check_choice, shown
+from attnscore.base.arguments import check_choice, shown
 from attnscore.errors import ArgumentError, message
 from attnscore.scores import Combination, arrays_of
 from attnscore.scores.arrays import with_arrays

@@ -13,13 +13,14 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import FLOATING, Backend, is_unknown, may_equal
-from attnscore.core.arguments import is_whole, shown
-from attnscore.core.dropout import check_dropout
+from attnscore.backends.base import FLOATING, Backend
+from attnscore.base.arguments import is_whole, shown
+from attnscore.base.sizes import is_unknown, may_equal
 from attnscore.errors import ArgumentError, AttnscoreError, DtypeError, FrameworkError, MaskError, ShapeError, message
 from attnscore.masks import And, Dense, Mask, Not, Or
 from attnscore.masks.base import map_atoms
 from attnscore.masks.shape_spec import shape_of
+from attnscore.problem.dropout import check_dropout
 
 Shape = tuple[int, ...]
 HostArray = np.ndarray[Any, Any]

@@ -34,11 +34,8 @@ from attnscore.api import attend
 from attnscore.backends import torch as backend
 from attnscore.backends import torch_private as private
 from attnscore.backends.base import Signature
-from attnscore.core import plan as plans
-from attnscore.core.arguments import CallArguments, check_flag, shown
-from attnscore.core.cache import BoundedCache
-from attnscore.core.padding import may_save, over_rows, real_rows
-from attnscore.core.prepared import with_exps_of
+from attnscore.base.arguments import CallArguments, check_flag, shown
+from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
@@ -46,6 +43,9 @@ from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear,
 from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
 from attnscore.masks import Mask
 from attnscore.parallel.shard import Shard
+from attnscore.plans import plan as plans
+from attnscore.plans.padding import may_save, over_rows, real_rows
+from attnscore.plans.prepared import with_exps_of
 from attnscore.scores import arrays_of
 from attnscore.scores.arrays import with_arrays
 from attnscore.scores.base import with_nonfinite_rows_isolated

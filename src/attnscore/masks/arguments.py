@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from attnscore import backends
-from attnscore.backends.base import is_unknown, may_equal
-from attnscore.core.arguments import shown
-from attnscore.core.layout import ScoreShape
+from attnscore.base.arguments import shown
+from attnscore.base.layout import ScoreShape
+from attnscore.base.sizes import is_unknown, may_equal
 from attnscore.errors import MaskError, message
 from attnscore.masks.base import Mask, all_of
 from attnscore.masks.builtin import Dense, ValidLens

@@ -20,7 +20,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
-from attnscore.core.layout import ScoreShape
+from attnscore.base.layout import ScoreShape
 from attnscore.errors import MaskError, message
 from attnscore.masks.intervals import MOST, HostArray, Intervals, IntervalSet
 from attnscore.masks.shape_spec import ShapeSpec

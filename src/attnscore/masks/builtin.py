@@ -12,8 +12,9 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, is_unknown
-from attnscore.core.layout import ScoreShape, entries_of
+from attnscore.backends.base import Array, Backend
+from attnscore.base.layout import ScoreShape, entries_of
+from attnscore.base.sizes import is_unknown
 from attnscore.errors import MaskError, message
 from attnscore.masks.base import And, IntervalSetMask, Mask, Not, Or, RowIntervalMask, check_shapes
 from attnscore.masks.index_values import (

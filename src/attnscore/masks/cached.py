@@ -16,9 +16,10 @@ from typing import Any, final
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, is_unknown
-from attnscore.core.cache import BoundedCache
-from attnscore.core.layout import ScoreShape
+from attnscore.backends.base import Array, Backend
+from attnscore.base.cache import BoundedCache
+from attnscore.base.layout import ScoreShape
+from attnscore.base.sizes import is_unknown
 from attnscore.masks.base import And, IntervalSetMask, Mask, split
 from attnscore.masks.builtin import BUILTIN, Dense
 from attnscore.masks.index_values import per_query

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from attnscore.backends.base import Array, Backend
-from attnscore.core.layout import ScoreShape
+from attnscore.base.layout import ScoreShape
 from attnscore.masks.base import And, Mask, Not, Or, all_of, parts_of
 from attnscore.masks.builtin import Causal, KeyRange, Packed, PrefixLM, SlidingWindow, ValidLens
 from attnscore.masks.index_values import UNBOUNDED

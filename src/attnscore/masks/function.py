@@ -19,10 +19,11 @@ from typing import Any, final
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, importable, is_unknown, may_equal
-from attnscore.core.arguments import is_whole, shown
-from attnscore.core.cache import BoundedCache
-from attnscore.core.layout import ScoreShape
+from attnscore.backends.base import Array, Backend, importable
+from attnscore.base.arguments import is_whole, shown
+from attnscore.base.cache import BoundedCache
+from attnscore.base.layout import ScoreShape
+from attnscore.base.sizes import is_unknown, may_equal
 from attnscore.errors import AttnscoreError, MaskError, message
 from attnscore.masks.base import IntervalSetMask, Mask
 from attnscore.masks.cached import CachedMask

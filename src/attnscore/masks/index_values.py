@@ -7,9 +7,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, is_unknown
-from attnscore.core.arguments import is_whole, shown
-from attnscore.core.layout import ScoreShape, entries_of
+from attnscore.backends.base import Array, Backend
+from attnscore.base.arguments import is_whole, shown
+from attnscore.base.layout import ScoreShape, entries_of
+from attnscore.base.sizes import is_unknown
 from attnscore.errors import MaskError, message
 from attnscore.masks.intervals import HostArray, Intervals
 from attnscore.masks.shape_spec import index_values_spec

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from attnscore import backends
-from attnscore.core.cache import BoundedCache
+from attnscore.base.cache import BoundedCache
 from attnscore.errors import MaskError, message
 from attnscore.masks.index_values import check_cumulative, check_whole
 from attnscore.masks.intervals import HostArray

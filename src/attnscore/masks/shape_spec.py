@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnscore import backends
-from attnscore.backends.base import is_unknown, may_equal
-from attnscore.core.layout import ScoreShape
+from attnscore.base.layout import ScoreShape
+from attnscore.base.sizes import is_unknown, may_equal
 from attnscore.errors import MaskError, message
 
 

@@ -15,8 +15,9 @@ from typing import Any, final
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, may_equal
-from attnscore.core.layout import ScoreShape
+from attnscore.backends.base import Array, Backend
+from attnscore.base.layout import ScoreShape
+from attnscore.base.sizes import may_equal
 from attnscore.errors import MaskError, message
 from attnscore.masks.base import IntervalSetMask, Mask
 from attnscore.masks.intervals import IntervalSet, normalized

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, may_equal
-from attnscore.core.arguments import shown
-from attnscore.core.layout import ScoreShape
+from attnscore.backends.base import Array, Backend
+from attnscore.base.arguments import shown
+from attnscore.base.layout import ScoreShape
+from attnscore.base.sizes import may_equal
 from attnscore.errors import MaskError, message
 from attnscore.masks.intervals import HostArray, Intervals, IntervalSet
 

@@ -18,16 +18,16 @@ import numpy as np
 from attnscore import backends
 from attnscore.api import attend
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.core.arguments import check_count, is_number, shown
-from attnscore.core.layout import AxisLayout, check_bias_shape
-from attnscore.core.problem import check_arrays, check_extra, wanted_statistics
-from attnscore.core.statistics import AttentionStats
+from attnscore.base.arguments import check_count, is_number, shown
+from attnscore.base.layout import AxisLayout, check_bias_shape
 from attnscore.errors import ArgumentError, FrameworkError, message
 from attnscore.masks import Mask, as_mask
 from attnscore.parallel.mask import shard_mask, with_batch_axis
 from attnscore.parallel.merging import COUNTED, merge_parts
 from attnscore.parallel.pairs import Pairs, Range
 from attnscore.parallel.shard import Shard
+from attnscore.problem.problem import check_arrays, check_extra, wanted_statistics
+from attnscore.problem.statistics import AttentionStats
 
 # Bytes of keys and values in a chunk of the default size; two of them are in memory at a time.
 _CHUNK_BYTES = 2**25

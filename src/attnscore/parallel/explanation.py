@@ -17,13 +17,13 @@ from typing import Final
 import numpy as np
 
 from attnscore.backends.base import DTYPES, Array, accumulator, itemsize
-from attnscore.core.arguments import check_choice, check_count
-from attnscore.core.problem import Problem
+from attnscore.base.arguments import check_choice, check_count
 from attnscore.errors import ArgumentError, message
 from attnscore.masks import Mask
 from attnscore.masks.intervals import HostArray
 from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard
+from attnscore.problem.problem import Problem
 
 MODES: Final = ("gather", "ring", "heads")
 GRADIENTS: Final = ("none", "reduce", "queries")

@@ -16,9 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from attnscore.core import plan as plans
-from attnscore.core.layout import ScoreShape, check_bias_shape
-from attnscore.core.problem import Problem, check_extra
+from attnscore.base.layout import ScoreShape, check_bias_shape
 from attnscore.errors import ArgumentError, message
 from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.jax_modes import WAYS, Call, lax
@@ -26,6 +24,8 @@ from attnscore.parallel.jax_rows import held_by_devices, join_rows, split_rows
 from attnscore.parallel.options import Options
 from attnscore.parallel.plan import exchange
 from attnscore.parallel.shard import Shard
+from attnscore.plans import plan as plans
+from attnscore.problem.problem import Problem, check_extra
 
 __all__ = ["attend", "explain", "gather_rows", "join_rows", "merge_over", "split_rows"]
 

@@ -17,21 +17,20 @@ from jax import Array
 from attnscore import kernels
 from attnscore.backends.base import HALF_PRECISION, HostArray, SeedHalves, accumulator
 from attnscore.backends.jax.sharding import axes_of, differing
-from attnscore.core import dropout as dropouts
-from attnscore.core import tiling
-from attnscore.core.dropout import PairDropout
-from attnscore.core.layout import ScoreShape
-from attnscore.core.problem import Problem
-from attnscore.core.statistics import AttentionStats
-from attnscore.core.tiled import Result
+from attnscore.base.layout import ScoreShape
 from attnscore.errors import KernelUnavailable, message
-from attnscore.kernels import AttentionOp
+from attnscore.kernels import AttentionOp, tiling
+from attnscore.kernels.tiled import Result
 from attnscore.masks import Mask
 from attnscore.parallel.jax_rows import Held, entry, join_rows, split_rows
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.merging import COUNTED, SOFTMAX_ALONE, merge_parts
 from attnscore.parallel.plan import Exchange, have_masks_of_their_own
 from attnscore.parallel.shard import Shard
+from attnscore.problem import dropout as dropouts
+from attnscore.problem.dropout import PairDropout
+from attnscore.problem.problem import Problem
+from attnscore.problem.statistics import AttentionStats
 from attnscore.scores.forms import PARAMETER, InnerForm
 
 lax: Any = jax.lax

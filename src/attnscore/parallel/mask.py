@@ -9,7 +9,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array
-from attnscore.core.layout import ScoreShape
+from attnscore.base.layout import ScoreShape
 from attnscore.masks import And, Dense, Documents, KeyPadding, Mask, Neighbours, Not, Or, Sharded, parts_of
 from attnscore.masks.base import all_of, atoms_of, map_atoms
 from attnscore.masks.shape_spec import shape_of

@@ -9,8 +9,8 @@ from __future__ import annotations
 from attnscore.analysis.functional import merge, merged_shares
 from attnscore.backends import of
 from attnscore.backends.base import Array, Backend
-from attnscore.core.statistics import AttentionStats
 from attnscore.errors import ArgumentError, message
+from attnscore.problem.statistics import AttentionStats
 
 COUNTED = ("mean_score", "var_score")
 """Statistics of the scores of all unmasked keys alike."""

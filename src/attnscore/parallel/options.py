@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnscore import backends, kernels
-from attnscore.core.arguments import check_choice
-from attnscore.core.layout import ScoreShape
-from attnscore.core.prepared import PreparedKeys
-from attnscore.core.problem import Problem, build_problem, wanted_statistics
+from attnscore.base.arguments import check_choice
+from attnscore.base.layout import ScoreShape
 from attnscore.masks import Mask, as_mask
 from attnscore.parallel.explanation import MODES, ParallelExplanation, RowBytes, choose
 from attnscore.parallel.mask import with_batch_axis
 from attnscore.parallel.plan import Exchange
 from attnscore.parallel.shard import Shard
+from attnscore.plans.prepared import PreparedKeys
+from attnscore.problem.problem import Problem, build_problem, wanted_statistics
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

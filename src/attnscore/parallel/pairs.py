@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from attnscore import backends
-from attnscore.core.layout import ScoreShape
+from attnscore.base.layout import ScoreShape
 from attnscore.masks import BUILTIN, Mask, Neighbours, parts_of, split
 from attnscore.masks.base import all_of, atoms_of
 from attnscore.masks.intervals import HostArray, IntervalSet

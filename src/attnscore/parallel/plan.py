@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from attnscore.core.arguments import shown
-from attnscore.core.cache import BoundedCache
-from attnscore.core.layout import ScoreShape
+from attnscore.base.arguments import shown
+from attnscore.base.cache import BoundedCache
+from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, message
 from attnscore.masks import Dense, EvaluatedFunction, Mask
 from attnscore.masks.base import atoms_of

@@ -19,8 +19,8 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array
-from attnscore.core.arguments import check_count, is_whole, shown
-from attnscore.core.layout import ScoreShape
+from attnscore.base.arguments import check_count, is_whole, shown
+from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.masks import Mask
 from attnscore.masks.intervals import HostArray

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from attnscore.backends.base import DTYPES
-from attnscore.core.arguments import check_choice, check_count, check_flag, check_positive
+from attnscore.base.arguments import check_choice, check_count, check_flag, check_positive
 from attnscore.errors import ArgumentError, message
 from attnscore.masks import Mask
 from attnscore.masks.intervals import HostArray, IntervalSet

@@ -28,14 +28,11 @@ from torch.distributed.tensor import DTensor
 
 from attnscore import backends, scores
 from attnscore.analysis.functional import merge
-from attnscore.core import plan as plans
-from attnscore.core import tiled
-from attnscore.core.arguments import check_flag, shown
-from attnscore.core.layout import ScoreShape, check_bias_shape
-from attnscore.core.problem import Problem, check_extra
-from attnscore.core.statistics import AttentionStats
-from attnscore.core.tiled import Result, RowGradients
+from attnscore.base.arguments import check_flag, shown
+from attnscore.base.layout import ScoreShape, check_bias_shape
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
+from attnscore.kernels import tiled
+from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.masks import Mask
 from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.options import Options
@@ -45,6 +42,9 @@ from attnscore.parallel.torch_modes import WAYS
 from attnscore.parallel.torch_parts import Saved, ShardedCall
 from attnscore.parallel.torch_queries import PassQueries
 from attnscore.parallel.torch_ranks import Ranks, SumOverRanks, Transfers
+from attnscore.plans import plan as plans
+from attnscore.problem.problem import Problem, check_extra
+from attnscore.problem.statistics import AttentionStats
 from attnscore.scores.arrays import scores_in, with_arrays
 
 __all__ = ["attend", "explain", "gather_rows", "merge_over"]

@@ -14,19 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscore.core import dropout as dropouts
-from attnscore.core import online_softmax, tiling
-from attnscore.core.dropout import PairDropout
-from attnscore.core.layout import ScoreShape
-from attnscore.core.online_softmax import RowState
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients
+from attnscore.base.layout import ScoreShape
+from attnscore.kernels import tiling
+from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.masks import Mask, ValidLens
 from attnscore.masks.base import all_of
 from attnscore.parallel.plan import have_masks_of_their_own
 from attnscore.parallel.shard import Shard
 from attnscore.parallel.torch_parts import MergedCall, Part, Saved, ShardedCall, map_rows, rows_at, write_rows
 from attnscore.parallel.torch_ranks import Arrays, Transfers, copy_rows, cut, positions_first
+from attnscore.problem import dropout as dropouts
+from attnscore.problem import online_softmax
+from attnscore.problem.dropout import PairDropout
+from attnscore.problem.online_softmax import RowState
+from attnscore.problem.problem import Problem
 from attnscore.scores.forms import PARAMETER
 
 

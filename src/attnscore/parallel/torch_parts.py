@@ -21,16 +21,11 @@ from torch import Tensor
 
 from attnscore import kernels
 from attnscore.backends.base import accumulator
-from attnscore.core import dropout as dropouts
-from attnscore.core import online_softmax, tiled, tiling
-from attnscore.core.dropout import PairDropout
-from attnscore.core.layout import ScoreShape
-from attnscore.core.online_softmax import RowState
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients
-from attnscore.core.tiling import TilePlan
+from attnscore.base.layout import ScoreShape
 from attnscore.errors import KernelUnavailable, message
-from attnscore.kernels import Kernel
+from attnscore.kernels import Kernel, tiled, tiling
+from attnscore.kernels.tiled import Result, RowGradients
+from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import Mask, split
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.merging import COUNTED, SOFTMAX_ALONE
@@ -38,6 +33,11 @@ from attnscore.parallel.pairs import Range
 from attnscore.parallel.plan import Exchange
 from attnscore.parallel.shard import Shard
 from attnscore.parallel.torch_ranks import Arrays, Ranks, add_rows, copy_rows, cut, positions_first
+from attnscore.problem import dropout as dropouts
+from attnscore.problem import online_softmax
+from attnscore.problem.dropout import PairDropout
+from attnscore.problem.online_softmax import RowState
+from attnscore.problem.problem import Problem
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscore.core.arguments import is_whole, shown
+from attnscore.base.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.io import require
 

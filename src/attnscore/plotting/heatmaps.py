@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnscore.core.arguments import shown
+from attnscore.base.arguments import shown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.plotting.drawing import (
     WEIGHT,

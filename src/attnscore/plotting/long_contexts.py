@@ -20,7 +20,7 @@ import numpy as np
 
 from attnscore.analysis.summaries import key_mass, pooled_weights
 from attnscore.analysis.weights import attention_scores, attention_weights
-from attnscore.core.arguments import is_whole, shown
+from attnscore.base.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.plotting import drawing
 from attnscore.plotting.drawing import (

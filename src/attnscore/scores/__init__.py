@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnscore import backends
-from attnscore.core.arguments import shown
+from attnscore.base.arguments import shown
 from attnscore.errors import ArgumentError, message
 from attnscore.scores.additive import Additive
 from attnscore.scores.arrays import arrays_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from attnscore.backends.base import Array, Backend
-from attnscore.core.arguments import check_choice, check_number
+from attnscore.base.arguments import check_choice, check_number
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, sum_to
-from attnscore.core.arguments import check_held, check_number
+from attnscore.base.arguments import check_held, check_number
 from attnscore.errors import ShapeError, message
 from attnscore.scores.activations import activation
 from attnscore.scores.base import (

@@ -16,13 +16,13 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator, sum_to
-from attnscore.core.arguments import check_positive
+from attnscore.base.arguments import check_positive
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 from attnscore.scores.arrays import arrays_of, scores_in, with_arrays
 from attnscore.scores.forms import PARAMETER, Form, TileForm
@@ -51,19 +51,23 @@ class Score(ABC):
         backends.register_pytree(cls)
         return object.__new__(cls)
 
+    _added: ClassVar[Any]
+    _multiple: ClassVar[Any]
+    """Functions that make a `Combination`, whose module imports this one and sets them."""
+
     def __repr__(self) -> str:
         return describe(self)
 
     def __add__(self, other: Any) -> Score:
         """Return the sum of this score and another one, as a `Combination`."""
-        return _combination().added(self, other) if _is_score(other) else NotImplemented
+        return self._added(self, other) if _is_score(other) else NotImplemented
 
     def __radd__(self, other: Any) -> Score:
-        return _combination().added(other, self) if _is_score(other) else NotImplemented
+        return self._added(other, self) if _is_score(other) else NotImplemented
 
     def __mul__(self, factor: Any) -> Score:
         """Return the score times a number or a learned array () or (heads,), as a `Combination`."""
-        return NotImplemented if _is_score(factor) else _combination().multiple(self, factor)
+        return NotImplemented if _is_score(factor) else self._multiple(self, factor)
 
     __rmul__ = __mul__
     # NumPy's arrays would multiply each element with the score.
@@ -107,13 +111,6 @@ class Score(ABC):
 
 def _is_score(x: object) -> bool:
     return callable(getattr(x, "tile", None)) and not backends.is_array(x)
-
-
-def _combination() -> Any:
-    """Return the module of `Combination`, which imports this one."""
-    from attnscore.scores import combination
-
-    return combination
 
 
 class Wrapper(Score):

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from attnscore.backends.base import Array, Backend, broadcast
+from attnscore.backends.base import Array, Backend
+from attnscore.base.sizes import broadcast
 from attnscore.errors import ShapeError, message
 from attnscore.scores.base import (
     Pullback,

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, broadcast, sum_to
-from attnscore.core.arguments import check_number, shown
+from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.base.arguments import check_number, shown
+from attnscore.base.sizes import broadcast
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.activations import Activation
 from attnscore.scores.base import (
@@ -267,3 +268,6 @@ def _joined_additive(ops: Backend, forms: Sequence[Any], numbers: Sequence[float
         ]
 
     return AdditiveForm(queries, keys, w_v=weights, activation=forms[0].activation), vjp
+
+
+Score._added, Score._multiple = staticmethod(added), staticmethod(multiple)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore.backends.base import Array, Backend
-from attnscore.core.arguments import check_flag
+from attnscore.base.arguments import check_flag
 from attnscore.scores.base import (
     Pullback,
     Score,

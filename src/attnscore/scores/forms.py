@@ -23,7 +23,8 @@ from typing import Any, ClassVar, Literal, final
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import FLOATING, Array, Backend, accumulator, broadcast, may_equal, sum_to
+from attnscore.backends.base import FLOATING, Array, Backend, accumulator, sum_to
+from attnscore.base.sizes import broadcast, may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.scores.activations import Activation
 from attnscore.scores.arrays import with_arrays

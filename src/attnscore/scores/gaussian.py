@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, broadcast, is_unknown, sum_to
-from attnscore.core.arguments import check_held, largest_of
+from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.base.arguments import check_held, largest_of
+from attnscore.base.sizes import broadcast, is_unknown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.base import (
     Pullback,

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, accumulator, broadcast, may_equal, sum_to
-from attnscore.core.arguments import check_held, check_number, is_number, shown
+from attnscore.backends.base import Array, Backend, accumulator, sum_to
+from attnscore.base.arguments import check_held, check_number, is_number, shown
+from attnscore.base.sizes import broadcast, may_equal
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.base import (
     Pullback,

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.core.arguments import largest_of
+from attnscore.base.arguments import largest_of
 from attnscore.scores.base import TransformPullback, Wrapper, check, check_learned, operations_of
 from attnscore.scores.factors import learned, multiplied
 from attnscore.scores.forms import Form, checked_tile, soft_capped

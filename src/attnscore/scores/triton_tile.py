@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final, get_args
 
 from attnscore import backends
-from attnscore.core.arguments import check_choice, shown
+from attnscore.base.arguments import check_choice, shown
 from attnscore.errors import ArgumentError, message
 from attnscore.scores.arrays import arrays_of
 

@@ -23,16 +23,7 @@ import numpy as np
 from jax import lax
 
 from attnscore.backends import native
-from attnscore.backends.base import (
-    DTYPES,
-    Array,
-    Backend,
-    DifferentiableOp,
-    SeedHalves,
-    Signature,
-    importable,
-    is_unknown,
-)
+from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, SeedHalves, Signature, importable
 from attnscore.backends.jax import ffi, gradients
 from attnscore.backends.jax.pytrees import register
 from attnscore.backends.jax.sharding import axes_of, differing
@@ -48,6 +39,7 @@ from attnscore.backends.jax.tracers import (
     layers_of_all,
 )
 from attnscore.backends.numpy import detached
+from attnscore.base.sizes import is_unknown
 from attnscore.errors import ArgumentError, message
 
 # `jnp.asarray` in a third of its time (17 us with JAX 0.10, which compiles a program for each shape either way). Both

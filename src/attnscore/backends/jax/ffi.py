@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnscore.backends.base import Array
-from attnscore.core.threads import follow
+from attnscore.base.threads import follow
 
 _DIRECTIONS = ("forward", "backward")
 

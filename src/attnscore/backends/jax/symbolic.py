@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.export
 
-from attnscore.backends.base import Array, Unknown, at_most, is_unknown
+from attnscore.backends.base import Array
+from attnscore.base.sizes import Unknown, at_most, is_unknown
 
 _Symbolic: Any = type(jax.export.symbolic_shape("n")[0])
 Unknown.register(_Symbolic)

@@ -28,15 +28,14 @@ from attnscore.backends.base import (
     Modules,
     SeedHalves,
     Signature,
-    Unknown,
     importable,
-    is_unknown,
 )
 from attnscore.backends.numpy import NumpyBackend
 from attnscore.backends.tensorflow import dynamic_shapes, gradients, graphs
 from attnscore.backends.tensorflow.dynamic_shapes import Length, sizes
 from attnscore.backends.tensorflow.nested import leaves_of, rebuilt
-from attnscore.core.threads import get_num_threads
+from attnscore.base.sizes import Unknown, is_unknown
+from attnscore.base.threads import get_num_threads
 from attnscore.errors import FrameworkError, message
 
 _NO_SCOPE = contextlib.nullcontext()

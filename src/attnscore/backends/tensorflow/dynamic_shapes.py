@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from attnscore.backends.base import Array, Unknown, at_most
+from attnscore.backends.base import Array
+from attnscore.base.sizes import Unknown, at_most
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

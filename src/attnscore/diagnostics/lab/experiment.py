@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscore.core.arguments import is_whole, shown
+from attnscore.base.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, message
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import attnscore as ats
-from attnscore.core.arguments import check_choice
+from attnscore.base.arguments import check_choice
 from attnscore.diagnostics.lab.experiment import Array, Check, Estimate, Result, Row, check_sizes, exponent
 from attnscore.diagnostics.lab.panels import DIMENSION, powers_of_two
 from attnscore.errors import ArgumentError, message

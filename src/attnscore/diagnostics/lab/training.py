@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscore.core.arguments import check_choice, shown
+from attnscore.base.arguments import check_choice, shown
 from attnscore.diagnostics.lab import runs
 from attnscore.diagnostics.lab.experiment import (
     NAMES,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import attnscore as ats
-from attnscore.core.arguments import check_choice
+from attnscore.base.arguments import check_choice
 from attnscore.diagnostics.lab.experiment import (
     NAMES,
     SCORES,

@@ -29,8 +29,6 @@ from torch.nn import functional
 import attnscore as ats
 from attnscore import api
 from attnscore.backends import torch_private as private
-from attnscore.core.normalizers import ONLY_SOFTMAX, resolve
-from attnscore.core.prepared import PreparedKeys
 from attnscore.diagnostics.watching.torch_calls import (
     Call,
     Scores,
@@ -41,6 +39,8 @@ from attnscore.diagnostics.watching.torch_calls import (
     sdpa_call,
     with_head_axis,
 )
+from attnscore.plans.prepared import PreparedKeys
+from attnscore.problem.normalizers import ONLY_SOFTMAX, resolve
 
 if TYPE_CHECKING:
     from attnscore.diagnostics.watching.torch_watch import Watch

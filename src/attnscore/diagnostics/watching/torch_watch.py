@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from attnscore.backends import torch_private as private
-from attnscore.core.arguments import check_flag, is_whole, shown
+from attnscore.base.arguments import check_flag, is_whole, shown
 from attnscore.diagnostics.watching import torch_patches
 from attnscore.diagnostics.watching.health import Thresholds
 from attnscore.diagnostics.watching.records import Layer, Records, Row

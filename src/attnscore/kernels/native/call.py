@@ -23,18 +23,18 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, HostArray, Signature, sum_to
 from attnscore.backends.native import module as _native
-from attnscore.core import tiled, tiling
-from attnscore.core.arguments import CallArguments
-from attnscore.core.layout import AxisLayout
-from attnscore.core.problem import Problem, build_problem
-from attnscore.core.statistics import AttentionStats
-from attnscore.core.tiling import TilePlan
+from attnscore.base.arguments import CallArguments
+from attnscore.base.layout import AxisLayout
+from attnscore.kernels import tiled, tiling
 from attnscore.kernels.base import DIFFERENTIABLE, AttentionOp, Kernel, saved
 from attnscore.kernels.native.marshalling import ORDER, STORED, aligned, score_spec
 from attnscore.kernels.native.results import BACKWARD_INPUTS, FILLED, GRADIENTS, gradient_shapes
+from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import Mask, ValidLens, lowering
 from attnscore.masks.cached import CachedMask
 from attnscore.masks.index_values import lens_per_query
+from attnscore.problem.problem import Problem, build_problem
+from attnscore.problem.statistics import AttentionStats
 from attnscore.scores import Additive
 from attnscore.scores.forms import AdditiveForm, TileForm
 from attnscore.scores.gaussian import bandwidth_gradient, scale_of

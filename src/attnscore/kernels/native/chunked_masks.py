@@ -19,11 +19,11 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from attnscore.backends.base import HostArray
-from attnscore.core.problem import Problem
-from attnscore.core.tiling import TilePlan
 from attnscore.kernels.native import marshalling
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS
+from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import And, Mask, lowering
+from attnscore.problem.problem import Problem
 
 # Booleans of a chunk: 8 MB, but at least `MIN_CHUNK_ROWS` rows, as the module reads all keys for each query tile of 48
 # to 192 rows.

@@ -12,11 +12,11 @@ from functools import reduce
 from typing import Any
 
 from attnscore.backends.base import Array
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients, operands
 from attnscore.kernels.native.chunked_masks import chunk_size
 from attnscore.kernels.native.results import STATISTICS
+from attnscore.kernels.tiled import Result, RowGradients, operands
 from attnscore.masks import And, Mask, lowering
+from attnscore.problem.problem import Problem
 from attnscore.scores.forms import Role
 
 MaskArrays = dict[str, Array]

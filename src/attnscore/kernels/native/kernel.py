@@ -22,15 +22,15 @@ import numpy as np
 from attnscore.backends.base import Array, HostArray
 from attnscore.backends.native import missing as _MISSING
 from attnscore.backends.native import module as _native
-from attnscore.core import tiled, tiling
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients
-from attnscore.core.tiling import TilePlan
+from attnscore.kernels import tiled, tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.native import call, chunked_masks, marshalling, xla_call, xla_callback
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
-from attnscore.kernels.tiled import Streaming
+from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiled import Result, RowGradients
+from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import And, lowering
+from attnscore.problem.problem import Problem
 
 # Queries of a micro-tile (kMR) and keys of a key tile, as in csrc/kernels.
 TILE = (6, 64)

@@ -13,12 +13,12 @@ import numpy as np
 
 from attnscore.backends import base
 from attnscore.backends.base import HALF_PRECISION, Array, HostArray, SeedHalves
-from attnscore.core import tiled
-from attnscore.core.dropout import PairDropout
-from attnscore.core.normalizers import ONLY_SOFTMAX
-from attnscore.core.problem import Problem
-from attnscore.core.tiling import TilePlan
+from attnscore.kernels import tiled
+from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import lowering
+from attnscore.problem.dropout import PairDropout
+from attnscore.problem.normalizers import ONLY_SOFTMAX
+from attnscore.problem.problem import Problem
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
 
 DTYPES = frozenset(base.DTYPES)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from attnscore.backends.base import Array, sum_to
-from attnscore.core import online_softmax, tiled
-from attnscore.core.problem import Problem
+from attnscore.kernels import tiled
+from attnscore.problem import online_softmax
+from attnscore.problem.problem import Problem
 from attnscore.scores.forms import AdditiveForm
 
 # Statistics that the forward fills where wanted, in its order. The log-sum-exp is row_max + log_denom outside of plans:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from attnscore.backends.base import Array, SeedHalves
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients, operands
 from attnscore.kernels.native import chunked_masks_xla, marshalling
 from attnscore.kernels.native.chunked_masks_xla import Loop, MaskArrays
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
+from attnscore.kernels.tiled import Result, RowGradients, operands
 from attnscore.masks import Mask, lowering
 from attnscore.masks.dynamic_intervals import traced_lens, traced_visibility
+from attnscore.problem.problem import Problem
 
 # Orders of operands and results. For each name there is a bit in the attributes `given` (operands that are passed),
 # `transposed` (operands that are passed so) and `wanted` (results), see csrc/api/ffi.cc.

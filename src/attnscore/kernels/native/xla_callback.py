@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, HostArray, SeedHalves, broadcast, is_unknown
-from attnscore.core import tiling
-from attnscore.core.cache import BoundedCache
-from attnscore.core.layout import AxisLayout, CanonicalLayout
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients, operands
+from attnscore.backends.base import Array, Backend, HostArray, SeedHalves
+from attnscore.base.cache import BoundedCache
+from attnscore.base.layout import AxisLayout, CanonicalLayout
+from attnscore.base.sizes import broadcast, is_unknown
+from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.native.call import NativeCall
+from attnscore.kernels.tiled import Result, RowGradients, operands
 from attnscore.masks import ValidLens
 from attnscore.masks.base import check_shapes
 from attnscore.masks.cached import intervals_of
+from attnscore.problem.problem import Problem
 
 
 def _passed(problem: Problem) -> list[Array]:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from attnscore.backends.base import Array
-from attnscore.core.arguments import CallArguments
-from attnscore.core.problem import Problem
-from attnscore.core.tiling import TilePlan
+from attnscore.base.arguments import CallArguments
 from attnscore.kernels.base import AttentionOp, Kernel
+from attnscore.kernels.tiling import TilePlan
 from attnscore.kernels.triton import launch
 from attnscore.kernels.triton.operands import Operand, Rows, operand
 from attnscore.kernels.triton.tiles import Tile
 from attnscore.masks.cached import CachedMask
+from attnscore.problem.problem import Problem
 from attnscore.scores.forms import InnerForm
 
 SIDES = ("query", "key", "value")
@@ -42,7 +42,7 @@ class TritonCall:
     """On the caller's axes."""
     compiled_for: dict[str, Any]
     heads: int
-    """As `core.plan` weighs plans: those of 2 KB each that take what the intervals of the mask do."""
+    """As `plans.plan` weighs plans: those of 2 KB each that take what the intervals of the mask do."""
 
     differentiable_outputs, saved_outputs, seed = 2, 3, 0
 

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from attnscore.backends.base import sum_to
-from attnscore.core import tiled
-from attnscore.core.problem import Problem
 from attnscore.errors import ShapeError, message
+from attnscore.kernels import tiled
+from attnscore.problem.problem import Problem
 from attnscore.scores.base import per_head
 from attnscore.scores.forms import PARAMETER
 from attnscore.scores.triton_tile import TritonTile, triton_tile_of

@@ -308,7 +308,7 @@ def forward(
         found, acc = _with_sink(found, acc, tl.load(sink + m.h * sizes.groups + m.g))
     if inputs.dropout is not None:
         acc = acc * inputs.dropout.factor
-    # The rule for fully masked queries: total 0 gives output 0 and log-sum-exp -inf (`core.online_softmax.finish`).
+    # The rule for fully masked queries: total 0 gives output 0 and log-sum-exp -inf (`problem.online_softmax.finish`).
     acc = acc / tl.where(found.total == 0, 1.0, found.total)[:, None]
     store_vectors(out, m, queries.at, dv, queries.live, sizes.value_dim, acc)
     _store_rows(rows, m.z.to(tl.int64) * sizes.n_q + i, i < sizes.n_q, found, of_keys)

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, final
 
 from attnscore.backends.base import Array, SeedHalves
-from attnscore.core import tiled
-from attnscore.core.dropout import PairDropout
-from attnscore.core.normalizers import ONLY_SOFTMAX
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients
-from attnscore.core.tiling import TilePlan
+from attnscore.kernels import tiled
 from attnscore.kernels.base import Kernel
-from attnscore.kernels.tiled import Streaming
+from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiled import Result, RowGradients
+from attnscore.kernels.tiling import TilePlan
+from attnscore.kernels.triton import is_interpreted
+from attnscore.problem.dropout import PairDropout
+from attnscore.problem.normalizers import ONLY_SOFTMAX
+from attnscore.problem.problem import Problem
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm, TileForm
 from attnscore.scores.triton_tile import triton_tile_of
 
@@ -34,11 +34,6 @@ MOST_DIM = 256
 """Largest dimension of keys or values: registers hold a tile of them."""
 MOST_MATRICES = 2**16 - 1
 """CUDA's limit of the second axis of a grid, which has one program for each matrix of scores."""
-
-
-def is_interpreted() -> bool:
-    """Return whether Triton's interpreter runs the kernels, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache

@@ -13,16 +13,14 @@ import torch
 import triton
 
 from attnscore.backends.base import Array, sum_to
-from attnscore.core import online_softmax, statistics, tiled
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients
-from attnscore.core.tiling import TilePlan
-from attnscore.kernels.triton import additive_gradients, ranges
+from attnscore.kernels import tiled
+from attnscore.kernels.tiled import Result, RowGradients
+from attnscore.kernels.tiling import TilePlan
+from attnscore.kernels.triton import additive_gradients, is_interpreted, ranges
 from attnscore.kernels.triton import backward as backward_kernels
 from attnscore.kernels.triton import forward as forward_kernels
 from attnscore.kernels.triton.additive import AdditiveSides, sides_of
 from attnscore.kernels.triton.custom import Custom, custom_of, parameter_gradient
-from attnscore.kernels.triton.kernel import is_interpreted
 from attnscore.kernels.triton.operands import (
     Dropout,
     Inputs,
@@ -37,6 +35,8 @@ from attnscore.kernels.triton.operands import (
 from attnscore.kernels.triton.tiles import FORMS, KernelName, Tile, padded, tile_of
 from attnscore.masks import IntervalSet, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
+from attnscore.problem import online_softmax, statistics
+from attnscore.problem.problem import Problem
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm, TileForm
 
 INNER, DISTANCE, ADDITIVE, CHANNELS = range(len(FORMS) + 1)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from attnscore.kernels.triton import is_interpreted
 from attnscore.kernels.triton.additive import additive_scores
 from attnscore.kernels.triton.custom import channel_of, channel_scores, scaled_derivative, value_of
-from attnscore.kernels.triton.kernel import is_interpreted
 from attnscore.kernels.triton.operands import Side
 
 # Values of FORM: those of `tiles.FORMS` in their order, and a custom score that is a sum over channels.
@@ -289,7 +289,7 @@ def with_bias(s, attends, bias, m, i, j, sizes, RELATIVE: tl.constexpr):
 
 @triton.jit
 def _mixed(x):
-    """Mix 32 bits: `core.dropout` has the source."""
+    """Mix 32 bits: `problem.dropout` has the source."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -303,7 +303,7 @@ def _bits(x):
 
 @triton.jit
 def kept(dropout, z, i, j, n_q):
-    """Return whether dropout keeps each pair of matrix z: the bits of `core.dropout.kept`."""
+    """Return whether dropout keeps each pair of matrix z: the bits of `problem.dropout.kept`."""
     row = z.to(tl.int64) * n_q + i
     low = (row & 0xFFFFFFFF).to(tl.uint32)
     high = (row >> 32).to(tl.uint32)

@@ -58,6 +58,7 @@ class Entry(NamedTuple):
 
 Table = dict[Entry, Tile]
 
+
 INTERPRETED: dict[KernelName, Tile] = {
     "forward": Tile(16, 32, 4, 1),
     "d_query": Tile(32, 16, 4, 1),

@@ -15,13 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from attnscore.backends.base import Array, Backend, is_unknown, sum_to
-from attnscore.core import dropout as dropouts
-from attnscore.core import online_softmax, tiled, tiling
-from attnscore.core.online_softmax import NEG_INF
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients
-from attnscore.core.tiling import TilePlan
+from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.base.sizes import is_unknown
+from attnscore.kernels import tiled, tiling
+from attnscore.kernels.tiled import Result, RowGradients
+from attnscore.kernels.tiling import TilePlan
+from attnscore.problem import dropout as dropouts
+from attnscore.problem import online_softmax
+from attnscore.problem.online_softmax import NEG_INF
+from attnscore.problem.problem import Problem
 from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, InnerForm
 from attnscore.scores.gaussian import INNER_LIMIT
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from attnscore import scores
 from attnscore.backends.base import Array, Backend
-from attnscore.core.arguments import CallArguments
-from attnscore.core.padding import over_rows, real_rows
+from attnscore.base.arguments import CallArguments
+from attnscore.plans.padding import over_rows, real_rows
 from attnscore.scores import Additive
 from attnscore.scores.base import widen
 
@@ -25,7 +25,7 @@ def lower(
     """Return query and key of the lowered form on the caller's axes, and w_v of an additive score.
 
     Those of the two that are `computed` are in C order; an array that is the caller's keeps its layout, which is in the
-    signature. `rows` are the keys to project (`core.padding.real_rows`); None: all.
+    signature. `rows` are the keys to project (`plans.padding.real_rows`); None: all.
     """
     with ops.numeric_scope():
         if computed[0]:

@@ -12,11 +12,12 @@ import numpy as np
 
 from attnscore import backends, scores
 from attnscore.backends import native
-from attnscore.backends.base import Array, Backend, HostArray, accumulator, may_equal
-from attnscore.core.arguments import shown
-from attnscore.core.layout import AxisLayout, ScoreShape
-from attnscore.core.problem import check_each, check_head_axis
+from attnscore.backends.base import Array, Backend, HostArray, accumulator
+from attnscore.base.arguments import shown
+from attnscore.base.layout import AxisLayout, ScoreShape
+from attnscore.base.sizes import may_equal
 from attnscore.errors import ArgumentError, ShapeError, message, with_shapes
+from attnscore.problem.problem import check_each, check_head_axis
 from attnscore.scores import Additive
 from attnscore.scores.base import describe
 from attnscore.scores.base import prepare_keys as prepare_keys_of

@@ -13,11 +13,12 @@ import operator
 from typing import Any
 
 from attnscore.backends.base import Array, Backend
-from attnscore.core import one_tile, online_softmax, tiled
-from attnscore.core.online_softmax import NEG_INF
-from attnscore.core.problem import Problem
-from attnscore.core.tiled import Result, RowGradients
-from attnscore.core.tiling import TilePlan
+from attnscore.kernels import one_tile, tiled
+from attnscore.kernels.tiled import Result, RowGradients
+from attnscore.kernels.tiling import TilePlan
+from attnscore.problem import online_softmax
+from attnscore.problem.online_softmax import NEG_INF
+from attnscore.problem.problem import Problem
 from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, InnerForm, Role
 
 # Time by these operations over that of the native kernel in JAX's programs, forward, with gradients, on one thread |

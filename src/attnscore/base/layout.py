@@ -7,10 +7,13 @@ query heads that share a KV head as ``group``. The conversion makes views: nothi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attnscore.backends.base import Array, Backend, at_most, broadcast, is_unknown, may_equal, must_equal
+from attnscore.base.sizes import at_most, broadcast, is_unknown, may_equal, must_equal
 from attnscore.errors import ShapeError, message
+
+if TYPE_CHECKING:
+    from attnscore.backends.base import Array, Backend
 
 Shape = tuple[int, ...]
 

@@ -8,7 +8,7 @@
 - Masks enter by the values of their numbers and arrays: offsets, lengths, ids. Only a boolean array that is the whole
   mask, and valid lengths, enter by shape and strides, and each call reads their values.
 - A score that projects or normalises queries and keys is lowered at each call, to a score of the computed arrays that
-  has a plan of its own (`core/lowered.py`).
+  has a plan of its own (`plans/lowered.py`).
 - A cached plan holds no array of a caller. A call without a signature gets a plan for itself alone.
 """
 
@@ -24,17 +24,16 @@ import numpy as np
 
 from attnscore import backends, kernels, scores
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.core import tiling
-from attnscore.core.arguments import CallArguments, check_flag
-from attnscore.core.cache import BoundedCache
-from attnscore.core.lowered import LoweredCall, lower
-from attnscore.core.padding import may_save
-from attnscore.core.problem import Problem, build_problem, wanted_statistics
-from attnscore.core.statistics import AttentionStats
-from attnscore.core.tiled import Result
-from attnscore.kernels import AttentionOp
+from attnscore.base.arguments import CallArguments, check_flag
+from attnscore.base.cache import BoundedCache
+from attnscore.kernels import AttentionOp, tiling
+from attnscore.kernels.tiled import Result
 from attnscore.masks import Dense
 from attnscore.masks.cached import numbers_of
+from attnscore.plans.lowered import LoweredCall, lower
+from attnscore.plans.padding import may_save
+from attnscore.problem.problem import Problem, build_problem, wanted_statistics
+from attnscore.problem.statistics import AttentionStats
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
 from attnscore.scores.arrays import arrays_of, with_arrays
 from attnscore.scores.forms import InnerForm

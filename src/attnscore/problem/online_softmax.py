@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from attnscore.backends.base import Array, Backend
-from attnscore.core.statistics import ACCUMULATORS, TABLE, Part, Row, Sums, Tile
+from attnscore.problem.statistics import ACCUMULATORS, TABLE, Part, Row, Sums, Tile
 
 STATISTICS = tuple(TABLE)
 NEG_INF = float("-inf")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore.backends.base import Array, Backend
-from attnscore.core.arguments import is_number, shown
+from attnscore.base.arguments import is_number, shown
 from attnscore.errors import ArgumentError, message
 
 Fold = Callable[[Callable[[Any, Array], Any], Any], Any]

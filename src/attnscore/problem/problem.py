@@ -15,24 +15,17 @@ from typing import Any, Literal
 import numpy as np
 
 from attnscore import backends, scores
-from attnscore.backends.base import (
-    FLOATING,
-    Array,
-    Backend,
-    accumulator,
-    broadcast,
-    is_unknown,
-    may_equal,
-)
-from attnscore.core import normalizers, relative
-from attnscore.core.arguments import check_held, check_number, is_number, is_whole, shown
-from attnscore.core.cache import BoundedCache
-from attnscore.core.dropout import Dropout, check_dropout
-from attnscore.core.layout import AxisLayout, ScoreShape, Shape, check_bias_shape
-from attnscore.core.normalizers import Normalizer
-from attnscore.core.online_softmax import STATISTICS
+from attnscore.backends.base import FLOATING, Array, Backend, accumulator
+from attnscore.base.arguments import check_held, check_number, is_number, is_whole, shown
+from attnscore.base.cache import BoundedCache
+from attnscore.base.layout import AxisLayout, ScoreShape, Shape, check_bias_shape
+from attnscore.base.sizes import broadcast, is_unknown, may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message, with_shapes
 from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split
+from attnscore.problem import normalizers, relative
+from attnscore.problem.dropout import Dropout, check_dropout
+from attnscore.problem.normalizers import Normalizer
+from attnscore.problem.online_softmax import STATISTICS
 from attnscore.scores.arrays import with_arrays
 from attnscore.scores.base import Pullback
 from attnscore.scores.forms import Form
@@ -82,7 +75,7 @@ class Problem:
 
     @property
     def has_relative_bias(self) -> bool:
-        """Whether the bias has a number for each key - query (`core.relative`) instead of each pair."""
+        """Whether the bias has a number for each key - query (`problem.relative`) instead of each pair."""
         return self.bias is not None and self.score_shape.is_relative(tuple(self.bias.shape))
 
     @property

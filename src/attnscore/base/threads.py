@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from attnscore.core.arguments import is_whole, shown
+from attnscore.base.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, message
 
 # The most that the native thread pool takes.

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnscore.backends.base import Array, Backend, at_most, is_unknown
-from attnscore.core.cache import BoundedCache
-from attnscore.core.layout import ScoreShape
-from attnscore.core.problem import Problem
+from attnscore.backends.base import Array, Backend
+from attnscore.base.cache import BoundedCache
+from attnscore.base.layout import ScoreShape
+from attnscore.base.sizes import at_most, is_unknown
 from attnscore.masks import IntervalSet, Mask
 from attnscore.masks.cached import MAX_ROWS, CachedMask
 from attnscore.masks.intervals import HostArray
+from attnscore.problem.problem import Problem
 
 # Scores held at a time, over all batches and heads. 2^18 float32 are 1 MB: the few arrays of a tile then stay in the
 # last-level cache, and a tile is still long against the cost of a call from Python (about 50 us a tile).

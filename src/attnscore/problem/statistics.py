@@ -13,7 +13,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, HostArray
 from attnscore.backends.numpy import detached
-from attnscore.core.arguments import is_number, shown
+from attnscore.base.arguments import is_number, shown
 from attnscore.errors import ArgumentError, message
 
 Sums = tuple[Array, ...]

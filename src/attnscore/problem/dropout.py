@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnscore.backends.base import Array, Backend, SeedHalves
-from attnscore.core.arguments import is_number, is_whole, shown
-from attnscore.core.layout import ScoreShape
+from attnscore.base.arguments import is_number, is_whole, shown
+from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, message
 
 

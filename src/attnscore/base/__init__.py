@@ -1,0 +1,1 @@
+"""What everything stands on: plain arguments, a cache, sizes, the layout of axes, threads."""

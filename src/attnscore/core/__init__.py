@@ -1,1 +1,0 @@
-"""One attention call, in the order that data passes: problem, tiling, plan, tiled attention."""

@@ -1,0 +1,1 @@
+"""How calls run: execution plans by signature, lowered scores, prepared keys."""
