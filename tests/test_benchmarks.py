@@ -24,10 +24,11 @@ import torch
 from attnscore.cli import timing
 from attnscore.cli.timing import Effort, alternate, exponent, summary
 from attnscore.errors import ArgumentError, FileError
-from bench import cases, charts, inputs, machine, measure, reports, results, runner
+from bench import cases, charts, inputs, machine, measure, models, reports, results, runner
 from bench.baselines import BASELINES, Baseline
 from bench.cases import CASES, Case, Target
 from bench.inputs import Side, draw
+from bench.models import MODELS, Pair
 from bench.reference import WrongResult, reference
 from few_modules import few_modules
 
@@ -108,6 +109,11 @@ COMPILED = {name for name in SMALL if name.endswith(("-graph", "-jit", "jax-eage
 UNPROMISED = {"decoding-bfloat16", "additive-layer", "dropout-backward", "gaussian", "gaussian-backward", "weights"}
 UNPROMISED |= {"packed", "packed-backward"}
 FLEX = {"flex", "flex-causal", "flex-window"}
+# Sizes of whole models on a toy: the least that has every feature.
+MODEL_SIZES = {
+    "batch": 2, "tokens": 9, "layers": 2, "heads": 2, "kv_heads": 1, "width": 16, "vocabulary": 11, "window": 2,
+    "prompt": 5, "new": 4, "steps": 3, "dropout": 0.1,
+}  # fmt: skip
 COMPILERS = ("compile", "flex", "keops")
 MEMORY = {"memory-dot", "memory-additive"}
 
@@ -117,6 +123,8 @@ def toy(case: Case) -> Case:
     sizes = dict(case.sizes)
     if case.kind == "limits":
         return dataclasses.replace(case, sizes={"side": 32, "numbers": 1000})
+    if case.kind == "model":
+        return dataclasses.replace(case, sizes={name: MODEL_SIZES[name] for name in sizes})
     if case.kind == "shapes":
         heads = sizes["shapes"][0][1]
         scores = dict.fromkeys(shape[0] for shape in sizes["shapes"])
@@ -193,7 +201,7 @@ def test_names_and_baselines_are_known() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
     timed = {promise[0] for promise in (*PROMISES, *CALLERS)}
-    assert timed | GROWTH | MEMORY | CALLERS_MEMORY | SMALL | UNPROMISED | FLEX | {"limits"} == set(names)
+    assert timed | GROWTH | MEMORY | CALLERS_MEMORY | SMALL | UNPROMISED | FLEX | set(MODELS) | {"limits"} == set(names)
     used = {baseline for case in CASES for baseline in case.baselines}
     assert used == set(BASELINES)
     assert all((target is not None and target.at_most) == (case.name in AT_MOST)
@@ -231,7 +239,9 @@ def test_every_case_of_many_shapes(
 
 
 # Lengths of an array leave fewer pairs than are counted.
-@pytest.mark.parametrize("name", [name for name in TOYS if name not in MEMORY | SMALL | {"limits", "additive-layer"}])
+@pytest.mark.parametrize(
+    "name", [name for name in TOYS if name not in MEMORY | SMALL | {*MODELS, "limits", "additive-layer"}]
+)
 def test_pairs_are_those_of_the_mask(name: str) -> None:
     case = TOYS[name]
     allowed = draw(case).allowed()
@@ -285,6 +295,51 @@ def test_every_case_of_many_shapes_on_a_toy(name: str) -> None:
         assert row["worst"] == min(row["points"], key=lambda point: point["ratio"])
         assert row["reached"] is (row["geometric_mean"] >= row["target"] and not row["below"])
     assert not results.check(json.loads(json.dumps(document(rows))))
+
+
+# Loading TensorFlow, or the weights of a pretrained model, and compiling take seconds.
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow_rows("model-keras-classifier", "model-minilm", "model-llama-generate", "model-jax-gpt")
+def test_every_model_computes_the_same_on_both_sides(name: str) -> None:
+    row = measure.time_model(TOYS[name], 1, SHORT)
+    assert row["status"] == "measured" and row["rounds"] == 3, row["reason"]
+    assert 0 < row["accuracy"]["error"] <= row["accuracy"]["allowed"]
+    found = document([row])
+    assert not results.check(json.loads(json.dumps(found)))
+    titles = {title for title, _, rows in reports.page_tables(found) if rows}
+    assert titles == {"Speed"}  # no work is counted, so no rates
+
+
+def test_models_are_cases_of_their_kind() -> None:
+    assert [case.name for case in CASES if case.kind == "model"] == list(MODELS)
+
+
+@pytest.mark.parametrize("name", ["model-gpt", "model-gpt-dropout", "model-encoder-padded", "model-encoder-window"])
+def test_a_model_with_a_wrong_side_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = models.ats.attend
+    monkeypatch.setattr(models.ats, "attend", lambda *arrays, **options: right(*arrays, **options) * 1.01)
+    with pytest.raises(WrongResult, match=rf"^{name}: the sides differ by .*, allowed"):
+        measure.time_model(TOYS[name], 1, SHORT)
+
+
+def test_both_sides_of_a_model_with_dropout_draw() -> None:
+    pair = MODELS["model-gpt-dropout"](**TOYS["model-gpt-dropout"].sizes)
+    assert all(run()[0] != run()[0] for run in (pair.ours, pair.theirs))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 1.001])
+def test_a_difference_in_any_array_is_seen(wrong: float) -> None:
+    with pytest.raises(WrongResult, match=r"^model: the sides differ by (nan|0\.001)"):
+        Pair(lambda: [1.0, wrong], lambda: [1.0, 1.0]).check("model")
+    with pytest.raises(WrongResult, match="differ by inf"):
+        Pair(lambda: [np.ones(2)], lambda: [np.ones(1)]).check("model")
+
+
+def test_a_model_whose_framework_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    row = measure.time_model(TOYS["model-jax-gpt"], 1, SHORT)
+    assert (row["status"], row["reason"]) == ("not run", "jax is not installed")
+    assert not results.check(json.loads(json.dumps(document([row]))))
 
 
 @pytest.mark.parametrize("name", sorted(WATCHED))
@@ -538,6 +593,7 @@ def test_growth_without_proc_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_is_held_to_its_threads() -> None:
     environment = machine.environment(1)
     assert environment["OMP_NUM_THREADS"] == environment["OPENBLAS_NUM_THREADS"] == "1"
+    assert environment["HF_HUB_OFFLINE"] == environment["TRANSFORMERS_OFFLINE"] == "1"
     code = "from bench import machine; machine.pin(1); print(len(machine.cpus()))"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -274,6 +274,11 @@ def keras_layer(inputs: Inputs) -> Side:
     return layers.side(inputs, "keras-layer", layers.keras_own(inputs))
 
 
+def only_in_models(inputs: Inputs) -> Side:
+    """Refuse a case of one call: a baseline that is a part of whole models, which `bench.models` builds."""
+    raise Unavailable("in whole models alone")
+
+
 def without(inputs: Inputs) -> Side:
     """Our own call without the option or the mask whose overhead the case measures."""
     side = ours(inputs, plain=True)
@@ -322,6 +327,7 @@ BASELINES = {
     "tensorflow": Baseline("naive TensorFlow", formula, lacks=_FORWARD),
     "keras": Baseline("keras.ops.dot_product_attention", keras, lacks=_FORWARD),
     "keras-layer": Baseline("keras.layers.Attention, AdditiveAttention", keras_layer, lacks=("bilinear", "gaussian")),
+    "keras-multi-head": Baseline("keras.layers.MultiHeadAttention", only_in_models),
     "formula": Baseline("fastest formula in the caller's framework", formula),
     "without": Baseline("the same call without it", without, is_alternative=False),
     "reading": Baseline("reading keys and values once", reading, is_alternative=False),

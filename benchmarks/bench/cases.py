@@ -5,6 +5,7 @@
 - The rates that libraries reach on the machine are a case too ("limits"): a yardstick for the rates of the others.
 - A ratio is the baseline's time over ours; with "at most" it is ours over the baseline's.
 - Small calls differ from shape to shape, so a case of kind "shapes" measures many shapes in one process.
+- A case of kind "model" is a step of a whole model; its sizes are the keywords of its builder in `bench.models`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Case:
     watched: Literal["", "function", "one-pass", "layer"] = ""
     """Our side is PyTorch's own attention, or its layer with projections, in a model that `watch` looks at. "one-pass":
     the function, which `watch` computes itself."""
-    kind: Literal["limits", "time", "shapes", "growth", "memory"] = "time"
+    kind: Literal["limits", "time", "shapes", "model", "growth", "memory"] = "time"
     full: bool = False
     """Takes many minutes: only with --full."""
 
@@ -204,6 +205,15 @@ def _small(
         f"small-{name}", f"small shapes, {what}", {"shapes": _SMALL}, dict.fromkeys(baselines, target),
         mask="lens", framework=framework, modes=modes, kind="shapes", **more,
     )  # fmt: skip
+
+
+_TRANSFORMER = {"layers": 4, "heads": 8, "width": 256}
+_GPT = {"batch": 4, "tokens": 256, **_TRANSFORMER}
+
+
+def _model(name: str, what: str, sizes: dict[str, Any], baseline: str, framework: Any = "torch") -> Case:
+    """Return the case of a whole model, which has no target: most of its time is not attention's."""
+    return Case(f"model-{name}", what, sizes, {baseline: None}, framework=framework, kind="model")
 
 
 CASES: tuple[Case, ...] = (
@@ -379,6 +389,35 @@ CASES: tuple[Case, ...] = (
     Case(
         "watch-layer-short", "watch, nn.MultiheadAttention, 8 times 128 tokens, 12 heads of 32", _SHORT_HEADS,
         _overhead(1.45), watched="layer",
+    ),
+    _model(
+        "translation", "translation model of D2L (GRU, additive attention), batch 64, 10 steps, h 256, training step",
+        {"batch": 64, "steps": 10, "width": 256, "layers": 2, "vocabulary": 200}, "naive",
+    ),
+    _model("gpt", "GPT, 4 layers, 8 heads, width 256, 4 times 256 tokens, training step", _GPT, "sdpa"),
+    _model(
+        "gpt-dropout", "GPT, 4 layers, 8 heads, width 256, 4 times 256 tokens, dropout 0.1, training step",
+        {**_GPT, "dropout": 0.1}, "sdpa",
+    ),
+    _model(
+        "encoder-padded", "encoder, 4 layers, 8 heads, width 256, 16 times up to 128 tokens, training step",
+        {"batch": 16, "tokens": 128, **_TRANSFORMER}, "sdpa",
+    ),
+    _model(
+        "encoder-window", "encoder, 4 layers, 8 heads, width 256, 2048 tokens, window 128 to both sides, training step",
+        {"batch": 1, "tokens": 2048, "window": 128, **_TRANSFORMER}, "sdpa",
+    ),
+    _model("minilm", "all-MiniLM-L6-v2 of transformers, 16 sentences, inference", {"batch": 16}, "sdpa"),
+    _model(
+        "llama-generate", "Llama of transformers, 4 layers, 8 heads (2 KV heads), width 256, prompt 64, 64 new tokens",
+        {"batch": 1, "prompt": 64, "new": 64, "kv_heads": 2, **_TRANSFORMER}, "sdpa",
+    ),
+    _model(
+        "keras-classifier", "Keras text classifier, 32 times 200 tokens, width 64, 2 heads, train_on_batch",
+        {"batch": 32, "tokens": 200, "width": 64, "heads": 2, "vocabulary": 20000}, "keras-multi-head", "tensorflow",
+    ),
+    _model(
+        "jax-gpt", "JAX, jit, GPT, 4 layers, 8 heads, width 256, 4 times 256 tokens, training step", _GPT, "jax", "jax",
     ),
     Case(
         "limits", "products of matrices, and reading, by NumPy and PyTorch", {"side": 2048, "numbers": 2**27}, {},

@@ -31,6 +31,14 @@ _ISAS = {
 ISAS = tuple(_ISAS)
 _POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
+# transformers looks nothing up in its hub.
+_FRAMEWORKS = {
+    "JAX_PLATFORMS": "cpu",
+    "KERAS_BACKEND": "tensorflow",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+
 
 def limit_isa(name: str) -> None:
     """Limit all measuring processes that follow to an instruction set of `ISAS`."""
@@ -80,7 +88,7 @@ def cpus() -> list[int]:
 
 def environment(threads: int) -> dict[str, str]:
     """Return the environment of a process limited to so many threads; pools read it once, when they are loaded."""
-    return {**os.environ, **dict.fromkeys(_POOLS, str(threads)), "JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "tensorflow"}
+    return {**os.environ, **dict.fromkeys(_POOLS, str(threads)), **_FRAMEWORKS}
 
 
 def pin(threads: int) -> None:

@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 
 from attnscore.cli.timing import Effort, alternate, summary
+from attnscore.errors import FrameworkError
 from bench import layers, machine
 from bench.baselines import BASELINES, Unavailable, naive
 from bench.cases import Case, Target, named
 from bench.inputs import Inputs, Side, draw, kernel_of, ours
+from bench.models import MODELS
 from bench.reference import Reference, WrongResult, reference
 
 Row = dict[str, Any]
@@ -62,6 +64,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             return {"rows": [measure_limits(case, threads, effort)]}
         if case.kind == "shapes":
             return {"rows": time_shapes(case, threads, effort)}
+        if case.kind == "model":
+            return {"rows": [time_model(case, threads, effort)]}
         if request["side"] is None:
             return {"rows": time_case(case, threads, effort)}
         return {"point": measure_point(case, request["side"], request["length"], threads, effort)}
@@ -84,29 +88,57 @@ def time_case(case: Case, threads: int, effort: Effort) -> list[Row]:
 
 def _against(baseline: str, inputs: Inputs, mine: Side, exact: Reference, threads: int, effort: Effort) -> Row:
     """Time our side and a baseline by turns, and return the fields of their row; or why the baseline was not run."""
-    target = inputs.case.baselines[baseline]
-    wanted = None if target is None else target.on(threads)
-    row: Row = {
-        "baseline": baseline, "status": "measured", "reason": None, "target": wanted,
-        "stretch_target": target and target.stretch, "at_most": bool(target and target.at_most), "reached": None,
-        "rounds": 0, "ours": None, "theirs": None, "ratio": None,
-    }  # fmt: skip
+    row = _unmeasured(baseline, inputs.case.baselines[baseline], threads)
     try:
         theirs = BASELINES[baseline].side(inputs)
         found = theirs.outputs(theirs.run())
         if theirs.same:
             exact.check(f"{inputs.case.name}, {baseline}", found, slack=_SLACK)
     except Unavailable as reason:
-        return {**row, "status": "not run", "reason": str(reason)}
+        return {**row, "reason": str(reason)}
     except WrongResult as wrong:
-        return {**row, "status": "not run", "reason": f"its result is another one: {wrong}"}
+        return {**row, "reason": f"its result is another one: {wrong}"}
     except Exception as error:  # a baseline fails in ways of its own: a compiler or an operator that is missing
-        return {**row, "status": "not run", "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-    times = alternate(mine.run, theirs.run, effort)
+        return {**row, "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    return _measured(row, mine.run, theirs.run, effort)
+
+
+def _unmeasured(baseline: str, target: Target | None, threads: int) -> Row:
+    """Return the fields of a row before it is measured."""
+    return {
+        "baseline": baseline, "status": "not run", "reason": None,
+        "target": None if target is None else target.on(threads), "stretch_target": target and target.stretch,
+        "at_most": bool(target and target.at_most), "reached": None,
+        "rounds": 0, "ours": None, "theirs": None, "ratio": None,
+    }  # fmt: skip
+
+
+def _measured(row: Row, ours: Callable[[], Any], theirs: Callable[[], Any], effort: Effort) -> Row:
+    """Time both sides by turns, and return their row."""
+    times, target, reached = alternate(ours, theirs, effort), row["target"], None
     ratio = summary([a / b if row["at_most"] else b / a for a, b in zip(*times, strict=True)])
-    if wanted is not None:
-        row["reached"] = ratio["median"] <= wanted if row["at_most"] else ratio["median"] >= wanted
-    return {**row, "rounds": len(times[0]), "ours": summary(times[0]), "theirs": summary(times[1]), "ratio": ratio}
+    if target is not None:
+        reached = ratio["median"] <= target if row["at_most"] else ratio["median"] >= target
+    return {
+        **row, "status": "measured", "reached": reached, "rounds": len(times[0]),
+        "ours": summary(times[0]), "theirs": summary(times[1]), "ratio": ratio,
+    }  # fmt: skip
+
+
+def time_model(case: Case, threads: int, effort: Effort) -> Row:
+    """Time a whole model with our attention and with its baseline's; its row is that of any other call."""
+    ((baseline, target),) = case.baselines.items()
+    row: Row = {
+        "kind": "time", "case": case.name, "what": case.what, "threads": threads, "kernel": "", "work": {},
+        "accuracy": {}, **_unmeasured(baseline, target, threads),
+    }  # fmt: skip
+    try:
+        pair = MODELS[case.name](**case.sizes)
+    except ImportError as error:
+        return {**row, "reason": f"{error.name} is not installed"}
+    except FrameworkError as error:
+        return {**row, "reason": str(error)}
+    return _measured({**row, "accuracy": pair.check(case.name)}, pair.ours, pair.theirs, effort)
 
 
 def time_shapes(case: Case, threads: int, effort: Effort) -> list[Row]:

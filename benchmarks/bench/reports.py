@@ -170,7 +170,8 @@ def _rates(document: Row) -> Iterator[Cells]:
     limits = {row["threads"]: row for row in rows_of_kind(document, "limits")}
     dtypes = {case.name: case.dtype for case in CASES}
     for row in rows_of_kind(document, "time"):
-        if row["status"] != "measured" or (row["case"], row["threads"]) in seen:
+        # Of a whole model no work is counted.
+        if row["status"] != "measured" or not row["work"] or (row["case"], row["threads"]) in seen:
             continue
         seen.add((row["case"], row["threads"]))
         work, time = row["work"], row["ours"]["median"]

@@ -93,7 +93,7 @@ def setting(threads: Sequence[int], *, quick: bool) -> dict[str, Any]:
 def _requests(case: Case, threads: Sequence[int], quick: bool) -> Iterator[Request]:
     if case.kind == "shapes" and quick:
         case = dataclasses.replace(case, sizes={"shapes": case.sizes["shapes"][::_QUICK_SHAPES]})
-    if case.kind in ("limits", "time", "shapes"):
+    if case.kind in ("limits", "time", "shapes", "model"):
         yield from (Request(case, number) for number in threads)
         return
     lengths = case.sizes.get("lengths", [case.sizes["queries"]])
