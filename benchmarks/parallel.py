@@ -28,8 +28,9 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 import attnscore as ats
-from attnscore.parallel import Machine, Shard, exchange, shard_mask, simulate
+from attnscore.parallel import Shard, exchange, shard_mask
 from attnscore.parallel.torch import attend
+from bench.simulation import Machine, simulate
 
 LENGTH, HEADS, DIM, ROUNDS = 4096, 4, 64, 15
 MESSAGE = 2**22  # numbers whose bytes a second are measured

@@ -7,7 +7,8 @@ import pytest
 
 import attnscore as ats
 from attnscore.errors import ArgumentError
-from attnscore.parallel import Machine, Shard, balanced_shards, consecutive_shards, exchange, explain, simulate
+from attnscore.parallel import Shard, balanced_shards, consecutive_shards, exchange, explain
+from bench.simulation import Machine, simulate
 
 N = 1024
 FAST = Machine(flops=1e9, bandwidth=1e30)

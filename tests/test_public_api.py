@@ -122,14 +122,9 @@ PARALLEL = {
     "exchange": "(mask, queries, keys, *, batch=1)",
     "explain": f"(mask, queries, keys=None, *, {_SIZES}, mode='auto', gradient='auto', memory=None)",
     "shard_mask": "(mask, rows, cols, query_len, key_len, *, padded=False)",
-    "simulate": (
-        f"(mask, length, ranks, machine, *, {_SIZES}, mode='gather', gradient=False, queries=None, keys=None, "
-        "operations_per_pair=None)"
-    ),
     "Shard": "(ranges, length)",
-    "Machine": "(flops, bandwidth, latency=0.0, overlap=True, overhead=0.0)",
 }
-RESULTS_OF_PARALLEL = ("Exchange", "ParallelExplanation", "Simulation")
+RESULTS_OF_PARALLEL = ("Exchange", "ParallelExplanation")
 ELSEWHERE = {
     "attnscore.layers.torch": tuple(LAYERS),
     "attnscore.layers.flax": tuple(LAYERS),

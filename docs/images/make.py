@@ -36,6 +36,7 @@ from attnscore.plotting.drawing import BLUE, RED, WEIGHT, style_lines
 
 HERE = Path(__file__).parent
 DIAGRAMS = runpy.run_path(str(HERE / "diagrams.py"))["DRAWN"]
+sys.path.append(str(HERE.parents[1] / "benchmarks"))  # what predicts large clusters
 PARALLEL = runpy.run_path(str(HERE / "parallel.py"))["DRAWN"]
 FROM_DEMO = {
     "heads": "09-chosen-heads.png",

@@ -1,4 +1,4 @@
-"""Pictures of what `attnscore.parallel.simulate` predicts for many ranks: efficiency by mode, and the fastest mode."""
+"""Pictures of what `bench.simulation` predicts for many ranks: efficiency by mode, and the fastest mode."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 import attnscore as ats
-from attnscore.parallel import Machine, Simulation, simulate
 from attnscore.plotting.drawing import BLUE, RED, style_lines
+from bench.simulation import Machine, Simulation, simulate
 
 GPU = Machine(flops=4e14, bandwidth=5e10, latency=2e-5)
 SIZES = {"dim": 128, "heads": 32, "kv_heads": 8, "dtype": "bfloat16", "gradient": True}

@@ -8,19 +8,15 @@ from attnscore.parallel.explanation import ParallelExplanation, explain
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard, balanced_shards, consecutive_shards
-from attnscore.parallel.simulation import Machine, Simulation, simulate
 
 __all__ = [
     "Exchange",
-    "Machine",
     "ParallelExplanation",
     "Shard",
-    "Simulation",
     "attend_chunks",
     "balanced_shards",
     "consecutive_shards",
     "exchange",
     "explain",
     "shard_mask",
-    "simulate",
 ]

@@ -159,7 +159,7 @@ def simulate(
     Examples
     --------
     >>> import attnscore as ats
-    >>> from attnscore.parallel import Machine, simulate
+    >>> from bench.simulation import Machine, simulate
     >>> gpu = Machine(flops=4e14, bandwidth=5e10, latency=2e-5)
     >>> found = simulate(ats.Causal(), 2**24, 128, gpu, dim=128, heads=32, kv_heads=8, dtype="bfloat16")
     >>> print(found)
