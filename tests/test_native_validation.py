@@ -445,15 +445,14 @@ def test_new_arrays_of_a_plan(dtype: type) -> None:
     given = tuple(arrays[name] for name in ("query", "key", "value"))
     layouts = ((arrays["out"].shape, F4),)
 
-    def run(lens: tuple[Any, ...], given: tuple[Any, ...] = given, parts: tuple[Any, ...] = ()) -> Any:
-        return plan.plan.allocate_and_run(given, lens, np.empty, layouts[len(parts) :], parts, 0, 1)
+    def run(lens: tuple[Any, ...]) -> Any:
+        return plan.plan.allocate_and_run(given, lens, np.empty, layouts, 0, 1)
 
     for own in (lens, lens[:, 0], lens.repeat(5, 1)):
         expected = arrays | bounds | {"stop": np.broadcast_to(lens, (2, 5)).astype(np.int64)}
         plan(expected)
         (found,) = run((own,))
         np.testing.assert_array_equal(found, expected["out"])
-        assert run((own,), parts=(found,)) == ()
     assert run((lens + 1,)) is None
     assert run((-lens,)) is None
     with pytest.raises(ValueError, match="lens: expected an array that broadcasts"):
@@ -463,11 +462,11 @@ def test_new_arrays_of_a_plan(dtype: type) -> None:
     with pytest.raises(ValueError, match="arrays: expected 6, got 4"):
         run(())
     with pytest.raises(ValueError, match="lens: expected"):
-        Planned(arrays).plan.allocate_and_run(given, (lens,), np.empty, layouts, (), 0, 1)
+        Planned(arrays).plan.allocate_and_run(given, (lens,), np.empty, layouts, 0, 1)
     with pytest.raises(RuntimeError):
-        plan.plan.allocate_and_run(given, (lens,), np.empty, (5,), (), 0, 1)
+        plan.plan.allocate_and_run(given, (lens,), np.empty, (5,), 0, 1)
     with pytest.raises(ZeroDivisionError):
-        plan.plan.allocate_and_run(given, (lens,), lambda shape, dtype: 1 / 0, layouts, (), 0, 1)
+        plan.plan.allocate_and_run(given, (lens,), lambda shape, dtype: 1 / 0, layouts, 0, 1)
 
 
 def test_weights_of_a_plan_are_required() -> None:

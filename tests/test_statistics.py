@@ -237,7 +237,7 @@ def test_merge_is_differentiable() -> None:
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3, 2), (2, 3, 5, 2)], ids=str)
 @pytest.mark.parametrize("head_axis", [-3, -2])
 def test_statistics_of_torch_are_tensors_of_their_own(head_axis: int, shape: tuple[int, ...], names: list[str]) -> None:
-    """Those of a small call may share a block of memory, of which a caller sees nothing: versions, gradients."""
+    """Each has a version, a gradient and memory of its own."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
     for arrays in ((query, key, value), (query.detach(), key.detach(), value.detach())):

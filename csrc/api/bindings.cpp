@@ -370,7 +370,7 @@ void run_plan(const CallPlan& plan, const nb::tuple& arrays, uint64_t seed, int 
 }
 
 nb::object allocate_and_run(const CallPlan& plan, const nb::tuple& arrays, const nb::tuple& lens, nb::handle empty,
-                            const nb::tuple& layouts, const nb::tuple& parts, uint64_t seed, int threads) {
+                            const nb::tuple& layouts, uint64_t seed, int threads) {
     const Threads most = threads_of(threads);
     const Kernels& chosen = selected_kernels();
     Extents held(arrays);
@@ -396,7 +396,6 @@ nb::object allocate_and_run(const CallPlan& plan, const nb::tuple& arrays, const
         PyTuple_SET_ITEM(filled.ptr(), i, array);
         held.add(array);
     }
-    for (const nb::handle part : parts) held.add(part);
     {
         const ReleasedLock released;
         plan.run(chosen, held.values, seed, most);

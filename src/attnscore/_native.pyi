@@ -131,15 +131,14 @@ class CallPlan:
         lens: tuple[Any, ...],
         empty: Callable[[Any, Any], Any],
         layouts: tuple[tuple[Any, Any], ...],
-        parts: tuple[Any, ...],
         seed: int,
         threads: int,
         /,
     ) -> tuple[Any, ...] | None:
         """Return new arrays ``empty(*layout)`` that a forward has filled; None where a length is not in 0..key_len.
 
-        `arrays` are inputs as in a call, `parts` what it fills behind the new arrays. `lens` is empty, or holds valid
-        lengths as in `copy_valid_lens`, which take the place of start and stop.
+        `arrays` are inputs as in a call. `lens` is empty, or holds valid lengths as in `copy_valid_lens`, which take
+        the place of start and stop.
         """
 
 def plan_forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], /) -> CallPlan:

@@ -150,15 +150,6 @@ FAULTS: list[Fault] = [
         "targets below AVX-512 take the lowest number in a bias for -inf",
     ),
     Fault(
-        "native-statistics-in-another-order",
-        "src/attnscore/kernels/native/call.py",
-        "NativeCall._block",
-        "[*A, *B]",
-        "[*A, *self.statistics]",
-        "tests/test_statistics.py -k tensors_of_their_own",
-        "statistics in one block of memory are given in the order of their names",
-    ),
-    Fault(
         "native-clean-values",
         "csrc/kernels/pv-inl.h",
         "ValueTile::fill",

@@ -283,15 +283,6 @@ class Backend(ABC):
         `like` may be None where `x` holds no 16-bit floats.
         """
 
-    def empty_parts(
-        self, shape: tuple[int, ...], dtype: str, lengths: list[int], swapped: int | None
-    ) -> Sequence[Array]:
-        """Return arrays over one block of memory, one behind the other on the first axis, for native code to fill.
-
-        Their axes `swapped` and `swapped` + 1 change places. There are none where each is better allocated by itself.
-        """
-        return ()
-
     @abstractmethod
     def needs_grad(self, *arrays: Array) -> bool:
         """Whether the framework's own autodiff may differentiate operations on these."""

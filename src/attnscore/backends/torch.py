@@ -193,19 +193,6 @@ class TorchBackend(Backend):
         found = torch.from_numpy(x)
         return found.view(_DTYPES[dtype]) if x.itemsize == 2 else found
 
-    def empty_parts(
-        self, shape: tuple[int, ...], dtype: str, lengths: list[int], swapped: int | None
-    ) -> Sequence[Array]:
-        # A transform of `torch.func` would wrap the parts.
-        if not _SHARES_LAYOUTS or private.are_transforms_active():
-            return ()
-        block = torch.from_numpy(np.empty(shape, dtype))
-        if swapped is not None:
-            block = block.transpose(swapped, swapped + 1)
-        # Not views: each part has a version of its own, and may be changed in place by itself.
-        parts: Sequence[Array] = block.unsafe_split_with_sizes(lengths)
-        return parts
-
     def needs_grad(self, *arrays: Array) -> bool:
         if torch.is_grad_enabled():
             # A loop: a generator takes half a microsecond.

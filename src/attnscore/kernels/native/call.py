@@ -45,11 +45,6 @@ CallPlan: TypeAlias = Any
 # Pairs of query and key, over all heads, up to which additive scores are saved: 4 MB in float32, 8 in float64.
 MAX_SAVED_SCORES = 2**20
 
-# Statistics from which they share one block of memory (three arrays of their own take PyTorch as long), and its most
-# numbers: of a larger one, a program that keeps one statistic would keep the memory of all.
-_BLOCK_STATISTICS = 4
-_BLOCK_NUMBERS = 2**14
-
 # Rows up to which `_sum_of_rows` adds in their own dtype.
 _FEW_ROWS = 128
 
@@ -94,26 +89,8 @@ class Forward(NamedTuple):
     caller's axes (None: it has them already)."""
     saved: tuple[int, ...]
     """Indices in `filled` of the arrays that are saved for a backward."""
-    block: Block | None
-    """How the statistics share one block of memory, where they do."""
     is_final: bool
     """Whether the arrays that the module fills are the outputs, in their order."""
-
-
-class Block(NamedTuple):
-    """Statistics in one block of memory, the last arrays that the module fills."""
-
-    shape: tuple[int, ...]
-    """That of the parts one behind the other on the first axis."""
-    dtype: str
-    lengths: list[int]
-    """Of the parts."""
-    axis: int | None
-    """As in `Forward.outputs`."""
-    outputs: tuple[tuple[int, str, int | None], ...]
-    """`Forward.outputs` without the statistics."""
-    in_order: Callable[[tuple[Array, ...]], tuple[Array, ...]]
-    """Function that takes the outputs of a forward from `outputs` and the parts."""
 
 
 class Backward(NamedTuple):
@@ -279,17 +256,14 @@ class NativeCall:
         `mask` is a boolean mask, or valid lengths or their bounds, which the plan reads; `key_exps` likewise.
         """
         ops, lens, in_memory = self.ops, (), mask
-        plan, layouts, outputs, places, block, is_final = self._forwards.get(saves) or self._build_forward(saves)
+        plan, layouts, outputs, places, is_final = self._forwards.get(saves) or self._build_forward(saves)
         if self.reads_lens and type(mask) is not tuple:
             lens, in_memory = (mask,) if type(mask) is np.ndarray else tuple(ops.buffers((mask,))), None
         buffers = self._buffers(arrays, in_memory)
         if key_exps is not None:
             buffers = (*buffers, key_exps)
-        parts: Sequence[Array] = ()
-        if block is not None and (parts := ops.empty_parts(block.shape, block.dtype, block.lengths, block.axis)):
-            layouts, outputs = layouts[: -len(parts)], block.outputs
         empty = _aligned_empty if ops.wants_aligned else np.empty
-        filled = plan.allocate_and_run(buffers, lens, empty, layouts, parts, seed, self.threads())
+        filled = plan.allocate_and_run(buffers, lens, empty, layouts, seed, self.threads())
         if filled is None:
             ValidLens(mask).check(ops, self.layout.score_shape)
         if is_final:
@@ -298,8 +272,7 @@ class NativeCall:
         for place, dtype, axis in outputs:
             x = from_memory(filled[place], dtype, like)
             found.append(x if axis is None else ops.swap_axes(x, axis, axis + 1))
-        saved = [filled[place] for place in places]
-        return block.in_order((*found, *parts)) if block is not None and parts else tuple(found), saved
+        return tuple(found), [filled[place] for place in places]
 
     def _buffers(self, arrays: Sequence[Array], mask: Any) -> tuple[Array, ...]:
         """Return the memory of operands and mask, in the order of the module's inputs (`ORDER`)."""
@@ -373,26 +346,14 @@ class NativeCall:
         # heads in front of the queries.
         axes = {"out": -3, **dict.fromkeys(self.statistics, -2)} if self.layout.is_length_before_heads else {}
         dtypes = {"out": self.dtype}
-        outputs = {x: (places.index(x), dtypes.get(x, self.accumulator), axes.get(x)) for x in self.returned}
+        outputs = [(places.index(x), dtypes.get(x, self.accumulator), axes.get(x)) for x in self.returned]
         is_final = (
             not (saves or axes or self.ops.wraps_memory) and self.dtype not in STORED and places == [*self.returned]
         )
         forward = self._forwards[saves] = Forward(
-            plan, filled, tuple(outputs.values()), tuple(places.index(x) for x in self.saved if saves),
-            self._block(outputs, places), is_final,
+            plan, filled, tuple(outputs), tuple(places.index(x) for x in self.saved if saves), is_final
         )  # fmt: skip
         return forward
-
-    def _block(self, outputs: dict[str, tuple[int, str, int | None]], places: list[str]) -> Block | None:
-        """Return how the statistics share a block; `places` are the arrays that the module fills, in its order."""
-        parts, rows = [name for name in places if name in self.statistics], self.layout.rows
-        if len(parts) < _BLOCK_STATISTICS or len(parts) * math.prod(rows) > _BLOCK_NUMBERS:
-            return None
-        alone = [name for name in self.returned if name not in parts]
-        in_order = operator.itemgetter(*map([*alone, *parts].index, self.returned))
-        lengths = [rows[0]] * len(parts)
-        shape, axis = (sum(lengths), *rows[1:]), outputs[parts[0]][2]
-        return Block(shape, self.accumulator, lengths, axis, tuple(outputs[name] for name in alone), in_order)
 
     def _example(self, name: str) -> HostArray:
         """Return an example of an array that the module fills, or reads in a backward."""
