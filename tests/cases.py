@@ -61,6 +61,7 @@ MODES = (
 FRAMEWORKS = tuple(mode.framework for mode in MODES if mode.whole)
 """Those that run every row of every table."""
 KERNELS = ("gather", "native", "fused", "triton", "streaming", "dense")
+SMALL_CALLS = ("one_tile", "few_keys")  # of compiled programs alone: test_one_tile.py, test_few_keys.py
 AUTOMATIC = "streaming" if os.environ.get("ATTNSCORE_NO_NATIVE") == "1" else "native"
 """The kernel that runs when nothing is said against it: native, unless the environment says that it is not meant."""
 needs_native = pytest.mark.skipif(AUTOMATIC != "native", reason="turned off by ATTNSCORE_NO_NATIVE=1")

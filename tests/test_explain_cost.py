@@ -22,7 +22,7 @@ from attnscore.backends import native
 from attnscore.kernels.base import Kernel
 from attnscore.problem.problem import build_problem
 from attnscore.scores.forms import DistanceForm, InnerForm
-from cases import AUTOMATIC, FRAMEWORKS
+from cases import AUTOMATIC, FRAMEWORKS, SMALL_CALLS
 from harness import tensor
 
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -184,7 +184,9 @@ def test_explain_names_the_kernel_and_the_reasons_against_each_other_one() -> No
     assert all(reasons and all(isinstance(x, str) and x for x in reasons) for reasons in plan.reasons.values())
 
 
-@pytest.mark.parametrize("kernel", [name for name in kernels.table() if name != "triton"])  # needs a GPU
+@pytest.mark.parametrize(
+    "kernel", [x for x in kernels.table() if x not in ("triton", *SMALL_CALLS)]
+)  # triton needs a GPU
 def test_a_kernel_asked_for_is_the_one_that_is_named(kernel: str) -> None:
     if kernel in ("fused", "triton"):
         with pytest.raises(ats.KernelUnavailable, match="arrays of numpy: it takes PyTorch's"):

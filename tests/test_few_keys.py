@@ -163,20 +163,20 @@ def test_half_precision_is_summed_in_single() -> None:
 @pytest.mark.parametrize(
     ("shape", "options", "kernel"),
     [
-        ((128, 1, 10, 256), {}, "streaming"),
+        ((128, 1, 10, 256), {}, "few_keys"),
         ((127, 1, 10, 256), {}, "native"),
-        ((1, 1, 1, 16), {}, "streaming"),
+        ((1, 1, 1, 16), {}, "few_keys"),
         ((2, 1, 10, 8), {}, "native"),
-        ((128, 1, 3, 256), {"score": "gaussian"}, "streaming"),
-        ((64, 1, 3, 16), {"score": ats.Additive(jnp.ones(16, jnp.float32))}, "streaming"),
+        ((128, 1, 3, 256), {"score": "gaussian"}, "few_keys"),
+        ((64, 1, 3, 16), {"score": ats.Additive(jnp.ones(16, jnp.float32))}, "few_keys"),
         ((63, 1, 3, 16), {"score": ats.Additive(jnp.ones(16, jnp.float32))}, "native"),
-        ((128, 1, 16, 64), {}, "streaming"),
+        ((128, 1, 16, 64), {}, "few_keys"),
         ((128, 1, 17, 64), {}, "native"),
         ((128, 1, 16, 257), {}, "native"),
         ((128, 2, 10, 64), {}, "native"),
-        ((1, 2, 1, 16), {}, "streaming"),
+        ((1, 2, 1, 16), {}, "few_keys"),
         ((1, 2, 2, 16), {}, "native"),
-        ((128, 1, 10, 64), {"valid_lens": [3] * 128}, "streaming"),
+        ((128, 1, 10, 64), {"valid_lens": [3] * 128}, "few_keys"),
         ((128, 1, 10, 64), {"return_stats": True}, "native"),
         ((128, 1, 10, 64), {"bias": 0.5}, "native"),
         ((128, 1, 10, 64), {"dropout": 0.5, "seed": 1}, "native"),
@@ -196,9 +196,9 @@ def test_which_calls_have_few_keys(shape: Any, options: dict[str, Any], kernel: 
     jax.jit(explain)(query, key)
     explain(query, key)
     assert [plan.kernel for plan in found] == [kernel, "native"]
-    if kernel == "streaming":
+    if kernel == "few_keys":
         (reason,) = found[0].reasons["native"]
-        assert "one query over few keys" in reason
+        assert "single queries over few keys" in reason
 
 
 def test_the_program_has_neither_branches_nor_loops() -> None:

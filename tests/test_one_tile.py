@@ -226,16 +226,16 @@ def test_second_derivatives_of_a_small_call() -> None:
 @pytest.mark.parametrize(
     ("shape", "options", "kernel"),
     [
-        ((64, 1, 10, 256), {}, "streaming"),
-        ((256, 1, 10, 64), {}, "streaming"),
+        ((64, 1, 10, 256), {}, "one_tile"),
+        ((256, 1, 10, 64), {}, "one_tile"),
         ((256, 8, 64, 64), {}, "native"),
-        ((64, 1, 10, 256), {"score": "additive"}, "streaming"),
+        ((64, 1, 10, 256), {"score": "additive"}, "one_tile"),
         ((8, 8, 64, 256), {"score": "additive"}, "native"),
-        ((32, 8, 32, 128), {"score": "gaussian"}, "streaming"),
+        ((32, 8, 32, 128), {"score": "gaussian"}, "one_tile"),
         ((8, 8, 64, 512), {"score": "gaussian"}, "native"),
         ((2, 1, 10, 8), {"return_stats": True}, "native"),
         ((2, 1, 10, 8), {"bias": 0.5}, "native"),
-        ((2, 1, 10, 8), {"valid_lens": [3, 1]}, "streaming"),
+        ((2, 1, 10, 8), {"valid_lens": [3, 1]}, "one_tile"),
     ],
 )
 def test_which_calls_of_a_graph_are_small(shape: Any, options: dict[str, Any], kernel: str) -> None:
@@ -254,7 +254,7 @@ def test_which_calls_of_a_graph_are_small(shape: Any, options: dict[str, Any], k
     tf.function(explain)(query, key)
     explain(query, key)
     assert [plan.kernel for plan in found] == [kernel, "native"]
-    if kernel == "streaming":
+    if kernel == "one_tile":
         (reason,) = found[0].reasons["native"]
         assert "small call of a graph" in reason
 

@@ -238,7 +238,7 @@ FAULTS: list[Fault] = [
     Fault(
         "cli-status-swapped",
         "src/attnscore/cli/__init__.py",
-        "main",
+        "run",
         "FAILED if A else WRONG_INPUT",
         "WRONG_INPUT if A else FAILED",
         "tests/test_cli.py -k 'bad_files or status_1'",

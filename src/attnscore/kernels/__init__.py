@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from attnscore.base.arguments import check_choice
 from attnscore.errors import KernelUnavailable, message
-from attnscore.kernels import few_keys, one_tile
 from attnscore.kernels.base import AttentionOp, Kernel
 from attnscore.kernels.dense import Dense
+from attnscore.kernels.few_keys import FewKeys
 from attnscore.kernels.fused import Fused
 from attnscore.kernels.gather import Gather
 from attnscore.kernels.native.kernel import Native
+from attnscore.kernels.one_tile import OneTile
 from attnscore.kernels.streaming import Streaming
 from attnscore.kernels.triton.kernel import Triton
 from attnscore.problem.problem import Problem
@@ -18,11 +19,9 @@ __all__ = ["Kernel", "AttentionOp", "choose", "names", "table"]
 
 # In the order of preference of "auto", which never takes the dense kernel: its memory is quadratic.
 _TABLE: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (Gather(), Native(), Fused(), Triton(), Streaming(), Dense())
+    kernel.name: kernel
+    for kernel in (Gather(), Native(), Fused(), Triton(), OneTile(), FewKeys(), Streaming(), Dense())
 }
-_NOT_AUTOMATIC = {"dense": "quadratic memory: taken only when asked for by name"}
-_FEW_KEYS = "one query over few keys in a compiled program: the framework's own operations take less time"
-_SMALL = "a small call of a graph: a callback into Python takes longer than the framework's own operations"
 
 
 def table() -> dict[str, Kernel]:
@@ -50,21 +49,12 @@ def choose(name: str, problem: Problem) -> Kernel:
         return next(
             kernel
             for kernel in _TABLE.values()
-            if not _reasons_not_automatic(kernel, problem) and not kernel.reasons_against(problem)
+            if not kernel.reasons_not_automatic(problem) and not kernel.reasons_against(problem)
         )
     reasons = _TABLE[name].reasons_against(problem)
     if reasons:
         raise KernelUnavailable(message("kernel", f"a problem that {name!r} can run", "; ".join(reasons)))
     return _TABLE[name]
-
-
-def _reasons_not_automatic(kernel: Kernel, problem: Problem) -> tuple[str, ...]:
-    """Return why "auto" does not take a kernel, whether it can run the problem or not."""
-    if kernel.name in _NOT_AUTOMATIC:
-        return (_NOT_AUTOMATIC[kernel.name],)
-    if kernel.name != "native":
-        return ()
-    return (_SMALL,) if one_tile.is_faster(problem) else (_FEW_KEYS,) if few_keys.is_faster(problem) else ()
 
 
 def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:
@@ -78,5 +68,5 @@ def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:
                 else "comes first in the order of preference"
             )
             later = (f"{chosen.name} {why}",)
-            found[name] = kernel.reasons_against(problem) or _reasons_not_automatic(kernel, problem) or later
+            found[name] = kernel.reasons_against(problem) or kernel.reasons_not_automatic(problem) or later
     return found

@@ -1,7 +1,9 @@
 """Interface of the kernels, and the attention operation that a framework's gradient hook holds.
 
 - ``reasons_against`` lists why a kernel cannot run a problem; an empty list means that it can.
-- A kernel chosen by name runs or raises; ``auto`` takes the first that can run, in order of speed.
+- ``reasons_not_automatic`` lists why another one is faster, or takes less memory.
+- A kernel chosen by name runs or raises; ``auto`` takes the first without reasons, in order of speed.
+- A kernel is one algorithm: what has conditions of its own is another one.
 """
 
 from __future__ import annotations
@@ -69,6 +71,10 @@ class Kernel(ABC):
     @abstractmethod
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         """Return why this kernel cannot run `problem`; empty when it can."""
+
+    def reasons_not_automatic(self, problem: Problem) -> tuple[str, ...]:
+        """Return why "auto" passes this kernel over, whether it can run `problem` or not."""
+        return ()
 
     @abstractmethod
     def forward(self, problem: Problem, plan: TilePlan) -> Result: ...

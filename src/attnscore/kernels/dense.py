@@ -38,6 +38,9 @@ class Dense(Kernel):
         unknown = is_unknown(problem.value.shape[-2]) and not problem.ops.known_finite(problem.value)
         return ("a number of keys that is not known yet",) if unknown else ()
 
+    def reasons_not_automatic(self, problem: Problem) -> tuple[str, ...]:
+        return ("quadratic memory: taken only when asked for by name",)
+
     def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
         """Return a single tile: nothing is skipped."""
         if 0 in (plan.query_len, plan.key_len):

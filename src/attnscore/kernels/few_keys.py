@@ -1,4 +1,4 @@
-"""Attention of single queries over few keys, in operations that a compiler fuses. The streaming kernel runs it.
+"""Attention of single queries over few keys, in operations that a compiler fuses: a kernel for compiled programs.
 
 - A sum over keys is a term for each key, with 0 in place of a masked pair: that propagates nothing, NaN and infinity
   included, and the program needs neither a copy of the keys nor a branch.
@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any
+from typing import Any, final
 
 from attnscore.backends.base import Array, Backend
 from attnscore.kernels import one_tile, tiled
+from attnscore.kernels.base import Kernel
+from attnscore.kernels.streaming import Streaming
 from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.problem import online_softmax
@@ -182,3 +184,31 @@ def _by_dims(unmasked: Array | None) -> Array | None:
 
 def _isolated(ops: Backend, unmasked: Array | None, x: Array) -> Array:
     return x if unmasked is None else ops.where(unmasked, x, 0.0)
+
+
+@final
+class FewKeys(Kernel):
+    """A term for each key, for single queries over few keys in programs whose compiler fuses them."""
+
+    name = "few_keys"
+    summary = "a term for each key, for single queries in compiled programs"
+    has_vjp = True
+    matrix_is_second_pass = True
+
+    @property
+    def differentiable(self) -> Kernel:
+        return Streaming()
+
+    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        return () if is_faster(problem) else ("no single queries over few keys in a compiled program",)
+
+    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+        return forward(problem, plan)
+
+    def backward(
+        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Array]:
+        # A gradient into the log-sum-exp alone is rare.
+        if grads.out is None:
+            return tiled.backward(problem, plan, result, grads)
+        return backward(problem, plan, grads)

@@ -63,7 +63,7 @@ class Gather(Kernel):
 
     @property
     def differentiable(self) -> Kernel:
-        return Gather((Streaming(only_tiles=True),))
+        return Gather((Streaming(),))
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         neighbours, rest = _parted(problem.mask)

@@ -1,4 +1,4 @@
-"""Attention of one tile in a few operations, for small calls of compiled programs. The streaming kernel runs it.
+"""Attention of one tile in a few operations, by the formula: a kernel for small calls of graphs.
 
 - Computes by the formula, without isolation of non-finite inputs. Where the scores before the mask, the output or the
   gradients of the weights are not all finite, the program takes another branch: tiled attention. If they are finite,
@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 from attnscore.backends.base import Array, Backend, sum_to
 from attnscore.base.sizes import is_unknown
 from attnscore.kernels import tiled, tiling
+from attnscore.kernels.base import Kernel
+from attnscore.kernels.streaming import Streaming
 from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.problem import dropout as dropouts
@@ -263,3 +265,31 @@ def _as_product(ops: Backend, form: DistanceForm) -> tuple[Array, Array, FormPul
         return {**found, "scale": -grad * squared}
 
     return -scale * squared, ops.equal(large, 0.0), vjp
+
+
+@final
+class OneTile(Kernel):
+    """The formula on one tile, for small calls of graphs, where a callback to the native kernel takes longer."""
+
+    name = "one_tile"
+    summary = "the formula on a single tile, for small calls of graphs"
+    has_vjp = True
+    matrix_is_second_pass = True
+
+    @property
+    def differentiable(self) -> Kernel:
+        return Streaming()
+
+    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        return () if fits(problem, tiling.plan(problem)) else ("no small call of a graph",)
+
+    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+        return forward(problem, plan)
+
+    def backward(
+        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Array]:
+        # A gradient into the log-sum-exp alone is rare.
+        if grads.out is None:
+            return tiled.backward(problem, plan, result, grads)
+        return backward(problem, plan, result, grads)
