@@ -27,12 +27,12 @@ from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, Inn
 # two of a Zen 4 with AVX-512 beside other work, 2026-11-27. With fewer queries the native kernel is faster, which XLA
 # counts as no work to share: dot (64, 1, 10), d 64: 1.08, 0.84 | 1.40, 1.35; Gaussian (64, 1, 10), d 256: 1.61, 0.80
 # | 4.1, 1.7; additive (32, 1, 4), h 32: 1.22, 0.90 | 1.72, 1.31. From here on: dot (128, 1, 12), d 32: 0.60, 0.69 |
-# 0.54, 0.81; (256, 1, 8), d 64: 0.49, 0.64 | 1.10, 1.02; additive (64, 1, 1), h 256: 0.72, 0.41 | 1.09, 0.42; (256,
-# 1, 10), h 64: 0.57, 0.49 | 1.15, 0.70. Memory limits both from MOST_NUMBERS on: dot (256, 1, 16), d 512: 1.8, 0.85 |
-# 2.1, 1.0.
+# 0.54, 0.81; (256, 1, 8), d 64: 0.49, 0.64 | 1.10, 1.02; additive (256, 1, 10), h 64: 0.57, 0.49 | 1.15, 0.70.
+# Memory limits both from MOST_NUMBERS on: dot (256, 1, 16), d 512: 1.8, 0.85 | 2.1, 1.0. Zen 5, 2026-11-28: dot (128,
+# 1, 12), d 32: 0.59, 0.70 | 0.72, 0.75; additive (256, 1, 16), h 64: 0.69, 0.47 | 1.34, 0.75; (64, 1, 10), h 256: 1.14,
+# 0.68 | 2.8, 1.11.
 MOST_KEYS = 16
 LEAST_ROWS = 128
-LEAST_ADDITIVE_ROWS = 64
 MOST_NUMBERS = 2**19
 """Of all keys together."""
 # Below: dot (1, 1, 1), d 16: 0.81, 0.98 | 0.78, 1.00; additive (1, 2, 1), h 16: 0.80, 0.99 | 0.79, 0.95; but dot
@@ -57,9 +57,9 @@ def is_faster(problem: Problem) -> bool:
         math.prod(x.shape[:-1]) > 1 for x in shared
     ):
         return False
-    least, numbers = LEAST_ADDITIVE_ROWS if isinstance(form, AdditiveForm) else LEAST_ROWS, math.prod(form.key.shape)
+    numbers = math.prod(form.key.shape)
     is_tiny = numbers * query_len <= MOST_OF_TINY.get(query_len, 0)
-    is_size = is_tiny or (query_len == 1 and math.prod(matrices) >= least and numbers <= MOST_NUMBERS)
+    is_size = is_tiny or (query_len == 1 and math.prod(matrices) >= LEAST_ROWS and numbers <= MOST_NUMBERS)
     return is_size and problem.ops.fuses(*tiled.operands(problem).values())
 
 
