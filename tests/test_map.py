@@ -61,11 +61,39 @@ def entries(call: Callable[[], Any], query: torch.Tensor) -> Counter[str]:
     return found
 
 
-@pytest.mark.skipif(not NATIVE, reason="the map is that of the native kernel")
-def test_the_map_lists_the_files_of_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
+def files_of(call: Callable[[], Any]) -> set[str]:
+    """The files of the package of which some code runs."""
+    found: set[str] = set()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: found.add(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return {path for path in found if Path(path).is_relative_to(SOURCE)}
+
+
+@pytest.fixture
+def first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the next call is known but what any call leaves."""
     ats.attend(*torch.ones(3, 1, 3, 2, 4))
     monkeypatch.setattr("attnscore.plans.plan.PLANS", BoundedCache())
     monkeypatch.setattr("attnscore.problem.problem._LAYOUTS", BoundedCache())
+    monkeypatch.setattr("attnscore.kernels.tiling._PLANS", BoundedCache())
+
+
+@pytest.mark.skipif(not NATIVE, reason="the map is that of the native kernel")
+@pytest.mark.usefixtures("first_call")
+def test_the_map_counts_all_files_of_a_call() -> None:
+    query, key, value = torch.randn(3, 2, 3, 5, 8)
+    miss, hit = (len(files_of(lambda: ats.attend(query, key, value))) for _ in range(2))
+    assert f"code of {miss} files of the package runs on a miss and of {hit} on a hit" in PAGE.read_text()
+    assert miss <= 33 and hit <= 7
+
+
+@pytest.mark.skipif(not NATIVE, reason="the map is that of the native kernel")
+@pytest.mark.usefixtures("first_call")
+def test_the_map_lists_the_files_of_a_query() -> None:
     query, key, value = torch.randn(3, 2, 3, 5, 8)
     on_hit, on_miss = (
         set(re.findall(r"`([^`]+)`", line)) for line in PAGE.read_text().splitlines() if line.startswith("- cache ")
