@@ -124,10 +124,11 @@ def _torch_alone(call: Call, seeded: str) -> dict[str, Any]:
 @frameworks
 def test_statistics_without_gradient_are_detached(framework: str) -> None:
     call = make_call("scaled_dot", "nested", "float64", "bias-sink")
-    found = call.run(framework)
-    if framework == "torch":
-        for name in STATISTICS:
-            assert found[name].requires_grad == (name in ("log_sum_exp", "entropy")), name
+    for kernel in ("auto", "streaming"):
+        found = call.run(framework, kernel=kernel)
+        if framework == "torch":
+            for name in STATISTICS:
+                assert found[name].requires_grad == (name in ("log_sum_exp", "entropy")), name
 
 
 # ------------------------------------------------------------- second order

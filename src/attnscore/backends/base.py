@@ -88,6 +88,10 @@ class DifferentiableOp(Protocol):
         """How many outputs, from the first, the backward reads."""
 
     @property
+    def has_loops(self) -> bool:
+        """Whether a compiled program loops over tiles of known lengths."""
+
+    @property
     def seed(self) -> int:
         """The seed of dropout; 0 for none, and for one that is traced."""
 

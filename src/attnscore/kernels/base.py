@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from attnscore import backends
 from attnscore.backends.base import Array, SeedHalves
+from attnscore.base.sizes import may_equal
 from attnscore.kernels.tiled import Result, RowGradients, operands
 from attnscore.kernels.tiling import TilePlan
 from attnscore.problem.dropout import Dropout, PairDropout
@@ -101,6 +102,12 @@ class AttentionOp:
     kernel: Kernel
     problem: Problem
     plan: TilePlan
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether a compiled program loops over tiles of known lengths."""
+        plan = self.plan
+        return not (may_equal(plan.query_tile, plan.query_len) and may_equal(plan.key_tile, plan.key_len))
 
     @property
     def statistics(self) -> tuple[str, ...]:

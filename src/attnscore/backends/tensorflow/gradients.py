@@ -43,6 +43,12 @@ def has_tangents(arrays: Sequence[Array]) -> bool:
     return bool(forwardprop_util.pack_tangents(own).tangents)
 
 
+_REWRITTEN = (
+    "a function compiled with jit_compile=True was rewritten, which drops the gradient of attend. "
+    "Hint: tf.vectorized_map inside of the compiled function, not around it"
+)
+
+
 def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
     """``run.forward(operands)``, with ``run.backward`` as its gradient."""
     operands = [tf.convert_to_tensor(x) for x in operands]
@@ -55,12 +61,19 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
         if not any(wanted):
             return run.forward(operands)
     results: list[Array] = []
+    # For a second derivative XLA would differentiate the loops of the forward too, and cannot.
+    is_cut = not is_eager and run.has_loops and graphs.is_for_xla() and not graphs.is_rewritten()
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def hook(*arrays: Array) -> Any:
         # `vjp` is the gradient, and a tape records no operation of the forward. In a graph they keep the gradients of
         # their own, for where the graph is rewritten, by which TensorFlow drops `vjp`.
-        outputs = run.forward([tf.stop_gradient(x) for x in arrays] if is_eager else list(arrays))
+        if is_eager or is_cut:
+            outputs = run.forward([tf.stop_gradient(x) for x in arrays])
+        else:
+            outputs = run.forward(list(arrays))
+        if is_cut:
+            outputs = tuple(tf.raw_ops.PreventGradient(input=x, message=_REWRITTEN) for x in outputs)
 
         def vjp(*grads: Array, variables: Any = None) -> Any:
             # `results` and not `outputs`, so that a second tape differentiates through them.

@@ -44,6 +44,11 @@ def is_for_xla() -> bool:
     return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
+def is_rewritten() -> bool:
+    """Whether a function that rewrites the graph traces it, such as ``tf.vectorized_map``."""
+    return _is_traced_by(_REWRITERS)
+
+
 def is_for_lite() -> bool:
     """Whether TensorFlow Lite's converter traces the graph."""
     return _is_traced_by(_LITE)

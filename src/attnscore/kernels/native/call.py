@@ -512,6 +512,10 @@ class NativeOp:
     detached: Sequence[Array] = ()
 
     @property
+    def has_loops(self) -> bool:
+        return False
+
+    @property
     def differentiable_outputs(self) -> int:
         return len(self.call.differentiable)
 
