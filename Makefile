@@ -86,7 +86,7 @@ demo: $(DEMO_READY) ## the tour, on a real model and real text; plots and number
 quick: $(QUICK_READY) ## half of the default tests of NumPy, PyTorch and the native module: one minute
 	@$(PYTEST) --quick $(ARGS)
 
-test: $(READY) $(MXNET_READY) ## the tests, two to five minutes; FOR=masks for those of a package, SLOW=1 for the slow ones as well
+test: $(READY) $(MXNET_READY) ## the tests, some minutes; FOR=masks for those of a package, SLOW=1 for the slow ones as well
 	@$(PYTEST) $(SLOW_TESTS) $(if $(FOR),--for $(FOR)) $(ARGS)
 
 test-all: $(READY) $(MXNET_READY) ## the slow tests too, and products of tables in place of pairs: hours, before a release

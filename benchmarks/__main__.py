@@ -124,7 +124,10 @@ def main(arguments: list[str]) -> int:
     if first == "gpu-code":
         from bench import gpu_code
 
-        gpu_code.write_page(Path(*rest))
+        if len(rest) != 1:
+            print("expected the page, as in: python benchmarks gpu-code docs/performance/gpu-code.md", file=sys.stderr)
+            return 2
+        gpu_code.write_page(Path(rest[0]))
         return 0
     return of_machine(arguments)
 

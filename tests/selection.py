@@ -36,6 +36,8 @@ ROWS = 2
 """A quick run takes one of so many rows that a default run has of each test."""
 LONG = 16
 """Rows of a test beyond which three quarters are slow."""
+WHOLE = ("tests/test_native_", "tests/test_mutants.py", "tests/test_doctests.py", "tests/test_claims.py")
+"""Tests that keep all rows: each target is that of some machine, each fault has to apply, each page to hold."""
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -187,9 +189,7 @@ def part_of(item: pytest.Item, parts: int) -> int:
 
 def mark_slow_rows(items: Iterable[pytest.Item]) -> None:
     """Mark three quarters of the rows of each long table as slow, but none that has found a fault."""
-    # The rows of native targets that find a fault are those of the machine; each fault has to apply.
-    whole = ("tests/test_native_", "tests/test_mutants.py")
-    items = [x for x in items if not x.get_closest_marker("slow") and not x.nodeid.startswith(whole)]
+    items = [x for x in items if not x.get_closest_marker("slow") and not x.nodeid.startswith(WHOLE)]
     rows = Counter(item.nodeid.partition("[")[0] for item in items)
     results = json.loads((TESTS / "mutants" / "results.json").read_text())
     kept = {result["killed_by"] for result in results.values()}

@@ -944,6 +944,7 @@ def test_the_entry_keeps_results_under_the_name_of_the_machine(
         ([], "or the name of the machine"),
         (["--only", "tiny"], "or the name of the machine"),
         (["../zen5"], "or the name of the machine"),
+        (["gpu-code"], "expected the page"),
     ],
 )
 def test_wrong_arguments_of_the_entry(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ import torch
 
 import attnscore as ats
 import covering
+from attnscore.masks import function as mask_functions
 from attnscore.masks.closures import snapshot
 
 BATCH, HEADS, LENGTH = 2, 2, 6
@@ -180,7 +181,7 @@ def test_tensors(case: Case, inference: bool, kernel: str) -> None:
 
 
 def test_a_mask_holds_nothing_of_a_call() -> None:
-    """In a program, and in threads, calls with 8 heads and with 1 share a function of the head."""
+    """One after the other, in threads and in a program calls with 8 heads and with 1 share a function of the head."""
     mask = ats.MaskFunction(lambda b, h, q, k: k == (q + h) % LENGTH)
     arrays = [np.random.default_rng(heads).normal(size=(1, heads, LENGTH, 2)) for heads in (8, 1)]
     expected = [np.stack([np.roll(x[0, h], -h, axis=0) for h in range(len(x[0]))])[None] for x in arrays]
@@ -189,6 +190,10 @@ def test_a_mask_holds_nothing_of_a_call() -> None:
         outs = (ats.attend(0 * arrays[i], 0 * arrays[i], arrays[i], mask=mask) for _ in range(50))
         return sum(not np.allclose(out, expected[i], atol=1e-12) for out in outs)
 
+    for order in ((0, 1), (1, 0)):
+        mask_functions._INTERVALS.clear()
+        assert [wrong(i) for i in order] == [0, 0]
+    mask_functions._INTERVALS.clear()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

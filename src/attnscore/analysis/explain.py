@@ -211,7 +211,7 @@ def explain(
     >>> x = np.ones((1, 8, 4))
     >>> plan = ats.explain(x, x, x, mask=ats.Causal())
     >>> sorted([plan.kernel, *plan.reasons])
-    ['dense', 'fused', 'gather', 'native', 'streaming', 'triton']
+    ['dense', 'few_keys', 'fused', 'gather', 'native', 'one_tile', 'streaming', 'triton']
     """
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)

@@ -46,7 +46,7 @@ class Slots:
             self.integers.append(x)
             return f"integers[{len(self.integers) - 1}]"
         if isinstance(x, float) and is_exporting():
-            # A constant, which `decomposed` can read.
+            # A constant, which the decomposition for exported programs can read.
             return f"float({str(x)!r})"
         if isinstance(x, (float, torch.SymFloat)):
             # As a tensor: a float among the arguments of an operator is a constant of the graph. The sum, and not a

@@ -38,9 +38,9 @@ class Kernel(ABC):
     matrix_is_second_pass: bool = False
     """Whether ``forward`` computes the scores a second time for `Problem.matrix`, after those for the output."""
     saves_scores: bool = False
+    """Whether ``forward`` also returns the scores, for ``backward``."""
     plans_lowered_calls: bool = False
     """Whether a plan of `prepare` also runs lowered queries and keys (`plans.lowered`)."""
-    """Whether ``forward`` also returns the scores, for ``backward``."""
 
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Any:
         """Return a plan (`plans.plan.ExecutionPlan`) for all calls like this one, or None where each is planned anew.

@@ -193,7 +193,6 @@ class FewKeys(Kernel):
     name = "few_keys"
     summary = "a term for each key, for single queries in compiled programs"
     has_vjp = True
-    matrix_is_second_pass = True
 
     @property
     def differentiable(self) -> Kernel:

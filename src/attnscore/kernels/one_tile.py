@@ -274,7 +274,6 @@ class OneTile(Kernel):
     name = "one_tile"
     summary = "the formula on a single tile, for small calls of graphs"
     has_vjp = True
-    matrix_is_second_pass = True
 
     @property
     def differentiable(self) -> Kernel:

@@ -61,7 +61,8 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
         if not any(wanted):
             return run.forward(operands)
     results: list[Array] = []
-    # For a second derivative XLA would differentiate the loops of the forward too, and cannot.
+    # For a second derivative XLA would differentiate the loops of the forward too, and cannot. They are cut off from
+    # the arrays, and where TensorFlow drops `vjp` all the same, the gradient is an error, not zero.
     is_cut = not is_eager and run.has_loops and graphs.is_for_xla() and not graphs.is_rewritten()
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]

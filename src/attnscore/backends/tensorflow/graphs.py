@@ -36,7 +36,7 @@ def calls_back(*arrays: Array) -> bool:
     if not any(isinstance(x, tf.Tensor) and not hasattr(x, "numpy") for x in arrays):
         return False
     graph = tf.compat.v1.get_default_graph()
-    return isinstance(graph, FuncGraph) and not GraphOrParentsInXlaContext(graph) and not _is_traced_by(_REWRITERS)
+    return isinstance(graph, FuncGraph) and not GraphOrParentsInXlaContext(graph) and not is_rewritten()
 
 
 def is_for_xla() -> bool:
