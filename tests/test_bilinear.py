@@ -11,7 +11,6 @@ import torch
 
 import attnscore as ats
 from attnscore.backends import native
-from attnscore.kernels.tiled import operands
 from attnscore.plans import plan as plans
 from attnscore.problem.problem import build_problem
 from cases import needs_native
@@ -149,7 +148,7 @@ def test_unknown_lengths_leave_the_keys_as_they_are() -> None:
     def attend(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         problem, _ = build_problem(query, key, value, score=ats.Bilinear(tf.ones((4, 5))))
         found.append(problem.form.key is problem.key)
-        return operands(problem)["query"]
+        return problem.operands()["query"]
 
     attend.get_concrete_function()
     assert found == [True]

@@ -12,7 +12,7 @@ import pytest
 
 import attnscore as ats
 from attnscore.base.cache import BoundedCache
-from attnscore.kernels.native.call import NativeCall, NativeOp
+from attnscore.kernels.native.call import NativeOp, NativePlan
 from attnscore.plans import plan
 from harness import assert_each_close
 
@@ -93,7 +93,7 @@ def test_one_plan_serves_calls_with_and_without_gradients(monkeypatch: pytest.Mo
     jax.grad(lambda x: ats.attend(x, x, x).sum())(key)
     ats.attend(key, key, key)
     (found,) = plans.values()
-    assert isinstance(found, NativeCall) and set(found._forwards) == {True, False}
+    assert isinstance(found, NativePlan) and set(found._forwards) == {True, False}
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import attnscore as ats
 from attnscore import kernels, masks, scores, testing
 from attnscore.backends import native
 from attnscore.kernels.streaming import Streaming
-from attnscore.kernels.tiled import Result
+from attnscore.problem.results import Result
 
 Change = Callable[[Any, Result], Result]
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 import attnscore as ats
 import covering
-from attnscore.kernels.native.call import NativeCall
+from attnscore.kernels.native.call import NativePlan
 from attnscore.testing import check_framework, check_score
 from bad_input import CASES, Case
 from bad_input.table import Maker
@@ -496,8 +496,8 @@ HOLDERS: dict[str, Callable[..., Any]] = {
 def test_variables_run_as_the_arrays_that_they_hold(held: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the same plans (weights alone have none for them), to the last bit, with a gradient for the variable."""
     runs: list[bool] = []
-    run = NativeCall.run
-    monkeypatch.setattr(NativeCall, "run", lambda plan, arguments: runs.append(True) or run(plan, arguments))
+    run = NativePlan.run
+    monkeypatch.setattr(NativePlan, "run", lambda plan, arguments: runs.append(True) or run(plan, arguments))
     x = [tf.constant(RNG.standard_normal((2, n, 5))) for n in (6, 7, 7)]
     variables: list[Any] = []
 
@@ -636,8 +636,8 @@ def test_planned_calls_are_recorded(ways: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     arrays, lens = inputs(), tf.constant([4, 2])
     runs: list[Any] = []
-    run = NativeCall.run
-    monkeypatch.setattr(NativeCall, "run", lambda self, *given: runs.append(self) or run(self, *given))
+    run = NativePlan.run
+    monkeypatch.setattr(NativePlan, "run", lambda self, *given: runs.append(self) or run(self, *given))
 
     def found(kernel: str) -> list[Any]:
         score = ats.ScaledDot(0.7)

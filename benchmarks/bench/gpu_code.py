@@ -20,12 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from attnscore.io import replacing
-from attnscore.kernels import tiled, tiling
-from attnscore.kernels.tiled import RowGradients
+from attnscore.kernels import tiling
 from attnscore.kernels.triton import launch
 from attnscore.kernels.triton.tiles import Tile, tile_of
 from attnscore.masks import Causal
 from attnscore.problem.problem import build_problem
+from attnscore.problem.results import RowGradients
 
 ARCHITECTURES = (80, 89, 90)
 """Those of the page."""
@@ -166,7 +166,7 @@ def compile_call(
     plan, runner = tiling.plan(problem), Recorder(architecture, wanted, tiles)
     result = launch.forward(problem, plan, runner)
     grads = RowGradients(result.out, entropy=result.statistics.get("entropy"))
-    launch.backward(problem, plan, result, grads, frozenset(tiled.operands(problem)), runner)
+    launch.backward(problem, plan, result, grads, frozenset(problem.operands()), runner)
     return runner.found
 
 

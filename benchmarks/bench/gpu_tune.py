@@ -186,9 +186,9 @@ class Call:
 
     def gradients(self, runner: Any) -> dict[str, Any]:
         """Return output and gradients by the kernels; `runner` launches them."""
-        from attnscore.kernels import tiled, tiling
-        from attnscore.kernels.tiled import RowGradients
+        from attnscore.kernels import tiling
         from attnscore.kernels.triton import launch
+        from attnscore.problem.results import RowGradients
 
         query, key, value, grad = self.arrays
         problem, _ = build_problem(query, key, value, score=self.score, mask=Causal("bottom_right"))
@@ -197,13 +197,13 @@ class Call:
         if self.entry.kernel == "forward":
             return {"out": result.out}
         grad = grad.reshape(result.out.shape)
-        wanted = frozenset(tiled.operands(problem))
+        wanted = frozenset(problem.operands())
         return {"out": result.out} | launch.backward(problem, plan, result, RowGradients(grad), wanted, runner)
 
     def reference(self) -> dict[str, Any]:
         """Return what `gradients` does, by the streaming kernel in float64."""
         from attnscore.kernels import tiled, tiling
-        from attnscore.kernels.tiled import RowGradients
+        from attnscore.problem.results import RowGradients
 
         query, key, value, grad = (x.double() for x in self.arrays)
         score: Any = self.score

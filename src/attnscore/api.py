@@ -10,12 +10,12 @@ from attnscore.analysis.weights import row_gradient
 from attnscore.backends.base import Array, sum_to
 from attnscore.base.arguments import CallArguments, check_flag, shown
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
-from attnscore.kernels import AttentionOp, tiling
 from attnscore.masks import ValidLens
 from attnscore.packing import attend_ragged
 from attnscore.plans import plan as plans
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.problem import Problem, build_problem, wanted_statistics
+from attnscore.problem.results import present
 from attnscore.scores import ScoreGradients, arrays_of
 from attnscore.scores.base import Pullback
 
@@ -201,7 +201,7 @@ def attend_vjp(
             dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer, statistics=statistics,
             matrix="weights" if flag else None, pullback=True,
         )  # fmt: skip
-        op = AttentionOp(kernels.choose(kernel, problem), problem, tiling.plan(problem))
+        op = kernels.single_plan(problem, kernel)
         op = op.with_saved_mask().with_backward()
         if not op.kernel.has_vjp:
             reason = "its gradient is autodiff through it, which NumPy has not"
@@ -233,7 +233,7 @@ def attend_vjp(
             grads = dict(zip(operands, found, strict=True))
             return gradients(problem, cast(Pullback, score_pullback)(grads), grads, given)
 
-    return plans.present(problem, op.result(outputs)), pullback
+    return present(problem, op.result(outputs)), pullback
 
 
 def gradients(problem: Problem, by_score: ScoreGradients, grads: dict[str, Array], given: dict[str, Any]) -> Gradients:

@@ -31,8 +31,7 @@ from attnscore.api import attend, attend_vjp
 from attnscore.backends.base import Array, Backend
 from attnscore.backends.numpy import detached
 from attnscore.errors import ArgumentError, message
-from attnscore.kernels import AttentionOp, Kernel, tiling
-from attnscore.kernels.tiled import Result, RowGradients
+from attnscore.kernels import Kernel, SinglePlan, tiling
 from attnscore.kernels.triton import is_interpreted
 from attnscore.masks import (
     Causal,
@@ -50,6 +49,7 @@ from attnscore.masks import (
 )
 from attnscore.problem.online_softmax import STATISTICS
 from attnscore.problem.problem import Problem, build_problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.scores import (
     Additive,
     Bilinear,
@@ -362,7 +362,7 @@ def _problems(
 
 def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Generator) -> None:
     """Compare gradients of out, and of log-sum-exp, entropy and weights where wanted, with finite differences."""
-    run = AttentionOp(kernel, problem, tiling.plan(problem, (2, 3)))
+    run = SinglePlan(kernel, problem, tiling.plan(problem, (2, 3)))
     operands = run.operands()
 
     def rows(result: Result) -> dict[str, Array]:
@@ -376,7 +376,7 @@ def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Ge
         return ops.concat([ops.reshape(ops.where(ops.isfinite(x), x, 0.0), (-1,)) for x in found], 0)
 
     if kernel.has_vjp:
-        result = kernel.forward(problem, run.plan)
+        result = kernel.forward(problem, run.tiles)
         of_rows = rows(result)
         ends = np.cumsum([0, *(int(np.prod(x.shape)) for x in of_rows.values())])
         weights = _fixed_weights((int(ends[-1]),))
@@ -384,7 +384,7 @@ def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Ge
             name: _native(ops, weights[ends[i] : ends[i + 1]].reshape(tuple(x.shape)), x)
             for i, (name, x) in enumerate(of_rows.items())
         }
-        found = kernel.backward(problem, run.plan, result, RowGradients(**seeds), frozenset(operands))
+        found = kernel.backward(problem, run.tiles, result, RowGradients(**seeds), frozenset(operands))
     else:
         out, pullback = ops.vjp(lambda *arrays: total(**dict(zip(operands, arrays, strict=True))), [*operands.values()])
         grads = pullback(_native(ops, _fixed_weights(tuple(out.shape)), out))

@@ -12,6 +12,7 @@ from device_calls import DEVICE
 
 import attnscore as ats
 from attnscore.base.cache import BoundedCache
+from attnscore.kernels import Kernel
 from attnscore.kernels.triton import call
 from attnscore.kernels.triton.kernel import Triton
 from attnscore.plans import plan as plans
@@ -76,14 +77,14 @@ def test_the_bits_of_a_call_without_a_plan(shape: str, mask: str, score: Any, mo
     options = {"mask": MASKS[mask], "score": score}
     first, second = arrays_of(shape, 1), arrays_of(shape, 2)
     found = [with_gradients(first, **options)]
-    assert type(only_plan()) is call.TritonCall
+    assert type(only_plan()) is call.TritonPlan
     with monkeypatch.context() as patch:
         # Neither checked nor laid out again.
         patch.setattr(plans, "build_problem", None)
         found.append(with_gradients(second, **options))
         with torch.no_grad():
             found[1].append(ats.attend(*second, kernel="triton", **options))
-    monkeypatch.setattr(Triton, "prepare", lambda *_: None)
+    monkeypatch.setattr(Triton, "prepare", Kernel.prepare)
     plans.PLANS.clear()
     for x, wanted in zip(found, (with_gradients(first, **options), with_gradients(second, **options)), strict=True):
         for part, want in zip(x, [*wanted, wanted[0]], strict=False):

@@ -201,7 +201,7 @@ FAULTS: list[Fault] = [
     Fault(
         "plan-mask-of-the-caller-in-the-backward",
         "src/attnscore/kernels/native/call.py",
-        "NativeCall.record",
+        "NativePlan.record",
         "saved(A.mask)",
         "A.mask",
         "tests/test_gradients.py -k before_the_backward",
@@ -210,7 +210,7 @@ FAULTS: list[Fault] = [
     Fault(
         "op-mask-of-the-caller-in-the-backward",
         "src/attnscore/kernels/base.py",
-        "AttentionOp.__call__",
+        "SinglePlan.__call__",
         "self.with_saved_mask() if A else self",
         "self",
         "tests/test_gradients.py -k before_the_backward",
@@ -228,7 +228,7 @@ FAULTS: list[Fault] = [
     Fault(
         "plan-lowered-for-other-parameters",
         "src/attnscore/plans/lowered.py",
-        "LoweredCall.run",
+        "LoweredPlan.run",
         "A or lower(ops, B, C, D, self.computed, X)",
         "lower(ops, self.__dict__.setdefault('score', B), C, D, self.computed, X)",
         "tests/test_plan.py -k is_lowered",
@@ -327,7 +327,7 @@ FAULTS: list[Fault] = [
     Fault(
         "run-gradient-dtype",
         "src/attnscore/kernels/base.py",
-        "AttentionOp.backward",
+        "SinglePlan.backward",
         "ops.astype(A[B], ops.dtype(C))",
         "A[B]",
         "tests/test_every_kernel.py -k 'another_dtype and streaming'",
@@ -336,7 +336,7 @@ FAULTS: list[Fault] = [
     Fault(
         "plan-bandwidth-of-the-first-call",
         "src/attnscore/kernels/native/call.py",
-        "NativeCall._buffers",
+        "NativePlan._buffers",
         "scale_of(np.float64(ops.number(A[-1])))",
         "self.__dict__.setdefault('scale', scale_of(np.float64(ops.number(A[-1]))))",
         "tests/test_plan.py -k learned_bandwidth",
@@ -354,7 +354,7 @@ FAULTS: list[Fault] = [
     Fault(
         "run-forgets-arrays-of-the-mask",
         "src/attnscore/kernels/base.py",
-        "AttentionOp.constants",
+        "SinglePlan.constants",
         "() if self.problem.mask is None else tuple(self.problem.mask.arrays().values())",
         "()",
         "tests/test_every_framework.py -k mask_that_changes",
@@ -372,7 +372,7 @@ FAULTS: list[Fault] = [
     Fault(
         "plan-shared-heads-not-summed",
         "src/attnscore/kernels/native/call.py",
-        "NativeCall.operand_gradient",
+        "NativePlan.operand_gradient",
         "A = sum_to(ops, A, B.canonical)",
         "pass",
         "tests/test_plan.py -k on_a_tape",

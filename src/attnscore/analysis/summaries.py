@@ -19,9 +19,9 @@ from attnscore.backends.base import Array
 from attnscore.base.arguments import is_whole, shown
 from attnscore.base.sizes import is_unknown
 from attnscore.errors import ArgumentError, message
-from attnscore.kernels import tiled, tiling
-from attnscore.kernels.tiled import RowGradients
+from attnscore.kernels import tiling
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 
 # Weights computed at a time: 4 MB in float32, and a few arrays of that size.
 _MAX_WEIGHTS = 2**20
@@ -257,7 +257,7 @@ def _with_value(problem: Problem, value: Array) -> Problem:
     return dataclasses.replace(problem, layout=layout, value=value)
 
 
-def _run(problem: Problem, value: Array) -> tiled.Result:
+def _run(problem: Problem, value: Array) -> Result:
     """Run the problem with values (key, value_dim) that all heads share."""
     ops = problem.ops
     value = ops.reshape(value, (*(1 for _ in problem.score_shape.rows[:-1]), *value.shape))

@@ -14,7 +14,6 @@ from attnscore.backends.base import FLOATING, Array, Backend
 from attnscore.base.arguments import CallArguments, is_number, is_whole, shown
 from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
-from attnscore.kernels import AttentionOp, tiling
 from attnscore.masks import Intervals, IntervalSet, Mask
 from attnscore.plans import plan as plans
 from attnscore.plans.prepared import PreparedKeys
@@ -78,7 +77,7 @@ def attention_weights(
         if key_index is None:
             return _from_canonical(rows, matrix_of(rows, "weights"))
         # Normalised over all keys, then sliced.
-        result = AttentionOp(kernels.choose("auto", rows), rows, tiling.plan(rows))()
+        result = kernels.single_plan(rows)()
         block = sliced(rows, None, key_index)
         scores = matrix_of(block, "scores")
         if problem.normalizer is None:
@@ -159,7 +158,7 @@ def matrix_of(problem: Problem, kind: PairMatrix) -> Array:
         # Scores depend on neither, which no kernel then has to support.
         problem = dataclasses.replace(problem, sink=None, normalizer=None)
     problem = dataclasses.replace(problem, matrix=kind)
-    return AttentionOp(kernels.choose("auto", problem), problem, tiling.plan(problem))().matrix
+    return kernels.single_plan(problem)().matrix
 
 
 def _from_canonical(problem: Problem, block: Array) -> Array:

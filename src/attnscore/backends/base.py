@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -76,53 +76,73 @@ class Ragged(NamedTuple):
     """The axis whose size differs, counted from the last."""
 
 
-class DifferentiableOp(Protocol):
-    """A function of arrays alone that has its own VJP."""
+class DifferentiableOp(ABC):
+    """A function of arrays alone that has its own VJP.
+
+    What is no abstract method here is for functions that read more than their operands, or save more than they return.
+    """
 
     @property
+    @abstractmethod
     def differentiable_outputs(self) -> int:
         """How many outputs, from the first, carry a gradient."""
 
     @property
     def saved_outputs(self) -> int:
         """How many outputs, from the first, the backward reads."""
+        return self.differentiable_outputs
 
     @property
     def has_loops(self) -> bool:
         """Whether a compiled program loops over tiles of known lengths."""
+        return False
 
     @property
     def seed(self) -> int:
         """The seed of dropout; 0 for none, and for one that is traced."""
+        return 0
 
-    def with_seed(self, seed: int, /) -> DifferentiableOp:
+    def with_seed(self, seed: int) -> DifferentiableOp:
         """Return the op with another seed of dropout, where it has one."""
+        return self
 
     def constants(self) -> Sequence[Array]:
         """Return the arrays that are read and get no gradient: those of the mask."""
+        return ()
 
     def variables(self) -> tuple[Sequence[Array], Callable[[Sequence[Array]], DifferentiableOp]]:
         """Return the arrays besides the operands (mask, traced seed), and the op as a function of such arrays."""
+        return (), lambda arrays: self
 
     def streaming(self) -> DifferentiableOp:
         """Return the op in the framework's own operations, which its autodiff differentiates further."""
+        raise NotImplementedError(f"attnscore: {type(self).__name__} in the framework's operations")
 
     def with_backward(self) -> DifferentiableOp:
         """Return the op for a call whose backward follows, which may save scores; not for traced arrays."""
+        return self
 
-    def without_saved(self, outputs: tuple[Array, ...], /) -> tuple[Array, ...]:
+    def without_saved(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
         """Drop from the outputs those that only a backward reads."""
+        return outputs
 
-    def forward(self, arrays: Sequence[Array], /) -> tuple[Array, ...]: ...
+    @abstractmethod
+    def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """Return the outputs."""
 
+    @abstractmethod
     def backward(
         self,
         arrays: Sequence[Array],
         outputs: Sequence[Array],
         grads: Sequence[Array | None],
         wanted: Sequence[bool] | None = None,
-        /,
-    ) -> tuple[Array | None, ...]: ...
+    ) -> tuple[Array | None, ...]:
+        """Return the gradients of `arrays` from `grads`, those of the differentiable outputs.
+
+        `outputs` are the saved ones. `wanted` selects the arrays whose gradients are returned (None: all); the others
+        are None.
+        """
 
 
 class Modules:

@@ -28,7 +28,7 @@ from attnscore.base.arguments import check_flag
 from attnscore.errors import FrameworkError, message
 from attnscore.integrations import torch_export
 from attnscore.integrations.torch_expressions import SAVED, Slots, can_be_written, is_exporting, read
-from attnscore.kernels import AttentionOp, tiling
+from attnscore.kernels import SinglePlan, tiling
 from attnscore.kernels.base import DIFFERENTIABLE
 from attnscore.problem.problem import Problem, build_problem, wanted_statistics
 from attnscore.problem.statistics import AttentionStats
@@ -45,7 +45,7 @@ class _OperatorCall:
     """Problem, kernel and score VJP of one call of an operator."""
 
     problem: Problem
-    run: AttentionOp
+    run: SinglePlan
     pullback: Pullback | None
 
     @classmethod
@@ -58,7 +58,7 @@ class _OperatorCall:
         chosen = kernels.choose(kernel, problem)
         if pullback and not chosen.has_vjp:
             chosen = kernels.table()["streaming"]
-        return cls(problem, AttentionOp(chosen, problem, tiling.plan(problem)), score_pullback)
+        return cls(problem, SinglePlan(chosen, problem, tiling.plan(problem)), score_pullback)
 
     def row(self, x: Tensor) -> Tensor:
         """Return one number for each query, on the caller's axes."""

@@ -25,14 +25,13 @@ from attnscore.base.arguments import check_flag, is_number, shown
 from attnscore.base.sizes import Unknown, surely_equal
 from attnscore.errors import FrameworkError, message
 from attnscore.integrations.torch_expressions import SAVED, read
-from attnscore.kernels import AttentionOp
+from attnscore.kernels import SinglePlan
 from attnscore.kernels.dense import Dense
-from attnscore.kernels.tiled import Result
 from attnscore.masks import Causal, as_mask
-from attnscore.plans import plan as plans
 from attnscore.problem import relative
 from attnscore.problem.online_softmax import NEG_INF
 from attnscore.problem.problem import Problem, build_problem, wanted_statistics
+from attnscore.problem.results import Result, present
 from attnscore.problem.statistics import AttentionStats
 from attnscore.scores.forms import InnerForm
 
@@ -95,7 +94,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     flag = check_flag("return_weights", arguments.pop("return_weights"))
     arguments["statistics"] = wanted_statistics(arguments.pop("return_stats"), arguments["normalizer"])
     with backends.load("torch").numeric_scope():
-        return plans.present(*run(query, key, value, matrix="weights" if flag else None, **arguments))
+        return present(*run(query, key, value, matrix="weights" if flag else None, **arguments))
 
 
 def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: Any) -> tuple[Problem, Result]:
@@ -125,7 +124,7 @@ def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: 
         return problem, Result(out, None, None, {})
     # The dense kernel reads no plan.
     plan: Any = None
-    return problem, AttentionOp(Dense(), problem, plan)()
+    return problem, SinglePlan(Dense(), problem, plan)()
 
 
 def _scaled_dot_product(problem: Problem) -> Tensor | None:

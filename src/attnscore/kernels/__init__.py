@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from attnscore.base.arguments import check_choice
 from attnscore.errors import KernelUnavailable, message
-from attnscore.kernels.base import AttentionOp, Kernel
+from attnscore.kernels import tiling
+from attnscore.kernels.base import Kernel, Plan, SinglePlan
 from attnscore.kernels.dense import Dense
 from attnscore.kernels.few_keys import FewKeys
 from attnscore.kernels.fused import Fused
@@ -15,7 +16,7 @@ from attnscore.kernels.streaming import Streaming
 from attnscore.kernels.triton.kernel import Triton
 from attnscore.problem.problem import Problem
 
-__all__ = ["Kernel", "AttentionOp", "choose", "names", "table"]
+__all__ = ["Kernel", "Plan", "SinglePlan", "choose", "names", "single_plan", "table"]
 
 # In the order of preference of "auto", which never takes the dense kernel: its memory is quadratic.
 _TABLE: dict[str, Kernel] = {
@@ -55,6 +56,11 @@ def choose(name: str, problem: Problem) -> Kernel:
     if reasons:
         raise KernelUnavailable(message("kernel", f"a problem that {name!r} can run", "; ".join(reasons)))
     return _TABLE[name]
+
+
+def single_plan(problem: Problem, kernel: str = "auto") -> SinglePlan:
+    """Return the plan of one problem; it raises as `choose` does."""
+    return SinglePlan(choose(kernel, problem), problem, tiling.plan(problem))
 
 
 def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:

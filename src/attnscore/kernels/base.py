@@ -1,4 +1,4 @@
-"""Interface of the kernels, and the attention operation that a framework's gradient hook holds.
+"""Interface of the kernels, and of the plans by which everything runs.
 
 - ``reasons_against`` lists why a kernel cannot run a problem; an empty list means that it can.
 - ``reasons_not_automatic`` lists why another one is faster, or takes less memory.
@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from attnscore import backends
-from attnscore.backends.base import Array, SeedHalves
+from attnscore.backends.base import Array, DifferentiableOp, SeedHalves
+from attnscore.base.arguments import CallArguments
 from attnscore.base.sizes import may_equal
-from attnscore.kernels.tiled import Result, RowGradients, operands
 from attnscore.kernels.tiling import TilePlan
 from attnscore.problem.dropout import Dropout, PairDropout
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients, present
 
 DIFFERENTIABLE = ("log_sum_exp", "entropy")
 """Statistics through which a gradient flows; the others are detached."""
@@ -39,15 +40,14 @@ class Kernel(ABC):
     """Whether ``forward`` computes the scores a second time for `Problem.matrix`, after those for the output."""
     saves_scores: bool = False
     """Whether ``forward`` also returns the scores, for ``backward``."""
-    plans_lowered_calls: bool = False
-    """Whether a plan of `prepare` also runs lowered queries and keys (`plans.lowered`)."""
 
-    def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Any:
-        """Return a plan (`plans.plan.ExecutionPlan`) for all calls like this one, or None where each is planned anew.
+    def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
+        """Return the plan of all calls like this one, or of this one alone where each is planned anew.
 
-        `arrays` are query, key, value, bias and sink as the caller has them, where there are any.
+        `arrays` are those of the caller, where there are any: query, key, value, bias, sink, w_v of an additive score,
+        the bandwidth of a Gaussian, and a boolean mask or valid lengths that are the whole mask.
         """
-        return None
+        return SinglePlan(self, problem, tiles)
 
     @property
     def differentiable(self) -> Kernel:
@@ -91,9 +91,29 @@ class Kernel(ABC):
         return None
 
 
+class Plan(ABC):
+    """How calls run: all those of one signature, which a cache keeps, or one call alone."""
+
+    is_reusable = True
+    """Whether it runs other calls of its signature: it then holds no array of a caller."""
+
+    @property
+    def heads(self) -> int:
+        """Heads of all elements of the batch, for each of which a cached plan holds about 2 KB a direction."""
+        return 0
+
+    @abstractmethod
+    def run(self, arguments: CallArguments) -> Any:
+        """Return what `attend` returns."""
+
+    def with_detached_weights(self) -> Plan:
+        """Return the plan of the same calls, in which no gradient flows through the weights."""
+        return self
+
+
 @dataclass(frozen=True, eq=False)
-class AttentionOp:
-    """Kernel applied to a problem, as a function of arrays alone, for a framework's gradient hook.
+class SinglePlan(Plan, DifferentiableOp):
+    """Plan of one call, whose arrays it holds: a kernel applied to a problem, as a function of arrays alone.
 
     Outputs are (out, log_denom, entropy and matrix if wanted, row_max, scores if saved, then the other statistics).
     The first ``differentiable_outputs`` carry gradients; the first ``saved_outputs`` are saved for the backward.
@@ -101,13 +121,16 @@ class AttentionOp:
 
     kernel: Kernel
     problem: Problem
-    plan: TilePlan
+    tiles: TilePlan
+    is_reusable = False
+
+    def run(self, arguments: CallArguments) -> Any:
+        return present(self.problem, self())
 
     @property
     def has_loops(self) -> bool:
-        """Whether a compiled program loops over tiles of known lengths."""
-        plan = self.plan
-        return not (may_equal(plan.query_tile, plan.query_len) and may_equal(plan.key_tile, plan.key_len))
+        tiles = self.tiles
+        return not (may_equal(tiles.query_tile, tiles.query_len) and may_equal(tiles.key_tile, tiles.key_len))
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -133,52 +156,48 @@ class AttentionOp:
         dropout = self.problem.dropout
         return 0 if dropout is None or isinstance(dropout.seed, SeedHalves) else dropout.seed
 
-    def with_seed(self, seed: int) -> AttentionOp:
+    def with_seed(self, seed: int) -> SinglePlan:
         dropout = dataclasses.replace(cast(Dropout, self.problem.dropout), seed=seed)
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, dropout=dropout))
 
-    def with_backward(self) -> AttentionOp:
-        """Return the op for a call whose backward follows, which may save the scores."""
-        kernel = self.kernel.with_backward(self.problem, self.plan)
+    def with_backward(self) -> SinglePlan:
+        kernel = self.kernel.with_backward(self.problem, self.tiles)
         return self if kernel is self.kernel else dataclasses.replace(self, kernel=kernel)
 
     def without_saved(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Return the outputs of the op before `with_backward`: without the scores that it saves."""
         count = self.saved_outputs
         return (*outputs[: count - 1], *outputs[count:]) if self.kernel.saves_scores else outputs
 
     def constants(self) -> tuple[Array, ...]:
         return () if self.problem.mask is None else tuple(self.problem.mask.arrays().values())
 
-    def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], AttentionOp]]:
-        """Return the arrays of the mask, of a traced seed and of dropout by pairs, and the op as a function of such."""
-        mask, rest, dropout = self.problem.mask, self.plan.rest, self.problem.dropout
+    def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], SinglePlan]]:
+        mask, rest, dropout = self.problem.mask, self.tiles.rest, self.problem.dropout
         seed = () if dropout is None or not isinstance(dropout.seed, SeedHalves) else tuple(dropout.seed)
         of_pairs = dropout if isinstance(dropout, PairDropout) else None
         pairs = () if of_pairs is None else (of_pairs.row, of_pairs.key)
         found = [*(() if mask is None else mask.leaves()), *(() if rest is None else rest.leaves()), *pairs, *seed]
 
-        def given(arrays: Sequence[Array]) -> AttentionOp:
+        def given(arrays: Sequence[Array]) -> SinglePlan:
             if all(map(operator.is_, arrays, found)):
                 return self
             left = iter(arrays)
             changes: dict[str, Any] = {"mask": None if mask is None else mask.with_leaves(left)}
-            plan = self.plan if rest is None else dataclasses.replace(self.plan, rest=rest.with_leaves(left))
+            tiles = self.tiles if rest is None else dataclasses.replace(self.tiles, rest=rest.with_leaves(left))
             if of_pairs is not None:
                 changes["dropout"] = dataclasses.replace(of_pairs, row=next(left), key=next(left))
             if dropout is not None and seed:
                 changes["dropout"] = dataclasses.replace(changes.get("dropout", dropout), seed=SeedHalves(*left))
-            return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **changes), plan=plan)
+            return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **changes), tiles=tiles)
 
         return tuple(found), given
 
-    def streaming(self) -> AttentionOp:
-        """Return the op in the framework's operations, for a derivative of the gradient."""
+    def streaming(self) -> SinglePlan:
         return dataclasses.replace(self, kernel=self.kernel.differentiable)
 
     def operands(self) -> dict[str, Array]:
         """Return the arrays that the op is a function of, by name."""
-        return operands(self.problem)
+        return self.problem.operands()
 
     def _with(self, arrays: Sequence[Array]) -> Problem:
         operands = self.operands()
@@ -192,7 +211,7 @@ class AttentionOp:
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         # A framework may call this when it differentiates a program, outside the scope of the call.
         with self.problem.ops.numeric_scope():
-            result = self.kernel.forward(self._with(arrays), self.plan)
+            result = self.kernel.forward(self._with(arrays), self.tiles)
         entropy = (result.statistics["entropy"],) if "entropy" in self.problem.statistics else ()
         matrix = () if self.problem.matrix is None else (result.matrix,)
         scores = (result.scores,) if self.kernel.saves_scores else ()
@@ -219,17 +238,12 @@ class AttentionOp:
         grads: Sequence[Array | None],
         wanted: Sequence[bool] | None = None,
     ) -> tuple[Array | None, ...]:
-        """Return the gradients of `arrays`, in their dtypes, from `grads` of the differentiable outputs.
-
-        `outputs` are the saved ones. `wanted` selects the arrays whose gradients are returned (None: all); the others
-        are None.
-        """
         ops, names = self.problem.ops, tuple(self.operands())
         chosen = frozenset(names if wanted is None else itertools.compress(names, wanted))
         with ops.numeric_scope():
             result = self.result(outputs)
             incoming = RowGradients(**dict(zip(self._differentiable, grads, strict=False)))
-            found = self.kernel.backward(self._with(arrays), self.plan, result, incoming, chosen)
+            found = self.kernel.backward(self._with(arrays), self.tiles, result, incoming, chosen)
             return tuple(
                 ops.astype(found[name], ops.dtype(x)) if name in chosen else None
                 for name, x in zip(names, arrays, strict=True)
@@ -245,7 +259,7 @@ class AttentionOp:
         op = self.with_saved_mask() if is_read_again else self
         return op.result(ops.differentiable(op, arrays))
 
-    def with_saved_mask(self) -> AttentionOp:
+    def with_saved_mask(self) -> SinglePlan:
         """Return the op with copies of the arrays in its mask to which a caller might write unnoticed."""
         arrays, given = self.variables()
         return given([saved(x) for x in arrays])

@@ -15,13 +15,13 @@ from attnscore.backends.base import Array, Backend, sum_to
 from attnscore.base.sizes import is_unknown
 from attnscore.errors import KernelUnavailable
 from attnscore.kernels.base import Kernel
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.kernels.tiling import Segment, TilePlan
 from attnscore.problem import dropout as dropouts
 from attnscore.problem import relative
 from attnscore.problem.normalizers import Entmax, Sigmoid
 from attnscore.problem.online_softmax import NEG_INF
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.base import nonfinite_rows, with_dtype
 from attnscore.scores.forms import checked_tile
 

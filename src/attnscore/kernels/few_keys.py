@@ -16,11 +16,11 @@ from attnscore.backends.base import Array, Backend
 from attnscore.kernels import one_tile, tiled
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.streaming import Streaming
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import NEG_INF
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, InnerForm, Role
 
 # Time by these operations over that of the native kernel in JAX's programs, forward, with gradients, on one thread |
@@ -60,7 +60,7 @@ def is_faster(problem: Problem) -> bool:
     numbers = math.prod(form.key.shape)
     is_tiny = numbers * query_len <= MOST_OF_TINY.get(query_len, 0)
     is_size = is_tiny or (query_len == 1 and math.prod(matrices) >= LEAST_ROWS and numbers <= MOST_NUMBERS)
-    return is_size and problem.ops.fuses(*tiled.operands(problem).values())
+    return is_size and problem.ops.fuses(*problem.operands().values())
 
 
 def forward(problem: Problem, plan: TilePlan) -> Result:
@@ -93,7 +93,7 @@ def backward(problem: Problem, plan: TilePlan, grads: RowGradients) -> dict[str,
     if query_len > 1:
         for name in ("key", "value"):
             found[name] = ops.sum(ops.reshape(found[name], (-1, query_len, *found[name].shape[1:])), axis=1)
-    return {name: ops.reshape(found[name], x.shape) for name, x in tiled.operands(problem).items()}
+    return {name: ops.reshape(found[name], x.shape) for name, x in problem.operands().items()}
 
 
 def _weights(problem: Problem, plan: TilePlan) -> tuple[Array, Array | None, Array, FormPullback]:

@@ -18,11 +18,11 @@ from attnscore.backends.base import HALF_PRECISION, Array
 from attnscore.kernels import tiled
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.streaming import Streaming
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.kernels.triton.kernel import missing_package
 from attnscore.problem.normalizers import ONLY_SOFTMAX
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import InnerForm
 
 DEVICES = ("cuda",)
@@ -72,7 +72,7 @@ class Fused(Kernel):
         return tuple(found)
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
-        operands = tiled.operands(problem)
+        operands = problem.operands()
         if self.tape is None:
             out = _attention(problem, operands)
         else:
@@ -86,7 +86,7 @@ class Fused(Kernel):
     ) -> dict[str, Array]:
         import torch
 
-        ops, operands = problem.ops, tiled.operands(problem)
+        ops, operands = problem.ops, problem.operands()
         if ops.needs_grad(*operands.values(), *([] if grads.out is None else [grads.out])):
             return tiled.backward(problem, plan, tiled.forward(problem, plan), grads)
         if grads.out is None:
@@ -133,7 +133,7 @@ def _differences(problem: Problem) -> list[str]:
         found.append(f"the mask {problem.mask!r}: a NaN or infinity behind it would reach the output")
     if 0 in (*problem.score_shape.rows, problem.score_shape.key_len, problem.layout.value_dim, form.query.shape[-1]):
         found.append("an axis of length 0")
-    if not problem.ops.has_values(*tiled.operands(problem).values()):
+    if not problem.ops.has_values(*problem.operands().values()):
         found.append("arrays without values yet (traced, with tangents)")
     return found
 
@@ -184,7 +184,7 @@ def _has_implementation(problem: Problem) -> bool:
     """Return whether PyTorch computes the call in one kernel."""
     from torch.backends import cuda
 
-    query, key, value = _sides(problem, tiled.operands(problem))
+    query, key, value = _sides(problem, problem.operands())
     if not query.is_cuda:
         # Not asked, where a test has named another device.
         return True

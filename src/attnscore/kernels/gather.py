@@ -27,12 +27,11 @@ import numpy as np
 from attnscore.backends.base import Array, Backend, HostArray, sum_to
 from attnscore.base.layout import CanonicalLayout
 from attnscore.base.sizes import is_unknown
-from attnscore.kernels import tiled, tiling
+from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.native.kernel import Native
 from attnscore.kernels.native.marshalling import aligned
 from attnscore.kernels.streaming import Streaming
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import CachedMask, Dense, Mask, Neighbours, parts_of
 from attnscore.masks.base import all_of
@@ -41,6 +40,7 @@ from attnscore.problem import dropout as dropouts
 from attnscore.problem.dropout import PairDropout
 from attnscore.problem.online_softmax import NEG_INF
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import Role
 
 # Numbers gathered at a time, keys and values together: 16 MB in float32.
@@ -494,7 +494,7 @@ class _GatheredCall:
 
     def join_gradients(self, parts: dict[str, list[Array]], memory: _KeyMemory) -> dict[str, Array]:
         """Return the gradients of the operands from those of the blocks, some of which are in `memory`."""
-        ops, operands = self.ops, tiled.operands(self.problem)
+        ops, operands = self.ops, self.problem.operands()
         joined: dict[str, Array] = {}
         for name, grads in parts.items():
             role = self.role(name)

@@ -20,12 +20,12 @@ from attnscore.base.sizes import is_unknown
 from attnscore.kernels import tiled, tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.streaming import Streaming
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.problem import dropout as dropouts
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import NEG_INF
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, InnerForm
 from attnscore.scores.gaussian import INNER_LIMIT
 
@@ -82,7 +82,7 @@ def _is_product(problem: Problem) -> bool:
 def _would_call_back(problem: Problem) -> bool:
     """Whether the native kernel would be a callback that takes longer than a small call."""
     ops = problem.ops
-    return ops.has_slow_callbacks and ops.needs_host_callback(*tiled.operands(problem).values())
+    return ops.has_slow_callbacks and ops.needs_host_callback(*problem.operands().values())
 
 
 def is_plain(problem: Problem) -> bool:
@@ -218,7 +218,7 @@ def _backward(
     found = {**dict(zip(problem.form.arrays(), of_form, strict=True)), "value": grad_value}
     # In the dtype of sums, as those of the other branch.
     found = {
-        name: ops.astype(sum_to(ops, found[name], tuple(x.shape)), dtype) for name, x in tiled.operands(problem).items()
+        name: ops.astype(sum_to(ops, found[name], tuple(x.shape)), dtype) for name, x in problem.operands().items()
     }
 
     def otherwise(_: Any) -> dict[str, Array]:

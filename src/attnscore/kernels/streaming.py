@@ -7,9 +7,9 @@ from typing import final
 from attnscore.backends.base import Array
 from attnscore.kernels import tiled
 from attnscore.kernels.base import Kernel
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 
 
 @final

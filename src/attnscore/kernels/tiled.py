@@ -27,6 +27,7 @@ from attnscore.problem import online_softmax, relative
 from attnscore.problem.normalizers import Normalizer
 from attnscore.problem.online_softmax import NEG_INF, RowState
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.base import nonfinite_rows
 from attnscore.scores.forms import FormPullback, Role, times
 
@@ -38,44 +39,7 @@ Span = tuple[int, int]
 """(start, count) of queries or keys."""
 
 
-@dataclass(frozen=True, eq=False)
-class Result:
-    """Outputs of a forward, on the canonical axes; one number per query has a last axis of 1."""
-
-    out: Array
-    row_max: Array
-    """Subtracted from the scores of a query before exp; carries no gradient."""
-    log_denom: Array
-    """log sum exp(scores - row_max): -inf for a fully masked query. Of another normalizer, its threshold."""
-    statistics: dict[str, Array]
-    matrix: Array | None = None
-    """`Problem.matrix`, in the accumulator dtype."""
-    scores: Array | None = None
-    """All scores of a short call, from a kernel that saves them for its backward."""
-
-    @property
-    def log_sum_exp(self) -> Array:
-        """row_max + log_denom. Weights are computed from the two terms: their sum is rounded at the scale of scores."""
-        return self.row_max + self.log_denom
-
-
-@dataclass(frozen=True, eq=False)
-class RowGradients:
-    """Gradients of the outputs of a forward, on the canonical axes; None where there is none."""
-
-    out: Array | None
-    log_sum_exp: Array | None = None
-    entropy: Array | None = None
-    matrix: Array | None = None
-
-
-def operands(problem: Problem) -> dict[str, Array]:
-    """Return the arrays that get a gradient, by name: those of the form, then value, bias and sink."""
-    found = dict(problem.form.arrays())
-    for name in ("value", "bias", "sink"):
-        if (x := getattr(problem, name)) is not None:
-            found[name] = x
-    return found
+operands = Problem.operands
 
 
 # One tile of scores
@@ -208,7 +172,7 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
         out, row_max, log_denom, statistics = online_softmax.finish(ops, state, sink, wanted)
         return ops.astype(out, problem.dtype), row_max, log_denom, *matrix, *statistics.values()
 
-    out, row_max, log_denom, *rest = _map_query_tiles(ops, plan, query_tile_result, operands(problem).values())
+    out, row_max, log_denom, *rest = _map_query_tiles(ops, plan, query_tile_result, problem.operands().values())
     matrix = None if problem.matrix is None else rest.pop(0)
     names = [name for name in wanted if name != "log_sum_exp"]
     return Result(out, row_max, log_denom, dict(zip(names, rest, strict=True)), matrix)
@@ -368,7 +332,7 @@ def _delta_of_threshold(inputs: _Inputs, plan: TilePlan, result: Result, grads: 
         return (-products / ops.where(slopes == 0, 1.0, slopes),)
 
     (delta,) = _map_query_tiles(
-        ops, plan, of_query_tile, [result.row_max, result.log_denom, grads.out, *operands(problem).values()]
+        ops, plan, of_query_tile, [result.row_max, result.log_denom, grads.out, *problem.operands().values()]
     )
     return delta
 
@@ -465,10 +429,10 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
     """Compute the gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
     ops, dtype = problem.ops, problem.accumulator
     if _has_no_rows(problem):
-        return {name: ops.zeros(ops.shape(x), x, dtype) for name, x in operands(problem).items()}
+        return {name: ops.zeros(ops.shape(x), x, dtype) for name, x in problem.operands().items()}
     inputs = _isolate_nonfinite(problem)
     context = _row_context(inputs, plan, result, grads)
-    shapes = {name: ops.shape(x) for name, x in operands(problem).items() if name != "sink"}
+    shapes = {name: ops.shape(x) for name, x in problem.operands().items() if name != "sink"}
     is_relative, query_len = problem.has_relative_bias, problem.score_shape.query_len
     if problem.bias is not None and not is_relative:
         # A graph may not know yet whether an axis of the bias is broadcast: its gradient is summed over such an axis

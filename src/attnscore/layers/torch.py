@@ -291,7 +291,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             plan, arguments = plans.planned(plans.signature(arguments, options), arguments, options)
             if has_weights:
                 plan = plan.with_detached_weights()
-            if type(plan) is not plans.SingleCall and plan.heads <= plans.MOST_HEADS:
+            if plan.is_reusable and plan.heads <= plans.MOST_HEADS:
                 known.plans_of[has_weights] = plan
                 _KNOWN.weigh(key, sum(each.heads for each in tuple(known.plans_of.values())))
         out: Tensor
@@ -555,7 +555,7 @@ class Known:
 
     pairs: float
     """`BaseAttention._pairs`."""
-    plans_of: dict[bool, plans.ExecutionPlan] = field(default_factory=dict)
+    plans_of: dict[bool, Any] = field(default_factory=dict)
     """The plans without weights (False), and with detached weights (True)."""
 
 

@@ -24,8 +24,8 @@ from attnscore.parallel.jax_rows import held_by_devices, join_rows, split_rows
 from attnscore.parallel.options import Options
 from attnscore.parallel.plan import exchange
 from attnscore.parallel.shard import Shard
-from attnscore.plans import plan as plans
 from attnscore.problem.problem import Problem, check_extra
+from attnscore.problem.results import present
 
 __all__ = ["attend", "explain", "gather_rows", "join_rows", "merge_over", "split_rows"]
 
@@ -110,7 +110,7 @@ def attend(
         return_stats=return_stats,
     )  # fmt: skip
     call, _ = _planned(query, key, value, axis_name, options)
-    return plans.present(dataclasses.replace(call.problem, bias=None), call.run())
+    return present(dataclasses.replace(call.problem, bias=None), call.run())
 
 
 def explain(query: Array, key: Any, value: Array, *, axis_name: Any, **options: Any) -> ParallelExplanation:

@@ -19,8 +19,7 @@ from attnscore.backends.base import HALF_PRECISION, HostArray, SeedHalves, accum
 from attnscore.backends.jax.sharding import axes_of, differing
 from attnscore.base.layout import ScoreShape
 from attnscore.errors import KernelUnavailable, message
-from attnscore.kernels import AttentionOp, tiling
-from attnscore.kernels.tiled import Result
+from attnscore.kernels import SinglePlan, tiling
 from attnscore.masks import Mask
 from attnscore.parallel.jax_rows import Held, entry, join_rows, split_rows
 from attnscore.parallel.mask import shard_mask
@@ -30,6 +29,7 @@ from attnscore.parallel.shard import Shard
 from attnscore.problem import dropout as dropouts
 from attnscore.problem.dropout import PairDropout
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result
 from attnscore.problem.statistics import AttentionStats
 from attnscore.scores.forms import PARAMETER, InnerForm
 
@@ -88,7 +88,7 @@ class Call(ABC):
         kernel = kernels.choose(self.kernel, problem)
         if not kernel.has_vjp:
             raise KernelUnavailable(message("kernel", "one that takes lowered keys", repr(self.kernel)))
-        return AttentionOp(kernel, problem, tiling.plan(problem))()
+        return SinglePlan(kernel, problem, tiling.plan(problem))()
 
     def pairs_dropout(self, rows: Array, cols: Array, heads: Callable[[Array], Array] | None = None) -> Any:
         """Return the dropout of a part by the positions in the whole sequence: its bits are those of one device.

@@ -32,7 +32,6 @@ from attnscore.base.arguments import check_flag, shown
 from attnscore.base.layout import ScoreShape, check_bias_shape
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.kernels import tiled
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.masks import Mask
 from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.options import Options
@@ -42,8 +41,8 @@ from attnscore.parallel.torch_modes import WAYS
 from attnscore.parallel.torch_parts import Saved, ShardedCall
 from attnscore.parallel.torch_queries import PassQueries
 from attnscore.parallel.torch_ranks import Ranks, SumOverRanks, Transfers
-from attnscore.plans import plan as plans
 from attnscore.problem.problem import Problem, check_extra
+from attnscore.problem.results import Result, RowGradients, present
 from attnscore.problem.statistics import AttentionStats
 from attnscore.scores.arrays import scores_in, with_arrays
 
@@ -154,7 +153,7 @@ def attend(
                 result, _ = call.forward(operands)
         if "log_sum_exp" in problem.statistics:
             result.statistics["log_sum_exp"] = result.log_sum_exp
-        return wrap(plans.present(problem, result))
+        return wrap(present(problem, result))
 
 
 def explain(

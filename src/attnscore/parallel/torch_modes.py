@@ -16,7 +16,6 @@ from torch import Tensor
 
 from attnscore.base.layout import ScoreShape
 from attnscore.kernels import tiling
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.masks import Mask, ValidLens
 from attnscore.masks.base import all_of
 from attnscore.parallel.plan import have_masks_of_their_own
@@ -28,6 +27,7 @@ from attnscore.problem import online_softmax
 from attnscore.problem.dropout import PairDropout
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import PARAMETER
 
 

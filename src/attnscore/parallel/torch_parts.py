@@ -24,7 +24,6 @@ from attnscore.backends.base import accumulator
 from attnscore.base.layout import ScoreShape
 from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels import Kernel, tiled, tiling
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import Mask, split
 from attnscore.parallel.mask import shard_mask
@@ -38,6 +37,7 @@ from attnscore.problem import online_softmax
 from attnscore.problem.dropout import PairDropout
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

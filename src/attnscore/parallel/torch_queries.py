@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from attnscore.backends.base import accumulator
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.masks import Dense, IntervalSet, Mask, split
 from attnscore.parallel.plan import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD_KEYS, in_blocks
 from attnscore.parallel.shard import Shard
 from attnscore.parallel.torch_parts import MergedCall, Saved, rows_at, write_rows
 from attnscore.parallel.torch_ranks import Arrays, Transfers, copy_rows, cut, positions_first
 from attnscore.problem import online_softmax
+from attnscore.problem.results import Result, RowGradients
 
 
 @final

@@ -14,6 +14,8 @@ from typing import Any
 from attnscore import scores
 from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import CallArguments
+from attnscore.kernels import Plan
+from attnscore.kernels.native.call import NativePlan
 from attnscore.plans.padding import over_rows, real_rows
 from attnscore.scores import Additive
 from attnscore.scores.base import widen
@@ -41,12 +43,12 @@ def lower(
 
 
 @dataclass(frozen=True, eq=False)
-class LoweredCall:
-    """Plan of calls whose score is lowered: the framework computes the lowered arrays, the plan `call` the rest."""
+class LoweredPlan(Plan):
+    """Plan of calls whose score is lowered: the framework computes the lowered arrays, the native plan the rest."""
 
     ops: Backend
-    call: Any
-    """Plan of the lowered call (`kernels.native.call.NativeCall`)."""
+    plan: NativePlan
+    """Plan of the lowered call."""
     lowered: Any
     """The lowered score; w_v is None, as a plan holds no array."""
     computed: tuple[bool, bool]
@@ -58,27 +60,17 @@ class LoweredCall:
 
     @property
     def heads(self) -> int:
-        """Heads of all elements of the batch."""
-        return int(self.call.heads)
+        return self.plan.heads
 
     def run(self, arguments: CallArguments) -> Any:
-        """Return what `attend` returns."""
-        ops, call = self.ops, self.call
-        query, key, value, score, _, lens, bias, sink, _, _ = arguments
+        ops, (query, key, _, score, _, lens, *_) = self.ops, arguments
         if type(score) is str:
             score = scores.resolve(score)
-        rows = real_rows(ops, key, lens, call.operands[1].canonical[-1]) if self.leaves_out_padding else None
+        rows = real_rows(ops, key, lens, self.plan.operands[1].canonical[-1]) if self.leaves_out_padding else None
         lowered = self._product(score, query, key) if rows is None else None
-        lowered = lowered or lower(ops, score, query, key, self.computed, rows)
-        operands = [*lowered[:2], value]
-        if bias is not None:
-            operands.append(bias)
-        operands += lowered[2:]
-        if sink is not None:
-            operands.append(sink)
-        if ops.has_planned_gradients and ops.needs_grad(*operands):
-            return call.record(arguments, self.lowered, operands)
-        return call.compute(arguments, operands)
+        query, key, *w_v = lowered or lower(ops, score, query, key, self.computed, rows)
+        score = replace(self.lowered, w_v=w_v[0]) if w_v else self.lowered
+        return self.plan.run(arguments._replace(query=query, key=key, score=score))
 
     def _product(self, score: Any, query: Array, key: Array) -> list[Array] | None:
         """Return query and key of a bilinear score as `lower` does; None unless that is a product and nothing else."""
@@ -86,10 +78,10 @@ class LoweredCall:
             return None
         ops, of_query = self.ops, self.computed[0]
         x, matrix = (query, score.W) if of_query else (key, ops.matrix_transpose(score.W))
-        if (product := ops.plain_product(x, matrix, self.call.threads())) is None:
+        if (product := ops.plain_product(x, matrix, self.plan.threads())) is None:
             return None
         return [product, key] if of_query else [query, product]
 
-    def with_detached_weights(self) -> LoweredCall:
+    def with_detached_weights(self) -> LoweredPlan:
         """Return the plan of the same calls whose weights are returned detached."""
-        return replace(self, call=self.call.with_detached_weights())
+        return replace(self, plan=self.plan.with_detached_weights())

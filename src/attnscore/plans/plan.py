@@ -17,8 +17,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,36 +25,20 @@ from attnscore import backends, kernels, scores
 from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base.arguments import CallArguments, check_flag
 from attnscore.base.cache import BoundedCache
-from attnscore.kernels import AttentionOp, tiling
-from attnscore.kernels.tiled import Result
+from attnscore.kernels import Plan, SinglePlan, tiling
+from attnscore.kernels.native.call import NativePlan
 from attnscore.masks import Dense
 from attnscore.masks.cached import numbers_of
-from attnscore.plans.lowered import LoweredCall, lower
+from attnscore.plans.lowered import LoweredPlan, lower
 from attnscore.plans.padding import may_save
 from attnscore.problem.problem import Problem, build_problem, wanted_statistics
-from attnscore.problem.statistics import AttentionStats
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
 from attnscore.scores.arrays import arrays_of, with_arrays
 from attnscore.scores.forms import InnerForm
 
-
-class ExecutionPlan(Protocol):
-    """Execution plan of the calls of one signature."""
-
-    def run(self, arguments: CallArguments) -> Any:
-        """Return what `attend` returns."""
-
-    def with_detached_weights(self) -> ExecutionPlan:
-        """Return the plan of the same calls, in which no gradient flows through the weights."""
-
-    @property
-    def heads(self) -> int:
-        """Heads of all elements of the batch, for each of which a plan holds about 2 KB a direction."""
-
-
 # Heads of all plans of a cache: 75 MB a direction. A call of more heads is planned each time.
 MOST_HEADS = 2**15
-PLANS: BoundedCache[ExecutionPlan] = BoundedCache(256, MOST_HEADS)
+PLANS: BoundedCache[Plan] = BoundedCache(256, MOST_HEADS)
 _NUMBERS = (int, float)
 _LENS_DTYPES = ("int32", "int64")
 # Of NumPy's masks and lengths, in the byte order of the machine.
@@ -167,7 +150,7 @@ def _is_product(of_score: Any) -> bool:
 
 def planned(
     cache_key: Hashable | None, arguments: CallArguments, options: tuple[Any, ...]
-) -> tuple[ExecutionPlan, CallArguments]:
+) -> tuple[Plan, CallArguments]:
     """Check a call that has no plan yet; return its plan, and its arguments with the seed where one was drawn.
 
     Raises what `attnscore.attend` does. `cache_key` is the `signature` of the call, `options` are those of it.
@@ -178,7 +161,7 @@ def planned(
     if cache_key is not None and ops is not None and _records(ops, arguments):
         plan, given = _planned(cache_key, _without_gradients(ops, arguments), options)
         arguments = arguments._replace(seed=given.seed)
-        if type(plan) is not SingleCall:
+        if plan.is_reusable:
             return plan, arguments
     return _planned(cache_key, arguments, options)
 
@@ -217,7 +200,7 @@ def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:
 
 def _planned(
     cache_key: Hashable | None, arguments: CallArguments, options: tuple[Any, ...]
-) -> tuple[ExecutionPlan, CallArguments]:
+) -> tuple[Plan, CallArguments]:
     query, key, value, score, mask, valid_lens, bias, sink, seed, _ = arguments
     head_axis, normalizer, kernel, dropout, return_weights, return_stats = options
     problem, _ = build_problem(
@@ -231,17 +214,16 @@ def _planned(
     return plan, arguments if problem.dropout is None else arguments._replace(seed=problem.dropout.seed)
 
 
-def build(cache_key: Hashable | None, problem: Problem, kernel: str, arguments: CallArguments) -> ExecutionPlan:
+def build(cache_key: Hashable | None, problem: Problem, kernel: str, arguments: CallArguments) -> Plan:
     """Return the plan of a problem, cached under `cache_key` where its kernel can reuse it for other arrays."""
     tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
-    if cache_key is not None:
-        arrays = _arrays_of(arguments, problem)
-        plan = chosen.prepare(problem, tiles, arrays)
-        if plan is None and chosen.plans_lowered_calls and _is_lowered(problem):
-            plan = _build_lowered(problem, kernel, arrays)
-        if plan is not None:
-            return PLANS.get_or_compute(cache_key, lambda: plan, plan.heads)
-    return SingleCall(problem, AttentionOp(chosen, problem, tiles))
+    if cache_key is None:
+        return SinglePlan(chosen, problem, tiles)
+    arrays = _arrays_of(arguments, problem)
+    plan = chosen.prepare(problem, tiles, arrays)
+    if not plan.is_reusable and _is_lowered(problem):
+        plan = _build_lowered(problem, kernel, arrays) or plan
+    return PLANS.get_or_compute(cache_key, lambda: plan, plan.heads) if plan.is_reusable else plan
 
 
 def _arrays_of(arguments: CallArguments, problem: Problem) -> dict[str, Array]:
@@ -263,7 +245,7 @@ def _arrays_of(arguments: CallArguments, problem: Problem) -> dict[str, Array]:
     return {name: x for name, x in found.items() if x is not None}
 
 
-def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> LoweredCall | None:
+def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> LoweredPlan | None:
     """Return the plan of a call whose score is lowered, or None where the kernel has none for the lowered call."""
     ops, score, form, dropout = problem.ops, problem.score, problem.form, problem.dropout
     computed = form.query is not problem.query, form.key is not problem.key
@@ -285,17 +267,18 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> L
         given["w_v"] = lowered.w_v
         # The plan is cached, and holds no array of a caller: each call passes its w_v.
         lowered = dataclasses.replace(lowered, w_v=None)
-    call = kernels.choose(kernel, lowered_problem).prepare(lowered_problem, tiling.planned(lowered_problem), given)
-    if call is None:
+    chosen, tiles = kernels.choose(kernel, lowered_problem), tiling.planned(lowered_problem)
+    plan = chosen.prepare(lowered_problem, tiles, given)
+    if type(plan) is not NativePlan:
         return None
     # `plain_product` enters no `numeric_scope`: calls with a signature are outside of PyTorch's autocast.
     is_product = type(score) is Bilinear and ops.dtype(score.W) == accumulator(problem.dtype)
     # Normalised keys (cosine) are no product.
     is_projected = computed[1] and type(score) is not Cosine
     # With heads, an axis in front of a key's positions is theirs.
-    is_unpadded = is_projected and call.reads_lens and problem.layout.axes == 3
+    is_unpadded = is_projected and plan.reads_lens and problem.layout.axes == 3
     leaves_out_padding = is_unpadded and may_save(ops, arrays["key"], key.shape[-1])
-    return LoweredCall(ops, call, lowered, computed, is_product, leaves_out_padding)
+    return LoweredPlan(ops, plan, lowered, computed, is_product, leaves_out_padding)
 
 
 def _is_lowered(problem: Problem) -> bool:
@@ -304,36 +287,3 @@ def _is_lowered(problem: Problem) -> bool:
     if type(problem.score) not in (Additive, Bilinear, Cosine) or problem.ops.dtype(form.query) != problem.dtype:
         return False
     return form.query is not problem.query or form.key is not problem.key
-
-
-@dataclass(frozen=True, eq=False)
-class SingleCall:
-    """Plan of one call that no cache keeps: it holds the arrays of the call."""
-
-    problem: Problem
-    op: AttentionOp
-    heads: int = 0
-
-    def run(self, arguments: CallArguments) -> Any:
-        """Return what `attend` returns."""
-        return present(self.problem, self.op())
-
-    def with_detached_weights(self) -> SingleCall:
-        return self
-
-
-def present(problem: Problem, result: Result) -> Any:
-    """Return what `attend` returns, on the caller's axes: the output, and the wanted weights and statistics."""
-    ops, layout = problem.ops, problem.layout
-    found: list[Any] = [layout.from_canonical(ops, result.out)]
-    if problem.matrix is not None:
-        found.append(layout.scores_from_canonical(ops, ops.astype(result.matrix, problem.dtype)))
-    if problem.statistics:
-        found.append(present_statistics(problem, result))
-    return found[0] if len(found) == 1 else tuple(found)
-
-
-def present_statistics(problem: Problem, result: Result) -> AttentionStats:
-    """Return the wanted statistics on the caller's axes."""
-    rows = {name: result.statistics[name][..., 0] for name in problem.statistics}
-    return AttentionStats(**{name: problem.layout.rows_from_canonical(problem.ops, x) for name, x in rows.items()})

@@ -73,6 +73,11 @@ class Problem:
             return None, self.mask
         return split(self.mask, self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
 
+    def operands(self) -> dict[str, Array]:
+        """Return the arrays that get a gradient, by name: those of the form, then value, bias and sink."""
+        others = {"value": self.value, "bias": self.bias, "sink": self.sink}
+        return self.form.arrays() | {name: x for name, x in others.items() if x is not None}
+
     @property
     def has_relative_bias(self) -> bool:
         """Whether the bias has a number for each key - query (`problem.relative`) instead of each pair."""

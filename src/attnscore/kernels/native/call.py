@@ -4,7 +4,7 @@
 - The module reads tensors of PyTorch and arrays of NumPy itself: each step in Python costs a tiny call 2 to 5%.
 - A plan holds no array of a caller: the module checks examples that have only shapes and strides.
 - Gradients of gradients, gradients under a transform, and saved tensors whose strides a hook has changed go through an
-  `AttentionOp` on a newly built problem.
+  `SinglePlan` on a newly built problem.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, HostArray, Signature, sum_to
+from attnscore.backends.base import Array, Backend, DifferentiableOp, HostArray, Signature, sum_to
 from attnscore.backends.native import module as _native
 from attnscore.base.arguments import CallArguments
 from attnscore.base.layout import AxisLayout
-from attnscore.kernels import tiled, tiling
-from attnscore.kernels.base import DIFFERENTIABLE, AttentionOp, Kernel, saved
+from attnscore.kernels import tiling
+from attnscore.kernels.base import DIFFERENTIABLE, Kernel, Plan, SinglePlan, saved
 from attnscore.kernels.native.marshalling import ORDER, STORED, aligned, score_spec
 from attnscore.kernels.native.results import BACKWARD_INPUTS, FILLED, GRADIENTS, gradient_shapes
 from attnscore.kernels.tiling import TilePlan
@@ -48,7 +48,7 @@ MAX_SAVED_SCORES = 2**20
 # Rows up to which `_sum_of_rows` adds in their own dtype.
 _FEW_ROWS = 128
 
-# Arrays with a number for each pair of query and key. `attention_scores` has no plan: `prepare` refuses such calls.
+# Arrays with a number for each pair of query and key. `attention_scores` has no plan: see `reusable_plan`.
 _PAIRS = ("saved_scores", "attention_weights")
 
 
@@ -98,7 +98,7 @@ class Backward(NamedTuple):
 
     plan: CallPlan
     reads: tuple[tuple[int, int | None, bool], ...]
-    """Of each array that it reads after the operands: its index in `NativeCall.known`, the axis to swap with the next
+    """Of each array that it reads after the operands: its index in `NativePlan.known`, the axis to swap with the next
     one, as in `Forward`, and whether it is already an array of NumPy in C order."""
     filled: tuple[tuple[int, ...], ...]
     """Shape of each gradient that the module fills."""
@@ -130,7 +130,7 @@ class Operand(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class NativeCall:
+class NativePlan(Plan):
     """Execution plan of the calls of one signature."""
 
     module: Any
@@ -216,7 +216,7 @@ class NativeCall:
         seed = arguments.seed
         return (self.ops.draw_seed(arguments.query) if seed is None else int(seed)) % 2**63
 
-    def with_detached_weights(self) -> NativeCall:
+    def with_detached_weights(self) -> NativePlan:
         """Return the plan of the same calls whose weights are returned detached."""
         return dataclasses.replace(self, detaches_weights=True, _forwards={}, _backwards={}, _layouts=[])
 
@@ -402,7 +402,7 @@ class NativeCall:
     def backward(
         self, arrays: Sequence[Array], mask: Any, known: Sequence[Array | None], seed: int, wanted: Sequence[bool]
     ) -> list[Array | None]:
-        """Return the gradient of each operand, None where not wanted; `known`: the arrays of `NativeCall.known`."""
+        """Return the gradient of each operand, None where not wanted; `known`: the arrays of `NativePlan.known`."""
         ops = self.ops
         key = (*wanted, *[x is None for x in known])
         backward = self._backwards.get(key)
@@ -496,14 +496,14 @@ class NativeCall:
 
 
 @dataclass(eq=False, slots=True)
-class NativeOp:
-    """One recorded call, for a framework's gradient hook (`backends.base.DifferentiableOp`).
+class NativeOp(DifferentiableOp):
+    """One recorded call, for a framework's gradient hook.
 
-    Outputs are those of `NativeCall.differentiable`. The op itself holds the others of `NativeCall.returned`, and the
-    arrays of `NativeCall.saved`: as tensors, which autograd would save, these cost a tiny call 4 us.
+    Outputs are those of `NativePlan.differentiable`. The op itself holds the others of `NativePlan.returned`, and the
+    arrays of `NativePlan.saved`: as tensors, which autograd would save, these cost a tiny call 4 us.
     """
 
-    call: NativeCall
+    call: NativePlan
     score: Any
     mask: Any
     """The boolean mask of the call, or the bounds (start, stop) of its valid lengths, or None."""
@@ -512,35 +512,14 @@ class NativeOp:
     detached: Sequence[Array] = ()
 
     @property
-    def has_loops(self) -> bool:
-        return False
-
-    @property
     def differentiable_outputs(self) -> int:
-        return len(self.call.differentiable)
-
-    @property
-    def saved_outputs(self) -> int:
         return len(self.call.differentiable)
 
     def constants(self) -> tuple[Array, ...]:
         return (self.mask,) if self.call.reads_mask else ()
 
-    def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], NativeOp]]:
-        return (), lambda arrays: self
-
     def with_seed(self, seed: int) -> NativeOp:
         return dataclasses.replace(self, seed=seed)
-
-    def with_backward(self) -> NativeOp:
-        return self
-
-    def without_saved(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        return outputs
-
-    def streaming(self) -> NativeOp:
-        # Only frameworks that differentiate a backward by tracing call this, and they do not record planned calls.
-        raise NotImplementedError("attnscore: the streaming form of a planned call")
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         outputs, self.saved = self.call.forward(arrays, self.mask, self.seed, saves=True)
@@ -577,7 +556,7 @@ class NativeOp:
     def _rebuilt(
         self, arrays: Sequence[Array], outputs: dict[str, Array], grads: dict[str, Array | None], wanted: Sequence[bool]
     ) -> Iterator[Array | None]:
-        """Yield the gradients that an `AttentionOp` computes on a newly built problem: autodiff may differentiate them.
+        """Yield the gradients that an `SinglePlan` computes on a newly built problem: autodiff may differentiate them.
 
         `outputs` and `grads` are those of the differentiable outputs, by name.
         """
@@ -590,7 +569,7 @@ class NativeOp:
             seed=self.seed, head_axis=call.layout.head_axis, statistics=call.statistics,
             matrix="weights" if "attention_weights" in call.differentiable else None,
         )  # fmt: skip
-        op = AttentionOp(call.kernel, problem, tiling.plan(problem))
+        op = SinglePlan(call.kernel, problem, tiling.plan(problem))
         named, rows = op.operands(), problem.score_shape.rows
         pairs = (*rows, problem.score_shape.key_len)
 
@@ -633,13 +612,13 @@ def saves_scores(problem: Problem, plan: TilePlan) -> bool:
     return not lowering.partition(plan.rest)[1]
 
 
-def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> NativeCall | None:
-    """Return the plan of calls like this one, or None where the module cannot read the caller's arrays as they are.
+def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
+    """Return the plan of a call: of all calls like it, where the module can read the caller's arrays as they are."""
+    return reusable_plan(kernel, problem, tiles, arrays) or SinglePlan(kernel, problem, tiles)
 
-    `arrays` are those of the caller, where there are any: query, key, value, bias, sink, w_v of an additive score, the
-    bandwidth of a Gaussian, a boolean array that is the whole mask, valid lengths that are the whole mask, exponentials
-    of prepared keys.
-    """
+
+def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> NativePlan | None:
+    """Return the plan of calls like this one, or None where the module cannot read the caller's arrays as they are."""
     form, ops, layout = problem.form, problem.ops, problem.layout
     if isinstance(form, TileForm) or not (form.query is problem.query and form.key is problem.key):
         return None
@@ -663,7 +642,7 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
     if inputs is None:
         return None
     copies_bias = problem.has_relative_bias and not ops.memory(arrays["bias"]).flags.c_contiguous
-    return NativeCall(
+    return NativePlan(
         _native, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
         problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
         None if any(kind.field for kind in found) else problem.score,
@@ -718,7 +697,7 @@ def _inputs(
 def _operands(problem: Problem, arrays: Mapping[OperandKind, Array]) -> Iterator[Operand]:
     """Yield the operands of a plan; `arrays` are the caller's."""
     ops, is_length_before_heads = problem.ops, problem.layout.is_length_before_heads
-    shapes, canonical = gradient_shapes(problem, frozenset(kind.name for kind in arrays)), tiled.operands(problem)
+    shapes, canonical = gradient_shapes(problem, frozenset(kind.name for kind in arrays)), problem.operands()
     for kind, x in arrays.items():
         shape, own, gradient = tuple(canonical[kind.name].shape), tuple(x.shape), shapes[kind.name]
         is_transposed = is_length_before_heads and kind.has_positions

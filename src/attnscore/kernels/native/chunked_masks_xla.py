@@ -14,9 +14,9 @@ from typing import Any
 from attnscore.backends.base import Array
 from attnscore.kernels.native.chunked_masks import chunk_size
 from attnscore.kernels.native.results import STATISTICS
-from attnscore.kernels.tiled import Result, RowGradients, operands
 from attnscore.masks import And, Mask, lowering
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import Role
 
 MaskArrays = dict[str, Array]
@@ -116,7 +116,7 @@ def backward(
 ) -> dict[str, Array]:
     """Run `call` on each chunk, and sum the gradients."""
     problem, ops = loop.problem, loop.problem.ops
-    arrays = {name: x for name, x in operands(problem).items() if name in wanted}
+    arrays = {name: x for name, x in problem.operands().items() if name in wanted}
     roles = {name: problem.form.role(name) for name in problem.form.arrays()}
     of_rows = {name for name, x in arrays.items() if (name == "bias" or roles.get(name) == "query") and x.shape[-2] > 1}
     is_relative = problem.has_relative_bias

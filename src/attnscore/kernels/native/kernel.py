@@ -27,10 +27,10 @@ from attnscore.kernels.base import Kernel
 from attnscore.kernels.native import call, chunked_masks, marshalling, xla_call, xla_callback
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.streaming import Streaming
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import And, lowering
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 
 # Queries of a micro-tile (kMR) and keys of a key tile, as in csrc/kernels.
 TILE = (6, 64)
@@ -44,7 +44,6 @@ class Native(Kernel):
     name = "native"
     summary = "C++ on the CPU, O(n) memory"
     has_vjp = True
-    plans_lowered_calls = True
     saves_scores: bool = False
     prepare = call.prepare
 
@@ -88,7 +87,7 @@ class Native(Kernel):
         ops, sums, like = problem.ops, problem.accumulator, problem.value
         if ops.needs_host_callback(*marshalling.arrays_of(problem)):
             return xla_call.forward(problem) if ops.custom_calls() else xla_callback.forward(self, problem)
-        if ops.needs_grad(*tiled.operands(problem).values()):
+        if ops.needs_grad(*problem.operands().values()):
             return tiled.forward(problem, plan)
         out, *others, _ = _run_forward(problem, plan, self.saves_scores)
         row_max, log_denom, saved_scores, scores, weights, *statistics = (
@@ -109,7 +108,7 @@ class Native(Kernel):
     ) -> dict[str, Array]:
         """Return the gradients; ``zeros(name, shape, dtype)`` gives the memory of each where the module computes it."""
         ops, sums = problem.ops, problem.accumulator
-        operands = tiled.operands(problem)
+        operands = problem.operands()
         incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
         if ops.needs_host_callback(*marshalling.arrays_of(problem), *incoming):
             if ops.custom_calls():

@@ -13,7 +13,6 @@ import numpy as np
 
 from attnscore.backends import base
 from attnscore.backends.base import HALF_PRECISION, Array, HostArray, SeedHalves
-from attnscore.kernels import tiled
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import lowering
 from attnscore.problem.dropout import PairDropout
@@ -48,7 +47,7 @@ def aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) ->
 
 def arrays_of(problem: Problem) -> list[Array]:
     """Return all arrays that a call reads: the operands, the arrays of the mask, a traced seed."""
-    found = [*tiled.operands(problem).values()]
+    found = [*problem.operands().values()]
     if problem.mask is not None:
         found += problem.mask.leaves()
     if problem.dropout is not None and isinstance(problem.dropout.seed, SeedHalves):
@@ -94,7 +93,7 @@ def reasons(problem: Problem) -> list[str]:
 
 def _is_staged(problem: Problem) -> bool:
     """Return whether the values of the operands are known only when a staged program runs."""
-    ops, operands = problem.ops, tiled.operands(problem).values()
+    ops, operands = problem.ops, problem.operands().values()
     # Without gradients: a tape that records these arrays now has ended when the program runs the kernel.
     return ops.needs_host_callback(*map(ops.stop_gradient, operands), *arrays_of(problem)[len(operands) :])
 

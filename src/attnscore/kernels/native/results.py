@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from attnscore.backends.base import Array, sum_to
-from attnscore.kernels import tiled
 from attnscore.problem import online_softmax
 from attnscore.problem.problem import Problem
 from attnscore.scores.forms import AdditiveForm
@@ -30,7 +29,7 @@ _ALWAYS = frozenset(("query", "key", "value", "w_v"))
 def gradient_shapes(problem: Problem, wanted: frozenset[str]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the arrays in which gradients are accumulated, in the order of `GRADIENTS`."""
     score_shape, form = problem.score_shape, problem.form
-    arrays = tiled.operands(problem)
+    arrays = problem.operands()
     shared = _shared(problem)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, x in arrays.items():

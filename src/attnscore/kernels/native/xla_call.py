@@ -15,10 +15,10 @@ from attnscore.backends.base import Array, SeedHalves
 from attnscore.kernels.native import chunked_masks_xla, marshalling
 from attnscore.kernels.native.chunked_masks_xla import Loop, MaskArrays
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
-from attnscore.kernels.tiled import Result, RowGradients, operands
 from attnscore.masks import Mask, lowering
 from attnscore.masks.dynamic_intervals import traced_lens, traced_visibility
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 
 # Orders of operands and results. For each name there is a bit in the attributes `given` (operands that are passed),
 # `transposed` (operands that are passed so) and `wanted` (results), see csrc/api/ffi.cc.
@@ -92,7 +92,7 @@ def _backward(
         grad = ops.zeros(nothing, result.out, sums)
     known |= {"out": result.out, "grad_out": grad if ops.dtype(grad) in marshalling.DTYPES else ops.astype(grad, sums)}
     shapes = {name: (shape, sums) for name, shape in gradient_shapes(problem, wanted).items()}
-    found, arrays = _call("backward", problem, mask_arrays | known, shapes, GRADIENTS), operands(problem)
+    found, arrays = _call("backward", problem, mask_arrays | known, shapes, GRADIENTS), problem.operands()
     return {name: as_operand(problem, x, name, arrays[name]) for name, x in found.items() if name in wanted}
 
 

@@ -21,17 +21,17 @@ from attnscore.base.layout import AxisLayout, CanonicalLayout
 from attnscore.base.sizes import broadcast, is_unknown
 from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel
-from attnscore.kernels.native.call import NativeCall
-from attnscore.kernels.tiled import Result, RowGradients, operands
+from attnscore.kernels.native.call import NativePlan, reusable_plan
 from attnscore.masks import ValidLens
 from attnscore.masks.base import check_shapes
 from attnscore.masks.cached import intervals_of
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 
 
 def _passed(problem: Problem) -> list[Array]:
     """Return the arrays passed to the callback: the operands, unknown arrays of the mask, a traced seed."""
-    found = [*operands(problem).values()]
+    found = [*problem.operands().values()]
     if problem.mask is not None:
         found += [x for x in problem.mask.leaves() if backends.host(x) is None]
     if problem.dropout is not None and isinstance(problem.dropout.seed, SeedHalves):
@@ -41,7 +41,7 @@ def _passed(problem: Problem) -> list[Array]:
 
 def _rebuilt(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Problem]:
     """Return a function that builds the problem from arrays in the order of `_passed`, for the backend `ops`."""
-    names, dropout = tuple(operands(problem)), problem.dropout
+    names, dropout = tuple(problem.operands()), problem.dropout
     seeded = dropout is not None and isinstance(dropout.seed, SeedHalves)
     unknown = any(map(is_unknown, (*problem.score_shape.rows, problem.score_shape.key_len)))
     # The function holds none of the arrays: a framework may never release it.
@@ -114,7 +114,7 @@ class _Plans:
     """Whether the only array of the mask is that of its valid lengths."""
     seed: int | None
     """The seed of the dropout; None where the callback gets it as two arrays."""
-    _known: BoundedCache[NativeCall | None] = field(default_factory=lambda: BoundedCache(16))
+    _known: BoundedCache[NativePlan | None] = field(default_factory=lambda: BoundedCache(16))
 
     @classmethod
     def of(cls, kernel: Kernel, problem: Problem, rebuild: Callable[[Sequence[HostArray]], Problem]) -> _Plans | None:
@@ -125,7 +125,7 @@ class _Plans:
         # Gradients are returned in the dtype of sums.
         if (has_array and not has_lens) or problem.dtype != problem.accumulator:
             return None
-        return cls(kernel, rebuild, tuple(operands(problem)), has_lens, None if isinstance(seed, SeedHalves) else seed)
+        return cls(kernel, rebuild, tuple(problem.operands()), has_lens, None if isinstance(seed, SeedHalves) else seed)
 
     def find(self, arrays: Sequence[HostArray]) -> BoundCall | None:
         """Return the plan for these arrays, or None where the module needs others."""
@@ -141,7 +141,7 @@ class _Plans:
             seed = int(low) | int(high) << 32
         return BoundCall(call, [named[operand.name] for operand in call.operands], bounds, seed % 2**63)
 
-    def _build(self, arrays: Sequence[HostArray]) -> NativeCall | None:
+    def _build(self, arrays: Sequence[HostArray]) -> NativePlan | None:
         problem = self.rebuild(arrays)
         mask, given = problem.mask, dict(zip(self.names, arrays, strict=False))
         if self.has_lens:
@@ -157,14 +157,14 @@ class _Plans:
             mask=mask,
             statistics=tuple(name for name in problem.statistics if name != "log_sum_exp"),
         )
-        call = self.kernel.prepare(planned, tiling.plan(planned), given)
-        return None if call is None else dataclasses.replace(call, saves_scores=False)
+        plan = reusable_plan(self.kernel, planned, tiling.plan(planned), given)
+        return None if plan is None else dataclasses.replace(plan, saves_scores=False)
 
 
 class BoundCall(NamedTuple):
     """Execution plan of a staged call, and the arrays of one run."""
 
-    call: NativeCall
+    call: NativePlan
     operands: list[HostArray]
     bounds: tuple[HostArray, HostArray] | None
     seed: int
@@ -233,7 +233,7 @@ def backward(
     optional = [grads.out, grads.log_sum_exp, grads.entropy, grads.matrix, entropy, weights]
     rows = [result.out, result.row_max, result.log_denom, *(x for x in optional if x is not None)]
     given, count = [x is not None for x in optional], len(rows)
-    names = [name for name in operands(problem) if name in wanted]
+    names = [name for name in problem.operands() if name in wanted]
 
     plans = _Plans.of(kernel, problem, on_host)
 
@@ -255,7 +255,7 @@ def backward(
         found = planned.backward(*read(rows), names)
         return tuple(found[name] for name in names)
 
-    shapes = [(tuple(x.shape), problem.accumulator) for name, x in operands(problem).items() if name in wanted]
+    shapes = [(tuple(x.shape), problem.accumulator) for name, x in problem.operands().items() if name in wanted]
 
     def alternative(*arrays: Array) -> tuple[Array, ...]:
         return gradients(kernel.differentiable, in_program(arrays[count:]), arrays[:count])

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from attnscore.backends.base import Array
+from attnscore.backends.base import Array, DifferentiableOp
 from attnscore.base.arguments import CallArguments
-from attnscore.kernels.base import AttentionOp, Kernel
+from attnscore.kernels.base import Kernel, Plan, SinglePlan
 from attnscore.kernels.tiling import TilePlan
 from attnscore.kernels.triton import launch
 from attnscore.kernels.triton.operands import Operand, Rows, operand
@@ -30,10 +30,10 @@ SIDES = ("query", "key", "value")
 
 
 @dataclass(frozen=True, eq=False)
-class TritonCall:
+class TritonPlan(Plan, DifferentiableOp):
     """The plan. It holds the shapes and strides of the caller's tensors, and no memory of theirs."""
 
-    op: AttentionOp
+    op: SinglePlan
     given: launch.Operands
     tile: Tile
     architecture: int
@@ -41,32 +41,23 @@ class TritonCall:
     out_shape: tuple[int, ...]
     """On the caller's axes."""
     compiled_for: dict[str, Any]
-    heads: int
-    """As `plans.plan` weighs plans: those of 2 KB each that take what the intervals of the mask do."""
 
-    differentiable_outputs, saved_outputs, seed = 2, 3, 0
+    @property
+    def heads(self) -> int:
+        """As many as take the memory that the intervals of the mask do."""
+        intervals = self.given.intervals
+        return 1 if intervals is None else 1 + intervals.start.numel() // 64
+
+    @property
+    def differentiable_outputs(self) -> int:
+        return 2
+
+    @property
+    def saved_outputs(self) -> int:
+        return 3
 
     def run(self, arguments: CallArguments) -> Any:
-        """Return what `attend` returns."""
-        # PyTorch asks for no more of a `DifferentiableOp` than there is here.
-        op: Any = self
-        return self.op.problem.ops.differentiable(op, arguments[:3])[0]
-
-    def with_detached_weights(self) -> TritonCall:
-        """Return the plan itself: no call of it returns weights."""
-        return self
-
-    def constants(self) -> tuple[Array, ...]:
-        """Return nothing: the intervals of the mask are a copy."""
-        return ()
-
-    def with_backward(self) -> TritonCall:
-        """Return the plan itself, which saves no scores."""
-        return self
-
-    def without_saved(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Return all outputs."""
-        return outputs
+        return self.op.problem.ops.differentiable(self, arguments[:3])[0]
 
     def forward(self, arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return output, on the caller's axes, log-denominator and maximum of each query."""
@@ -105,7 +96,7 @@ class TritonCall:
         )
 
 
-def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> TritonCall | None:
+def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> TritonPlan | None:
     """Return the plan of the calls like this one, or None where each is laid out anew."""
     form, layout, shape = problem.form, problem.layout, problem.score_shape
     if set(arrays) != set(SIDES) or type(form) is not InnerForm or layout.is_length_before_heads:
@@ -129,10 +120,8 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
     template = {name: _without_memory(x) for name, x in {**form.arrays(), "value": like}.items()}
     value = template.pop("value")
     form = form.with_arrays(template)
-    op = AttentionOp(
-        kernel, dataclasses.replace(problem, query=form.query, key=form.key, value=value, form=form), tiles
-    )
-    return TritonCall(
+    op = SinglePlan(kernel, dataclasses.replace(problem, query=form.query, key=form.key, value=value, form=form), tiles)
+    return TritonPlan(
         op=op,
         given=dataclasses.replace(
             given, **{name: x._replace(data=_without_memory(x.data)) for name, x in zip(SIDES, sides, strict=True)}
@@ -142,7 +131,6 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
         out=out_operand,
         out_shape=tuple(layout.from_canonical(problem.ops, out).shape),
         compiled_for=launch.forward_constants(given, tile),
-        heads=1 if given.intervals is None else 1 + given.intervals.start.numel() // 64,
     )
 
 

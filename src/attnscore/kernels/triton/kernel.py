@@ -17,14 +17,14 @@ from typing import Any, final
 
 from attnscore.backends.base import Array, SeedHalves
 from attnscore.kernels import tiled
-from attnscore.kernels.base import Kernel
+from attnscore.kernels.base import Kernel, Plan
 from attnscore.kernels.streaming import Streaming
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.kernels.triton import is_interpreted
 from attnscore.problem.dropout import PairDropout
 from attnscore.problem.normalizers import ONLY_SOFTMAX
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm, TileForm
 from attnscore.scores.triton_tile import triton_tile_of
 
@@ -63,10 +63,10 @@ class Triton(Kernel):
     def differentiable(self) -> Kernel:
         return Streaming()
 
-    def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Any:
+    def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
         from attnscore.kernels.triton import call
 
-        return call.prepare(self, problem, tiles, arrays)
+        return call.reusable_plan(self, problem, tiles, arrays) or super().prepare(problem, tiles, arrays)
 
     def missing(self) -> str | None:
         return missing_package("torch", "triton")

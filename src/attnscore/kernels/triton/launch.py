@@ -14,7 +14,6 @@ import triton
 
 from attnscore.backends.base import Array, sum_to
 from attnscore.kernels import tiled
-from attnscore.kernels.tiled import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.kernels.triton import additive_gradients, is_interpreted, ranges
 from attnscore.kernels.triton import backward as backward_kernels
@@ -37,6 +36,7 @@ from attnscore.masks import IntervalSet, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
 from attnscore.problem import online_softmax, statistics
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm, TileForm
 
 INNER, DISTANCE, ADDITIVE, CHANNELS = range(len(FORMS) + 1)
