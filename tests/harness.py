@@ -446,12 +446,12 @@ def build_call(
     )
 
 
-def directions_traced(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
-    """Names of the directions of a module, ``forward`` and ``backward``, in the order in which they are called."""
+def directions_traced(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> list[str]:
+    """Names of the directions of a kernel, ``forward`` and ``backward``, in the order in which they are called."""
     names: list[str] = []
     for name in ("forward", "backward"):
-        original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, o=original, n=name: (names.append(n), o(*a))[1])
+        original = getattr(kernel, name)
+        monkeypatch.setattr(kernel, name, lambda *a, o=original, n=name: (names.append(n), o(*a))[1])
     return names
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import attnscore as ats
 import covering
-from attnscore.kernels import tiling
+from attnscore.base import thresholds
 from attnscore.masks import parts_of
 
 HostArray = np.ndarray
@@ -40,8 +40,8 @@ def same(found: Any, expected: Any, tolerance: float = 1e-11) -> None:
 def tiles_of(scores: int) -> Iterator[None]:
     """Tiles that hold about so many scores, down to a single one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "TILE_SCORES", scores)
-        patch.setattr(tiling, "SMALLEST_TILE", 1)
+        patch.setattr(thresholds, "TILE_SCORES", scores)
+        patch.setattr(thresholds, "SMALLEST_TILE", 1)
         yield
 
 

@@ -16,7 +16,7 @@ from attnscore import backends
 from attnscore.analysis import summaries
 from attnscore.backends import base
 from attnscore.backends.jax.backend import JaxBackend
-from attnscore.kernels import tiling
+from attnscore.base import thresholds
 from attnscore.kernels.native.kernel import Native
 from attnscore.scores import gaussian
 from attnscore.scores.forms import DistanceForm, InnerForm
@@ -32,13 +32,13 @@ def scores_of_tile(x: Any, **options: Any) -> int:
 def test_tiles_are_larger_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose operations take as long to start; "meta" stands for one."""
     x = torch.empty(1, LENGTH, 8, device="meta")
-    assert scores_of_tile(x) <= tiling.TILE_SCORES
+    assert scores_of_tile(x) <= thresholds.TILE_SCORES
     monkeypatch.setattr(base, "ACCELERATORS", ("cuda", "meta"))
-    assert tiling.TILE_SCORES < scores_of_tile(x) <= tiling.ACCELERATOR_TILE_SCORES
+    assert thresholds.TILE_SCORES < scores_of_tile(x) <= thresholds.ACCELERATOR_TILE_SCORES
     w_v = torch.empty(8, device="meta")
     additive = scores_of_tile(x, score=ats.Additive(w_v))
-    assert tiling.TILE_SCORES < 8 * additive <= tiling.ACCELERATOR_TILE_SCORES
-    assert scores_of_tile(torch.empty(1, LENGTH, 8)) <= tiling.TILE_SCORES
+    assert thresholds.TILE_SCORES < 8 * additive <= thresholds.ACCELERATOR_TILE_SCORES
+    assert scores_of_tile(torch.empty(1, LENGTH, 8)) <= thresholds.TILE_SCORES
 
 
 @pytest.mark.parametrize("name", ["cuda:0", "CUDA:3", "gpu(0)", "TPU_0(process=0,(0,0,0,0))", "mps:0"])
@@ -78,7 +78,7 @@ class LargestArray(TorchDispatchMode):
 def test_block_queries_make_no_matrix_of_all_pairs(query: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By operations of the framework, as they run on a device that the native kernel does not read."""
     monkeypatch.setattr(base, "ACCELERATORS", ("cuda", "cpu"))
-    monkeypatch.setattr(tiling, "ACCELERATOR_TILE_SCORES", 2**14)
+    monkeypatch.setattr(thresholds, "ACCELERATOR_TILE_SCORES", 2**14)
     monkeypatch.setattr(summaries, "_MAX_WEIGHTS", 2**14)
     monkeypatch.setattr(Native, "reasons_against", lambda self, problem: ("no array of the CPU",))
     length = 900

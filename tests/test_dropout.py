@@ -86,8 +86,8 @@ def test_without_a_seed_numpy_is_fresh_each_time() -> None:
 @pytest.mark.parametrize("smallest", [1, 3, 4, 100])
 def test_independent_of_the_tiles(smallest: int, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = kept((2, 2, 9, 11), 0.5, 3)
-    monkeypatch.setattr("attnscore.kernels.tiling.TILE_SCORES", 1)
-    monkeypatch.setattr("attnscore.kernels.tiling.SMALLEST_TILE", smallest)
+    monkeypatch.setattr("attnscore.base.thresholds.TILE_SCORES", 1)
+    monkeypatch.setattr("attnscore.base.thresholds.SMALLEST_TILE", smallest)
     found = kept((2, 2, 9, 11), 0.5, 3, framework, kernel="streaming")
     np.testing.assert_array_equal(found > 0, whole > 0)
 

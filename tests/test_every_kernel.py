@@ -140,8 +140,8 @@ def test_tile_size_does_not_matter(score: Any, mask: Any, extras: str, monkeypat
     """One tile, and tiles down to a single score."""
     call = make_call(score.name, mask.name, "float64", extras)
     for smallest in (1, 2, 5, 1000):
-        monkeypatch.setattr("attnscore.kernels.tiling.TILE_SCORES", 1)
-        monkeypatch.setattr("attnscore.kernels.tiling.SMALLEST_TILE", smallest)
+        monkeypatch.setattr("attnscore.base.thresholds.TILE_SCORES", 1)
+        monkeypatch.setattr("attnscore.base.thresholds.SMALLEST_TILE", smallest)
         call.check(call.numpy(kernel="streaming"))
 
 

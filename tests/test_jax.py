@@ -17,7 +17,7 @@ from jax.test_util import check_grads
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.kernels import tiling
+from attnscore.base import thresholds
 from cases import DTYPES, SCORES_WITH_ARRAYS
 from covering import some
 from harness import make_call
@@ -522,8 +522,8 @@ def test_tile_sizes_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = inputs(queries=19, keys=23)
     found = []
     for size in (4, 16, 512):
-        monkeypatch.setattr(tiling, "TILE_SCORES", size**2)
-        monkeypatch.setattr(tiling, "SMALLEST_TILE", size)
+        monkeypatch.setattr(thresholds, "TILE_SCORES", size**2)
+        monkeypatch.setattr(thresholds, "SMALLEST_TILE", size)
         found.append(jax.jit(lambda a: ats.attend(*a, valid_lens=[5, 20], kernel="streaming"))(arrays))
     close(found[0], found[2])
     close(found[1], found[2])

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
+from attnscore.base import thresholds
 from attnscore.layers import torch as layers
 from attnscore.layers.torch import AdditiveAttention, MultiHeadAttention
 from attnscore.plans import padding
@@ -37,8 +38,8 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         found.append(len(rows))
         return padding.over_rows(ops, x, rows, project)
 
-    monkeypatch.setattr(padding, "_FIXED", -1)
-    monkeypatch.setattr(padding, "_PER_NUMBER", 0)
+    monkeypatch.setattr(thresholds, "UNPADDING", -1)
+    monkeypatch.setattr(thresholds, "UNPADDING_A_NUMBER", 0)
     monkeypatch.setattr(layers, "over_rows", over_rows)
     for name in ("_KNOWN", "_CHECKED"):
         monkeypatch.setattr(layers, name, type(getattr(layers, name))(256))
@@ -49,7 +50,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def unpacked() -> Iterator[None]:
     """Project all keys, as a layer does where that takes less time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(padding, "_FIXED", math.inf)
+        patch.setattr(thresholds, "UNPADDING", math.inf)
         for name in ("_KNOWN", "_CHECKED"):
             patch.setattr(layers, name, type(getattr(layers, name))(256))
         yield

@@ -13,6 +13,7 @@ import torch
 
 import attnscore as ats
 from attnscore import backends
+from attnscore.base import thresholds
 from attnscore.base.cache import BoundedCache
 from attnscore.plans import lowered, padding, plan
 
@@ -26,8 +27,8 @@ _PROJECTING: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave padded keys out however few they are; plans of before were made where that has to save time."""
-    monkeypatch.setattr(padding, "_FIXED", -1)
-    monkeypatch.setattr(padding, "_PER_NUMBER", 0)
+    monkeypatch.setattr(thresholds, "UNPADDING", -1)
+    monkeypatch.setattr(thresholds, "UNPADDING_A_NUMBER", 0)
     monkeypatch.setattr(plan, "PLANS", BoundedCache())
 
 

@@ -158,7 +158,7 @@ GROWING = ("scaled_dot", "additive-tanh", "gaussian-one", "cosine", "own-tile_gr
 @pytest.mark.slow_rows("additive-*", "gaussian-*", "own-*", "cosine-scattered")
 def test_peak_grows_with_the_length_and_not_its_square(score: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that NumPy allocates, forward and backward with statistics, at 100 and 400 tokens."""
-    monkeypatch.setattr("attnscore.kernels.tiling.TILE_SCORES", 2**9)
+    monkeypatch.setattr("attnscore.base.thresholds.TILE_SCORES", 2**9)
     row = SCORE[score]
     # The lesser of two: what is allocated once in a process, or by another thread of it, is not of the call.
     peaks = [min(_numpy_peak(row, mask, tokens, "streaming") for _ in range(2)) for tokens in (100, 400)]

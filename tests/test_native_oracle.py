@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnscore as ats
-from attnscore.kernels.native.call import MAX_SAVED_SCORES
+from attnscore.base import thresholds
 from cases import MASK, SCORE, SCORES, Sizes
 from harness import EPS, EXTRAS, STATISTICS, Call, array, build_call, dtype_of
 from native_cases import native
@@ -143,12 +143,12 @@ def problems_drawn(draw: Any) -> tuple[Call, str, str]:
 def hold(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
     call, layout, target = drawn
     native.select(target)
-    kept_pairs = MAX_SAVED_SCORES if saves_scores else 0
+    kept_pairs = thresholds.SAVED_SCORES if saves_scores else 0
     names = [name for name in ("query", "key", "value", "bias") if getattr(call, name) is not None]
     laid = {name: LAYOUTS[layout](getattr(call, name)) for name in names}
     # Nothing that is drawn may fall to another kernel.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnscore.kernels.native.call.MAX_SAVED_SCORES", kept_pairs)
+        patch.setattr("attnscore.base.thresholds.SAVED_SCORES", kept_pairs)
         got = dataclasses.replace(call, **laid).numpy(kernel="native")
     found = problems(call, got, slack_of(target), by_score=True)
     where = f"{target}, {layout}, {call.score.name}, {call.dtype}, {call.query.shape}, {call.key.shape}"

@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
+from attnscore.base import thresholds
 from attnscore.base.cache import BoundedCache
 from attnscore.kernels.native import call, kernel, marshalling
 from attnscore.plans import plan
@@ -110,7 +111,7 @@ def pulled(arrays: list[np.ndarray], **options: Any) -> dict[str, np.ndarray]:
 
 def both(monkeypatch: pytest.MonkeyPatch, arrays: list[np.ndarray], **options: Any) -> tuple[dict[str, Any], ...]:
     kept = pulled(arrays, **options)
-    monkeypatch.setattr(call, "MAX_SAVED_SCORES", 0)
+    monkeypatch.setattr(thresholds, "SAVED_SCORES", 0)
     return kept, pulled(arrays, **options)
 
 
@@ -150,7 +151,7 @@ def test_what_is_not_finite(hidden: bool, activation: str, old_memory: None, mon
 @pytest.mark.parametrize(("most", "keeps"), [(PAIRS, True), (PAIRS - 1, False)])
 def test_the_most_that_is_kept(most: int, keeps: bool, handed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the bound nothing that autograd holds is as large as a matrix, nor as anything but the inputs."""
-    monkeypatch.setattr(call, "MAX_SAVED_SCORES", most)
+    monkeypatch.setattr(thresholds, "SAVED_SCORES", most)
     held: list[tuple[int, ...]] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -170,7 +171,7 @@ def test_the_most_that_is_kept(most: int, keeps: bool, handed: list[Any], monkey
 
 
 def test_the_bound_is_a_few_megabytes() -> None:
-    assert call.MAX_SAVED_SCORES * 8 <= 2**23
+    assert thresholds.SAVED_SCORES * 8 <= 2**23
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 import attnscore as ats
 from attnscore import KernelUnavailable
 from attnscore.backends import load
+from attnscore.base import thresholds
 from attnscore.kernels import gather
 from cases import needs_native
 
@@ -43,7 +44,7 @@ def test_every_gradient_is_that_of_the_streaming_kernel(
     option: str, blocks_by: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In blocks of a query each, of several and of all, in the order of edges or by degree."""
-    monkeypatch.setattr(gather, "BLOCK_NUMBERS", block)
+    monkeypatch.setattr(thresholds, "GATHERED_NUMBERS", block)
     if blocks_by == "streaming":
         monkeypatch.setitem(ats.kernels._TABLE, "gather", gather.Gather((gather.Streaming(),)))
     rng = np.random.default_rng(2)
@@ -101,7 +102,7 @@ def test_gradients_of_keys_are_the_same_bits_with_any_threads_and_blocks(
     extra = {"valid_lens": [30, 11]} if option == "valid_lens" else {}
     found = []
     for threads, block in ((1, 2**22), (2, 2**22), (2, 4000)):
-        monkeypatch.setattr(gather, "BLOCK_NUMBERS", block)
+        monkeypatch.setattr(thresholds, "GATHERED_NUMBERS", block)
         torch.set_num_threads(threads)
         out = ats.attend(*leaves, mask=mask, kernel="gather", **extra)
         found.append(torch.autograd.grad((out * torch.arange(3.0)).sum(), leaves))

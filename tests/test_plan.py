@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
 from attnscore import scores
+from attnscore.base import thresholds
 from attnscore.base.cache import BoundedCache
-from attnscore.kernels import tiling
 from attnscore.masks import Mask, cached
 from attnscore.plans import plan
 from attnscore.scores.forms import InnerForm
@@ -117,7 +117,9 @@ def test_plans_in_use_survive_large_calls_and_growing_lengths(monkeypatch: pytes
 
 @pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
 def test_explain_says_that_no_plan_is_cached() -> None:
-    small, large = (np.zeros((batch, 1, 2), np.float32) for batch in (plan.MOST_HEADS, plan.MOST_HEADS + 1))
+    small, large = (
+        np.zeros((batch, 1, 2), np.float32) for batch in (thresholds.PLANNED_HEADS, thresholds.PLANNED_HEADS + 1)
+    )
     assert not ats.explain(small, small, small).remarks
     assert "no plan is cached" in str(ats.explain(large, large, large))
 
@@ -288,7 +290,7 @@ def test_a_known_mask_is_the_mask() -> None:
 def test_sizes_of_tiles_are_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = _inputs(64, 64)
     wanted = ats.attend(*arrays, kernel="streaming")
-    monkeypatch.setattr(tiling, "TILE_SCORES", 1)
+    monkeypatch.setattr(thresholds, "TILE_SCORES", 1)
     torch.testing.assert_close(ats.attend(*arrays, kernel="streaming"), wanted)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import attnscore as ats
 from attnscore import backends
+from attnscore.base import thresholds
 from attnscore.base.layout import ScoreShape
 from attnscore.kernels import tiling
 from attnscore.masks import IntervalSet, split
@@ -180,7 +181,7 @@ def test_a_plan_skips_nothing_that_is_seen_and_tests_all_that_is_partial(
     (query_len, key_len, batch), (mask,) = drawn
     x = np.zeros((batch, query_len, 1)), np.zeros((batch, key_len, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "SHORTEST_GAP", gap)
+        patch.setattr(thresholds, "SHORTEST_GAP", gap)
         plan = _plan(x[0], x[1], mask, (query_tile, key_tile))
     array = full(mask, (query_len, key_len, batch))
     left = array.copy()

@@ -164,7 +164,7 @@ def test_lengths(queries: int, keys: int, framework: str) -> None:
 @pytest.mark.parametrize("tile", [1, 2, 3, 5, 6, 16])
 @pytest.mark.slow_rows("1-torch", "2-torch", "3-numpy", "6-*")
 def test_tiles_that_do_not_divide(tile: int, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnscore.kernels.tiling.SMALLEST_TILE", tile)
+    monkeypatch.setattr("attnscore.base.thresholds.SMALLEST_TILE", tile)
     for case in ANY_SIZE:
         call = build_call(SCORE["scaled_dot"], case, "float64", "bias-sink", Sizes(queries=11, keys=13))
         call.check(call.run(framework, kernel="streaming"))

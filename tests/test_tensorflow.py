@@ -108,7 +108,7 @@ def test_xla(score: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_xla_with_rolled_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnscore.kernels.tiling.SMALLEST_TILE", 6)
+    monkeypatch.setattr("attnscore.base.thresholds.SMALLEST_TILE", 6)
     call = make_call("scaled_dot", "Causal-bottom_right", "float64", "hiding-bias")
     call.check(call.tensorflow(xla))
 
@@ -191,7 +191,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 def test_unknown_lengths(unknown: str, arguments: str, jit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for inputs of several sizes, lengths as a tensor."""
     monkeypatch.undo()
-    monkeypatch.setattr("attnscore.kernels.tiling.LONGEST_KEY_TILE", 4)
+    monkeypatch.setattr("attnscore.base.thresholds.LONGEST_KEY_TILE", 4)
     call = with_gradients(**ARGUMENTS[arguments])
     arrays = [*inputs(), tf.constant([4, 0])]
     signature = [tf.TensorSpec(UNKNOWN[unknown](x.shape), x.dtype) for x in arrays[:3]]
@@ -294,7 +294,7 @@ def test_a_mask_that_turns_out_not_to_fit(name: str, how: str, monkeypatch: pyte
 def test_a_bias_of_unknown_shape(knows: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any axis of it may turn out to be broadcast, that of heads too; its gradient then has that shape."""
     monkeypatch.undo()
-    monkeypatch.setattr("attnscore.kernels.tiling.LONGEST_KEY_TILE", 4)
+    monkeypatch.setattr("attnscore.base.thresholds.LONGEST_KEY_TILE", 4)
     if how == "native" and (reason := ats.available()["kernels"]["native"]):
         pytest.skip(reason)
 
@@ -349,7 +349,7 @@ def test_what_must_be_known_is_said_when_the_graph_is_made() -> None:
 @pytest.mark.slow
 def test_no_array_grows_with_the_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a graph of 512 tokens and tiles of 64 no tensor, gradients included, is as large as 512 x 512."""
-    monkeypatch.setattr("attnscore.kernels.tiling.TILE_SCORES", 2**12)
+    monkeypatch.setattr("attnscore.base.thresholds.TILE_SCORES", 2**12)
     spec = tf.TensorSpec([1, 1, 512, 4], tf.float32)
     made = tf.function(with_gradients(mask=ats.Causal())).get_concrete_function(spec, spec, spec)
     graphs, sizes = [made.graph], []
@@ -436,7 +436,7 @@ def test_second_derivatives(score: str) -> None:
 @pytest.mark.parametrize("mask", [ats.Causal("top_left"), ats.KeyPadding(np.arange(40)[None] % 3 > 0)])
 def test_second_derivatives_of_loops_under_xla(mask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA differentiates a loop over tiles, as it knows the most tiles."""
-    monkeypatch.setattr("attnscore.kernels.tiling.SMALLEST_TILE", 8)
+    monkeypatch.setattr("attnscore.base.thresholds.SMALLEST_TILE", 8)
     arrays = [tf.constant(RNG.standard_normal((1, 40, 4))) for _ in range(3)]
 
     def second(kernel: str) -> Any:

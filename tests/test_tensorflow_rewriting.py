@@ -358,8 +358,8 @@ def test_a_compiled_function_that_is_vectorized_has_its_gradient_or_says_so(monk
     compiled(x[0])
     found = gradient_of(lambda x: tf.vectorized_map(compiled, x))
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
-    monkeypatch.setattr("attnscore.kernels.tiling.SMALLEST_TILE", 8)
-    monkeypatch.setattr("attnscore.kernels.tiling.TILE_SCORES", 1)
+    monkeypatch.setattr("attnscore.base.thresholds.SMALLEST_TILE", 8)
+    monkeypatch.setattr("attnscore.base.thresholds.TILE_SCORES", 1)
     looped = tf.function(call, jit_compile=True)
     looped(x[1])
     with pytest.raises(LookupError, match=r"rewritten, which drops the gradient of attend\. Hint: tf.vectorized_map"):

@@ -146,8 +146,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "one-tile-masked-nan-reaches-the-output",
-        "src/attnscore/kernels/one_tile.py",
-        "_forward",
+        "src/attnscore/kernels/formula.py",
+        "OneTile.forward",
         "_is_wrong(ops, A, B)",
         "None",
         "tests/test_one_tile.py",
@@ -155,7 +155,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "few-keys-masked-nan-reaches-w-v",
-        "src/attnscore/kernels/few_keys.py",
+        "src/attnscore/kernels/formula.py",
         "_scores",
         "_isolated(ops, _by_dims(A), B + C)",
         "B + C",

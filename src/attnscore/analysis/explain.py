@@ -12,10 +12,10 @@ from attnscore import backends, kernels, scores
 from attnscore.backends import native
 from attnscore.backends.base import Array, itemsize
 from attnscore.base.arguments import check_choice, check_count, check_flag, shown
+from attnscore.base.thresholds import PLANNED_HEADS
 from attnscore.errors import ArgumentError, message
 from attnscore.kernels import tiling
 from attnscore.kernels.tiling import TilePlan
-from attnscore.plans.plan import MOST_HEADS
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.problem import build_problem, wanted_statistics
 from attnscore.scores import Additive, Bilinear, arrays_of
@@ -237,8 +237,8 @@ def explain(
         chosen, plan = kernels.choose(kernel, problem), tiling.plan(problem)
         notes, plan = chosen.notes(problem, plan), chosen.explain_tiles(problem, plan)
         heads = math.prod(score_shape.rows[:-1])
-        if chosen.name == "native" and heads > MOST_HEADS:
-            notes += (f"no plan is cached for {heads:,} heads of all elements of the batch, above {MOST_HEADS:,}",)
+        if chosen.name == "native" and heads > PLANNED_HEADS:
+            notes += (f"no plan is cached for {heads:,} heads of all elements of the batch, above {PLANNED_HEADS:,}",)
     size = itemsize(problem.dtype)
     moved = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
     moved += math.prod(score_shape.rows) * layout.value_dim

@@ -7,11 +7,10 @@ from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel, Plan, SinglePlan
 from attnscore.kernels.dense import Dense
-from attnscore.kernels.few_keys import FewKeys
+from attnscore.kernels.formula import FewKeys, OneTile
 from attnscore.kernels.fused import Fused
 from attnscore.kernels.gather import Gather
 from attnscore.kernels.native.kernel import Native
-from attnscore.kernels.one_tile import OneTile
 from attnscore.kernels.streaming import Streaming
 from attnscore.kernels.triton.kernel import Triton
 from attnscore.problem.problem import Problem
@@ -21,7 +20,7 @@ __all__ = ["Kernel", "Plan", "SinglePlan", "choose", "names", "single_plan", "ta
 # In the order of preference of "auto", which never takes the dense kernel: its memory is quadratic.
 _TABLE: dict[str, Kernel] = {
     kernel.name: kernel
-    for kernel in (Gather(), Native(), Fused(), Triton(), OneTile(), FewKeys(), Streaming(), Dense())
+    for kernel in (Gather(), OneTile(), FewKeys(), Native(), Fused(), Triton(), Streaming(), Dense())
 }
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, cast, final
 import numpy as np
 
 from attnscore.backends.base import Array, Backend, HostArray, sum_to
+from attnscore.base import thresholds
 from attnscore.base.layout import CanonicalLayout
 from attnscore.base.sizes import is_unknown
 from attnscore.kernels import tiling
@@ -43,12 +44,6 @@ from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import Role
 
-# Numbers gathered at a time, keys and values together: 16 MB in float32.
-BLOCK_NUMBERS = 2**22
-# Padding of a block: a share of its edges, and as many entries as take the time of calling a kernel once more.
-PADDED_SHARE = 1 / 8
-PADDED_ENTRIES = 1024
-
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -66,7 +61,7 @@ class Gather(Kernel):
         return Gather((Streaming(),))
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
-        neighbours, rest = _parted(problem.mask)
+        neighbours, rest = (None, None) if problem.mask is None else _parted(problem.mask)
         if neighbours is None:
             return ("the mask has no Neighbours",)
         score_shape = problem.score_shape
@@ -214,7 +209,7 @@ def _by_degree(start: HostArray, lens: HostArray, most: int) -> list[_Block]:
         edges = used[first + 1 : first + count + 1] - used[first]
         padded = longest * np.arange(1, count + 1) - edges
         # The first query has no padding; from the first one with too much on, the block ends.
-        too_much = padded > PADDED_SHARE * edges + PADDED_ENTRIES
+        too_much = padded > thresholds.PADDED_SHARE * edges + thresholds.PADDED_ENTRIES
         members = order[first : first + (int(too_much.argmax()) if too_much.any() else count), None]
         slots = start[members] + np.arange(longest)
         own = lens[members]
@@ -324,7 +319,7 @@ class _GatheredCall:
         sizes = (self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
         self.intervals = None if rest is None else rest.interval_set(*sizes)
         width = problem.form.key.shape[-1] + problem.value.shape[-1]
-        self.most = max(1, BLOCK_NUMBERS // max(1, math.prod(self.score_shape.rows[:-1]) * width))
+        self.most = max(1, thresholds.GATHERED_NUMBERS // max(1, math.prod(self.score_shape.rows[:-1]) * width))
         # In order, a matrix or a further mask of all pairs of a block would have the square of its edges.
         in_order = native and problem.matrix is None and problem.dropout is None and rest is None
         self.split = _in_order if in_order else _by_degree

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from attnscore.backends.base import HALF_PRECISION, Array, Backend, sum_to
+from attnscore.base import thresholds
 from attnscore.base.layout import entries_of
 from attnscore.base.sizes import is_unknown
 from attnscore.kernels.tiling import DynamicSegment, Segment, TilePlan
@@ -30,10 +31,6 @@ from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.base import nonfinite_rows
 from attnscore.scores.forms import FormPullback, Role, times
-
-# Numbers computed at a time where a matrix of all pairs is returned, by a score that holds several for each pair: 4 MB
-# in float32.
-MATRIX_VALUES = 2**20
 
 Span = tuple[int, int]
 """(start, count) of queries or keys."""
@@ -87,7 +84,11 @@ def _all_scores(inputs: _Inputs, plan: TilePlan, rows: Span) -> tuple[Array, Arr
     shape = (*problem.score_shape.rows[:-1], rows[1], key_len)
     per_pair = problem.form.values_per_pair()
     per_key = math.prod(1 if is_unknown(n) else n for n in shape[:-1]) * per_pair
-    step = key_len if per_pair == 1 or is_unknown(key_len) else max(1, min(key_len, MATRIX_VALUES // max(1, per_key)))
+    step = (
+        key_len
+        if per_pair == 1 or is_unknown(key_len)
+        else max(1, min(key_len, thresholds.MATRIX_VALUES // max(1, per_key)))
+    )
     parts = []
     for first in (0,) if is_unknown(key_len) else range(0, max(1, key_len), max(1, step)):
         cols = (first, step if is_unknown(key_len) else min(step, key_len - first))

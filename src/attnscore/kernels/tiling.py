@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnscore.backends.base import Array, Backend
+from attnscore.base import thresholds
 from attnscore.base.cache import BoundedCache
 from attnscore.base.layout import ScoreShape
 from attnscore.base.sizes import at_most, is_unknown
@@ -26,18 +27,6 @@ from attnscore.masks import IntervalSet, Mask
 from attnscore.masks.cached import MAX_ROWS, CachedMask
 from attnscore.masks.intervals import HostArray
 from attnscore.problem.problem import Problem
-
-# Scores held at a time, over all batches and heads. 2^18 float32 are 1 MB: the few arrays of a tile then stay in the
-# last-level cache, and a tile is still long against the cost of a call from Python (about 50 us a tile).
-TILE_SCORES = 2**18
-# On an accelerator, where each operation costs about 10 us to start whatever its size: 32 MB, which takes about as long
-# to read and write (computed from 3 TB/s, not measured).
-ACCELERATOR_TILE_SCORES = 2**23
-SMALLEST_TILE = 16
-SHORTEST_GAP = 64
-"""Keys of a skipped or full segment between two others: shorter ones are merged with their neighbours."""
-LONGEST_KEY_TILE = 128
-"""If the number of queries is unknown; a tile then has all queries."""
 
 
 class DynamicSegment(NamedTuple):
@@ -217,20 +206,20 @@ def _scores_of_tile(problem: Problem) -> int:
     """Return how many scores a tile has where its size is free."""
     if problem.ops.needs_one_tile():
         return sys.maxsize
-    return ACCELERATOR_TILE_SCORES if problem.ops.is_accelerated(problem.value) else TILE_SCORES
+    return thresholds.ACCELERATOR_TILE_SCORES if problem.ops.is_accelerated(problem.value) else thresholds.TILE_SCORES
 
 
 def tile_sizes(score_shape: ScoreShape, values_per_pair: int, scores: int) -> tuple[Any, Any]:
     """Return the queries and keys of a tile whose scores, over all batches and heads, number about `scores`."""
     known = [1 if is_unknown(length) else length for length in score_shape.lead]
     matrices = max(1, math.prod(known) * score_shape.heads * score_shape.groups)
-    pairs = max(SMALLEST_TILE**2, scores // (matrices * max(1, values_per_pair)))
+    pairs = max(thresholds.SMALLEST_TILE**2, scores // (matrices * max(1, values_per_pair)))
     side = 2 ** int(math.log2(pairs) / 2)
     if is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len):
         # All queries against a few keys at a time: memory is linear, and one loop serves any sizes.
         whole = score_shape.query_len if is_unknown(score_shape.query_len) else max(1, score_shape.query_len)
         length: Any = score_shape.key_len
-        keys = min(side, LONGEST_KEY_TILE)
+        keys = min(side, thresholds.LONGEST_KEY_TILE)
         return whole, at_most(length, keys)
     query_tile = max(1, min(score_shape.query_len, max(side, pairs // max(1, score_shape.key_len))))
     key_tile = max(1, min(score_shape.key_len, max(side, pairs // query_tile)))
@@ -274,7 +263,7 @@ def _segments_of_intervals(start: HostArray, stop: HostArray, tested: bool) -> t
     kinds = np.where(attending == 0, _GAP, np.where(attending < every, _SOME, _ALL))
     for kind in (_ALL, _GAP):
         kinds, ends = _joined(kinds, ends)
-        kinds = np.where((kinds == kind) & (np.diff(ends) < SHORTEST_GAP), _SOME, kinds)
+        kinds = np.where((kinds == kind) & (np.diff(ends) < thresholds.SHORTEST_GAP), _SOME, kinds)
     kinds, ends = _joined(kinds, ends)
     found = zip(kinds.tolist(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
     return tuple(Segment(first, last, kind == _SOME) for kind, first, last in found if kind != _GAP)

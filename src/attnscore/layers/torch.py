@@ -34,6 +34,7 @@ from attnscore.api import attend
 from attnscore.backends import torch as backend
 from attnscore.backends import torch_private as private
 from attnscore.backends.base import Signature
+from attnscore.base import thresholds
 from attnscore.base.arguments import CallArguments, check_flag, shown
 from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
@@ -291,7 +292,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             plan, arguments = plans.planned(plans.signature(arguments, options), arguments, options)
             if has_weights:
                 plan = plan.with_detached_weights()
-            if plan.is_reusable and plan.heads <= plans.MOST_HEADS:
+            if plan.is_reusable and plan.heads <= thresholds.PLANNED_HEADS:
                 known.plans_of[has_weights] = plan
                 _KNOWN.weigh(key, sum(each.heads for each in tuple(known.plans_of.values())))
         out: Tensor
@@ -560,7 +561,7 @@ class Known:
 
 
 _CHECKED: BoundedCache[bool] = BoundedCache(256)
-_KNOWN: BoundedCache[Known] = BoundedCache(256, plans.MOST_HEADS)
+_KNOWN: BoundedCache[Known] = BoundedCache(256, thresholds.PLANNED_HEADS)
 # Why nothing is kept of a call.
 _SHARDED = "a context group, whose ranks have some of the keys each"
 _STAGED = "torch.compile, torch.func and tracing, which keep nothing"

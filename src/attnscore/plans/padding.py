@@ -11,12 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnscore.backends.base import Array, Backend
-
-# In multiply-adds, of which Zen with AVX-512 does 50 in a nanosecond on one thread: what finding the rows and starting
-# the operations takes inside a call (80 us, where a loop of them alone takes 30), and moving one number of a row, such
-# that two threads gain too: 1.1 to 1.35 times the speed with 128 features or more and half the keys, nothing with 64.
-_FIXED = 2**22
-_PER_NUMBER = 40
+from attnscore.base import thresholds
 
 
 def may_save(ops: Backend, x: Array, units: int) -> bool:
@@ -29,7 +24,7 @@ def may_save(ops: Backend, x: Array, units: int) -> bool:
 
 
 def _saves(real: float, padded: float, features: int, units: int) -> bool:
-    return padded * features * units > _FIXED + _PER_NUMBER * real * (features + units)
+    return padded * features * units > thresholds.UNPADDING + thresholds.UNPADDING_A_NUMBER * real * (features + units)
 
 
 def real_rows(ops: Backend, x: Array, lens: Any, units: int) -> Array | None:

@@ -23,6 +23,7 @@ import numpy as np
 
 from attnscore import backends, kernels, scores
 from attnscore.backends.base import Array, Backend, accumulator
+from attnscore.base import thresholds
 from attnscore.base.arguments import CallArguments, check_flag
 from attnscore.base.cache import BoundedCache
 from attnscore.kernels import Plan, SinglePlan, tiling
@@ -36,9 +37,7 @@ from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDo
 from attnscore.scores.arrays import arrays_of, with_arrays
 from attnscore.scores.forms import InnerForm
 
-# Heads of all plans of a cache: 75 MB a direction. A call of more heads is planned each time.
-MOST_HEADS = 2**15
-PLANS: BoundedCache[Plan] = BoundedCache(256, MOST_HEADS)
+PLANS: BoundedCache[Plan] = BoundedCache(256, thresholds.PLANNED_HEADS)
 _NUMBERS = (int, float)
 _LENS_DTYPES = ("int32", "int64")
 # Of NumPy's masks and lengths, in the byte order of the machine.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -345,9 +345,9 @@ def _layout_signature(ops: Backend, arrays: dict[str, Array], head_axis: Any) ->
 
 def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: Array) -> Mask | None:
     """Return `mask` and `valid_lens` as one checked mask."""
-    whole = as_mask(mask, valid_lens, layout.score_shape)
-    if whole is None:
+    if mask is None and valid_lens is None:
         return None
+    whole = cast(Mask, as_mask(mask, valid_lens, layout.score_shape))
     ops.check_can_mask(layout.score_shape.query_len, layout.score_shape.key_len)
 
     def check(whole: Mask) -> None:

@@ -123,9 +123,8 @@ def registered() -> tuple[str, ...]:
     return tuple(_TABLE)
 
 
-def named(name: str) -> Callable[[], Any] | None:
-    """Return the class or function registered under a name, or None."""
-    return _TABLE.get(name)
+named = _TABLE.get
+"""Return the class or function registered under a name, or None."""
 
 
 def _missing_argument(cls: Callable[[], Any]) -> str | None:

@@ -23,6 +23,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, DifferentiableOp, HostArray, Signature, sum_to
 from attnscore.backends.native import module as _native
+from attnscore.base import thresholds
 from attnscore.base.arguments import CallArguments
 from attnscore.base.layout import AxisLayout
 from attnscore.kernels import tiling
@@ -41,12 +42,6 @@ from attnscore.scores.gaussian import bandwidth_gradient, scale_of
 
 CallPlan: TypeAlias = Any
 """Class of the module: a call takes the arrays in order, a seed, and a number of threads."""
-
-# Pairs of query and key, over all heads, up to which additive scores are saved: 4 MB in float32, 8 in float64.
-MAX_SAVED_SCORES = 2**20
-
-# Rows up to which `_sum_of_rows` adds in their own dtype.
-_FEW_ROWS = 128
 
 # Arrays with a number for each pair of query and key. `attention_scores` has no plan: see `reusable_plan`.
 _PAIRS = ("saved_scores", "attention_weights")
@@ -605,7 +600,7 @@ def saves_scores(problem: Problem, plan: TilePlan) -> bool:
     score_shape = problem.score_shape
     if (
         not isinstance(problem.form, AdditiveForm)
-        or math.prod(score_shape.rows) * score_shape.key_len > MAX_SAVED_SCORES
+        or math.prod(score_shape.rows) * score_shape.key_len > thresholds.SAVED_SCORES
     ):
         return False
     # An evaluated mask runs in chunks of queries, each of which would copy its part of the scores.
@@ -738,7 +733,11 @@ def _sum_of_rows(x: HostArray) -> HostArray:
     if len(x) == 1:
         return np.asarray(x[0])
     # Not the method `sum`, which takes twice as long.
-    return np.asarray(np.add.reduce(x) if len(x) <= _FEW_ROWS else np.add.reduce(x, dtype=np.float64).astype(x.dtype))
+    return np.asarray(
+        np.add.reduce(x)
+        if len(x) <= thresholds.ROWS_SUMMED_AS_THEY_ARE
+        else np.add.reduce(x, dtype=np.float64).astype(x.dtype)
+    )
 
 
 def _example(x: HostArray) -> HostArray:

@@ -22,7 +22,7 @@ import numpy as np
 from attnscore.backends.base import Array, HostArray
 from attnscore.backends.native import missing as _MISSING
 from attnscore.backends.native import module as _native
-from attnscore.kernels import few_keys, one_tile, tiled, tiling
+from attnscore.kernels import tiled, tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.native import call, chunked_masks, marshalling, xla_call, xla_callback
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
@@ -56,13 +56,6 @@ class Native(Kernel):
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         return tuple(marshalling.reasons(problem)) if _MISSING is None else (_MISSING,)
-
-    def reasons_not_automatic(self, problem: Problem) -> tuple[str, ...]:
-        if one_tile.is_faster(problem):
-            return ("a small call of a graph: a callback into Python takes longer than one_tile",)
-        if few_keys.is_faster(problem):
-            return ("single queries over few keys in a compiled program: few_keys takes less time",)
-        return ()
 
     def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
         return Native(saves_scores=True) if call.saves_scores(problem, plan) else self

@@ -13,6 +13,7 @@ import numpy as np
 
 from attnscore.backends import base
 from attnscore.backends.base import HALF_PRECISION, Array, HostArray, SeedHalves
+from attnscore.base import thresholds
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import lowering
 from attnscore.problem.dropout import PairDropout
@@ -28,8 +29,6 @@ _FORMS: dict[type, str] = {InnerForm: "inner", AdditiveForm: "additive", Distanc
 
 # TensorFlow and JAX share memory that begins at a multiple of this many bytes, and copy any other.
 ALIGNMENT = 64
-# Bytes from which arrays are aligned: for a smaller one, a copy costs less than slicing.
-_MIN_ALIGNED_BYTES = 2**14
 
 
 def aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
@@ -38,7 +37,7 @@ def aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) ->
     `make` is ``numpy.empty`` or ``numpy.zeros``, whose large arrays begin 16 bytes into a page.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size < _MIN_ALIGNED_BYTES:
+    if size < thresholds.ALIGNED_BYTES:
         return make(shape, dtype)
     whole = make(size + ALIGNMENT, np.uint8)
     start = -whole.ctypes.data % ALIGNMENT

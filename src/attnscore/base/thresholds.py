@@ -1,0 +1,71 @@
+"""Sizes at which one way to compute takes less time, or less memory, than another: all of them, with what each trades.
+
+A figure names its machine and date. Times are those of one thread unless they say otherwise. What a constant of the C++
+kernels trades stands beside it, and in ``csrc/TUNING.md``.
+"""
+
+from __future__ import annotations
+
+# Tiles of the framework's operations. 2^18 scores in float32 are 1 MB: the few arrays of a tile then stay in the
+# last-level cache, and a tile is still long against the cost of a call from Python (about 50 us a tile).
+TILE_SCORES = 2**18
+# On an accelerator, where each operation costs about 10 us to start whatever its size: 32 MB, which takes about as long
+# to read and write (computed from 3 TB/s, not measured).
+ACCELERATOR_TILE_SCORES = 2**23
+SMALLEST_TILE = 16
+# Keys of a skipped or full segment between two others: shorter ones are merged with their neighbours.
+SHORTEST_GAP = 64
+# Of a tile with all queries, where their number is unknown.
+LONGEST_KEY_TILE = 128
+# Numbers computed at a time where a matrix of all pairs is returned, by a score that holds several for each pair: 4 MB
+# in float32.
+MATRIX_VALUES = 2**20
+
+# Up to these sizes TensorFlow's own operations take less time in a graph than a callback to the native kernel, which
+# takes 150 us before it computes (Zen 4, 2026-11-24): numbers of query, key and value together; pairs times dimension
+# of a score that is a matrix product; values of a score that holds several for each pair.
+ONE_TILE_NUMBERS = 5 * 2**17
+ONE_TILE_PRODUCTS = 2**21
+ONE_TILE_VALUES = 2**18
+
+# Time by a term for each key over that of the native kernel in JAX's programs, forward, with gradients, on one thread |
+# two of a Zen 4 with AVX-512 beside other work, 2026-11-27. With fewer queries the native kernel is faster, which XLA
+# counts as no work to share: dot (64, 1, 10), d 64: 1.08, 0.84 | 1.40, 1.35; Gaussian (64, 1, 10), d 256: 1.61, 0.80
+# | 4.1, 1.7; additive (32, 1, 4), h 32: 1.22, 0.90 | 1.72, 1.31. From here on: dot (128, 1, 12), d 32: 0.60, 0.69 |
+# 0.54, 0.81; (256, 1, 8), d 64: 0.49, 0.64 | 1.10, 1.02; additive (256, 1, 10), h 64: 0.57, 0.49 | 1.15, 0.70.
+# Memory limits both from FEW_KEYS_NUMBERS on, those of all keys: dot (256, 1, 16), d 512: 1.8, 0.85 | 2.1, 1.0.
+# Zen 5, 2026-11-28: dot (128, 1, 12), d 32: 0.59, 0.70 | 0.72, 0.75; additive (256, 1, 16), h 64: 0.69, 0.47 | 1.34,
+# 0.75; (64, 1, 10), h 256: 1.14, 0.68 | 2.8, 1.11.
+FEW_KEYS = 16
+FEW_KEYS_ROWS = 128
+FEW_KEYS_NUMBERS = 2**19
+# Pairs times dimension of a call that stays on its thread, by the number of queries. Below: dot (1, 1, 1), d 16: 0.81,
+# 0.98 | 0.78, 1.00; additive (1, 2, 1), h 16: 0.80, 0.99 | 0.79, 0.95; but dot (2, 1, 10), d 8: 0.85, 0.40 | 1.5, 0.98;
+# (1, 2, 2), d 16: 1.08, 1.25 | 1.06, 0.57.
+FEW_KEYS_TINY = {1: 128, 2: 32}
+
+# Pairs of query and key, over all heads, up to which additive scores are saved for the backward, whose most expensive
+# part they are: 4 MB in float32, 8 in float64. 40 textbook shapes 1.01 times as fast, most 1.22 (Zen 5, 2026-11-28).
+SAVED_SCORES = 2**20
+# Rows of a gradient up to which they are summed in their own dtype. NumPy adds rows one by one: more lose digits.
+ROWS_SUMMED_AS_THEY_ARE = 128
+# Bytes from which arrays are aligned for frameworks that share no others: a smaller copy costs less than slicing.
+ALIGNED_BYTES = 2**14
+
+# Numbers of keys and values gathered at a time for a graph: 16 MB in float32.
+GATHERED_NUMBERS = 2**22
+# Padding of a block of gathered neighbours: a share of its edges, and as many entries as take the time of calling a
+# kernel once more.
+PADDED_SHARE = 1 / 8
+PADDED_ENTRIES = 1024
+
+# Projecting the keys alone that padding leaves, in multiply-adds, of which Zen with AVX-512 does 50 in a nanosecond:
+# what finding the rows and starting the operations takes inside a call (80 us, where a loop of them alone takes 30),
+# and moving one number of a row, such that two threads gain too: 1.1 to 1.35 times the speed with 128 features or more
+# and half the keys, nothing with 64.
+UNPADDING = 2**22
+UNPADDING_A_NUMBER = 40
+
+# Heads of all plans of a cache, over all elements of the batch: 2 KB each a direction, 75 MB. A call of more heads is
+# planned each time.
+PLANNED_HEADS = 2**15

@@ -1,0 +1,382 @@
+"""Attention by the formula, in the operations of a compiled program: two kernels for small calls.
+
+- `OneTile` for graphs of TensorFlow, where a native kernel is a callback into Python: all scores, softmax, product.
+  What is not finite is not isolated: where the scores before the mask, the output or the gradients of the weights are
+  not all finite, the program takes another branch, tiled attention. If they are finite, so is everything that a
+  masked pair multiplies by 0.
+- `FewKeys` for single queries in programs of JAX: a sum over keys is a term for each key, which XLA fuses, with 0 in
+  place of a masked pair: that propagates nothing, NaN and infinity included, and the program needs neither a copy of
+  the keys nor a branch. There is no axis of queries: XLA copies an array to insert an axis of size 1 into it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.base import thresholds
+from attnscore.base.sizes import is_unknown
+from attnscore.kernels import tiled, tiling
+from attnscore.kernels.base import Kernel
+from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiling import TilePlan
+from attnscore.problem import dropout as dropouts
+from attnscore.problem import online_softmax
+from attnscore.problem.online_softmax import NEG_INF
+from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
+from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, InnerForm, Role
+
+# Not those of custom scores, which may have gradients of their own.
+_FORMS = (InnerForm, AdditiveForm, DistanceForm)
+
+
+class _Formula(Kernel):
+    """What both kernels share: their derivatives of derivatives, and their backward of a gradient of the output."""
+
+    has_vjp = True
+
+    @property
+    def differentiable(self) -> Kernel:
+        return Streaming()
+
+    def backward(
+        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Array]:
+        # A gradient into the log-sum-exp alone is rare.
+        if grads.out is None:
+            return tiled.backward(problem, plan, result, grads)
+        return self.gradients(problem, plan, result, grads)
+
+    def gradients(self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+        """Return the gradients of all operands from those of the output and of the matrix."""
+        raise NotImplementedError
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether a call has known sizes, none of them 0, and nothing that needs tiled attention."""
+    if type(problem.form) not in _FORMS:
+        return False
+    sizes = (*problem.score_shape.rows, problem.score_shape.key_len, problem.layout.value_dim)
+    if any(map(is_unknown, sizes)) or 0 in sizes or problem.statistics or problem.matrix == "scores":
+        return False
+    if any(x is not None for x in (problem.bias, problem.sink, problem.normalizer)):
+        return False
+    return problem.mask is None or all(spec.is_known for spec in problem.mask.shapes(problem.score_shape))
+
+
+def _row_numbers(ops: Backend, scores: Array) -> tuple[Array, Array]:
+    """Return the largest score of each row and the log of its denominator; a program without a use drops them."""
+    row_max = online_softmax.safe_max(ops, ops.max(scores, axis=-1, keepdims=True))
+    return row_max, ops.log(ops.sum(ops.exp(scores - row_max), axis=-1, keepdims=True))
+
+
+# One tile
+
+
+@final
+class OneTile(_Formula):
+    """The formula on one tile, for small calls of graphs, where a callback to the native kernel takes longer."""
+
+    name = "one_tile"
+    summary = "the formula on a single tile, for small calls of graphs"
+
+    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        ops, shape = problem.ops, problem.score_shape
+        if ops.has_slow_callbacks and ops.needs_host_callback(*problem.operands().values()) and _is_plain(problem):
+            plan = tiling.plan(problem)
+            if plan.query_tile >= shape.query_len and plan.key_tile >= shape.key_len:
+                return ()
+        return ("no small call of a graph",)
+
+    def reasons_not_automatic(self, problem: Problem) -> tuple[str, ...]:
+        if not problem.ops.has_slow_callbacks or not _is_plain(problem):
+            return ("no small call of a graph",)
+        numbers = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
+        pairs, per_pair = (
+            math.prod(problem.score_shape.rows) * problem.score_shape.key_len,
+            problem.form.values_per_pair(),
+        )
+        if per_pair == 1:
+            is_small = pairs * problem.form.query.shape[-1] <= thresholds.ONE_TILE_PRODUCTS
+        else:
+            is_small = pairs * per_pair <= thresholds.ONE_TILE_VALUES
+        if is_small and pairs <= thresholds.TILE_SCORES and numbers <= thresholds.ONE_TILE_NUMBERS:
+            return ()
+        return ("a call for which the callback to the native kernel takes less time",)
+
+    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+        ops, tile = problem.ops, _tile(problem, plan, with_vjp=False)
+        matrix = () if problem.matrix is None else (tile.weights,)
+        out = ops.matmul(tile.kept, tile.value)
+        found: tuple[Array, ...] = (ops.astype(out, problem.dtype), *matrix)
+
+        def otherwise(_: Any) -> tuple[Array, ...]:
+            result = tiled.forward(problem, plan)
+            return (result.out,) if problem.matrix is None else (result.out, result.matrix)
+
+        if (is_wrong := _is_wrong(ops, tile, out)) is not None:
+            found = ops.cond_rarely(is_wrong, otherwise, found)
+        return Result(found[0], *_row_numbers(ops, tile.scores), {}, found[1] if problem.matrix is not None else None)
+
+    def gradients(self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+        ops, dtype = problem.ops, problem.accumulator
+        tile = _tile(problem, plan, with_vjp=True)
+        grad_out, out = (ops.astype(x, dtype) for x in (grads.out, result.out))
+        # Forward: out = (p * keep) @ value
+        grad_weights = ops.matmul(grad_out, ops.matrix_transpose(tile.value))
+        grad_value = ops.matmul(ops.matrix_transpose(tile.kept), grad_out)
+        if tile.keep is not None:
+            grad_weights = grad_weights * tile.keep
+        # sum_j p_j dp_j = dout . out
+        total = ops.sum(out * grad_out, axis=-1, keepdims=True)
+        if grads.matrix is not None:
+            grad_matrix = ops.astype(grads.matrix, dtype)
+            grad_weights = grad_weights + grad_matrix
+            total = total + ops.sum(tile.weights * grad_matrix, axis=-1, keepdims=True)
+        # Forward: p = softmax(where(unmasked, scores, -inf))
+        grad_scores = tile.weights * (grad_weights - total)
+        if tile.unmasked is not None:
+            grad_scores = ops.where(tile.unmasked, grad_scores, 0.0)
+        of_form = tile.scores_vjp(sum_to(ops, grad_scores, tuple(tile.raw.shape)))
+        found = {**dict(zip(problem.form.arrays(), of_form, strict=True)), "value": grad_value}
+        # In the dtype of sums, as those of the other branch.
+        found = {
+            name: ops.astype(sum_to(ops, found[name], tuple(x.shape)), dtype) for name, x in problem.operands().items()
+        }
+
+        def otherwise(_: Any) -> dict[str, Array]:
+            # The statistics of queries that `forward` returned are those of the formula.
+            return tiled.backward(problem, plan, tiled.forward(problem, plan), grads)
+
+        is_wrong = _is_wrong(ops, tile, grad_weights)
+        return found if is_wrong is None else dict(ops.cond_rarely(is_wrong, otherwise, found))
+
+
+@dataclass(frozen=True, eq=False)
+class _Tile:
+    """All pairs, by the formula."""
+
+    raw: Array
+    """Scores before the mask."""
+    scores: Array
+    unmasked: Array | None
+    weights: Array
+    """Before dropout; 0 where masked."""
+    keep: Array | None
+    """Factors of dropout."""
+    value: Array
+    scores_vjp: Callable[[Array], tuple[Array, ...]]
+    """From a gradient of `raw` to those of the form's arrays, in their order; to none for a forward."""
+
+    @property
+    def kept(self) -> Array:
+        """The weights after dropout."""
+        return self.weights if self.keep is None else self.weights * self.keep
+
+
+def _no_gradients(_: Array) -> tuple[Array, ...]:
+    return ()
+
+
+def _tile(problem: Problem, plan: TilePlan, with_vjp: bool) -> _Tile:
+    ops, dtype, score_shape = problem.ops, problem.accumulator, problem.score_shape
+    spans = (0, score_shape.query_len), (0, score_shape.key_len)
+    form, arrays = problem.form, problem.form.arrays()
+
+    def scores_of(*given: Array) -> Array:
+        cast = {name: ops.astype(x, dtype) for name, x in zip(arrays, given, strict=True)}
+        return ops.astype(form.with_arrays(cast).scores(ops), dtype)
+
+    vjp: Callable[[Array], tuple[Array, ...]] = _no_gradients
+    if with_vjp and isinstance(form, InnerForm):
+        # The framework's own would transpose the gradient of the keys.
+        raw, of_form = form.part(lambda x, _: ops.astype(x, dtype)).scores_and_pullback(ops)
+        vjp = lambda grad: tuple(map(of_form(grad).__getitem__, arrays))  # noqa: E731
+    elif with_vjp:
+        raw, vjp = ops.vjp(scores_of, tuple(arrays.values()))
+    else:
+        raw = scores_of(*arrays.values())
+    whole = (*score_shape.rows, score_shape.key_len)
+    # Heads that share query and key.
+    scores = raw if tuple(raw.shape) == whole else ops.broadcast_to(raw, whole)
+    unmasked = None
+    if problem.mask is not None:
+        unmasked = plan.visible(ops, score_shape, problem.value, *spans)
+        scores = ops.where(unmasked, scores, NEG_INF)
+    weights = ops.softmax(scores)
+    if unmasked is not None:
+        # The softmax of a fully masked query is NaN.
+        weights = ops.where(unmasked, weights, 0.0)
+    value, keep = ops.astype(problem.value, dtype), None
+    if problem.dropout is not None:
+        keep = dropouts.kept(ops, problem.dropout, score_shape, value, *spans, dtype)
+    return _Tile(raw, scores, unmasked, weights, keep, value, vjp)
+
+
+def _is_wrong(ops: Backend, tile: _Tile, result: Array) -> Array | None:
+    """Return whether what a masked pair multiplies by 0 is not finite; None where no pair is masked."""
+    if tile.unmasked is None:
+        return None
+    # A sum is not finite where an entry is not.
+    total: Any = 0.0
+    for x in (tile.raw, result):
+        total = total + ops.sum(x, axis=tuple(range(len(x.shape))))
+    return ~ops.isfinite(total)
+
+
+# Few keys
+
+
+@final
+class FewKeys(_Formula):
+    """A term for each key, for single queries over few keys in programs whose compiler fuses them."""
+
+    name = "few_keys"
+    summary = "a term for each key, for single queries in compiled programs"
+
+    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        return () if _has_few_keys(problem) else ("no single queries over few keys in a compiled program",)
+
+    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+        ops, rows = problem.ops, problem.score_shape.rows
+        scores, unmasked, weights, _ = _weights(problem, plan)
+        out = _weighted_sum(ops, unmasked, weights, _by_rows(problem, problem.value, "key"))
+        found = (ops.astype(out, problem.dtype), *_row_numbers(ops, scores), weights)
+        out, row_max, log_denom, matrix = (ops.reshape(x, (*rows, x.shape[-1])) for x in found)
+        return Result(out, row_max, log_denom, {}, None if problem.matrix is None else matrix)
+
+    def gradients(self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+        ops, query_len = problem.ops, problem.score_shape.query_len
+        # The compiler finds that the forward has computed these.
+        _, unmasked, weights, scores_vjp = _weights(problem, plan)
+        value, grad_out = _by_rows(problem, problem.value, "key"), _by_rows(problem, grads.out, "query")
+        # Forward: out = p @ value
+        grad_weights = _inner_products(ops, grad_out, value)
+        if grads.matrix is not None:
+            grad_weights = grad_weights + ops.reshape(ops.astype(grads.matrix, problem.accumulator), weights.shape)
+        # Forward: p = softmax(where(unmasked, scores, -inf))
+        total = ops.sum(_isolated(ops, unmasked, weights * grad_weights), axis=-1, keepdims=True)
+        grad_scores = _isolated(ops, unmasked, weights * (grad_weights - total))
+        found = {**scores_vjp(grad_scores), "value": _times(ops, unmasked, weights, grad_out)}
+        if query_len > 1:
+            for name in ("key", "value"):
+                found[name] = ops.sum(ops.reshape(found[name], (-1, query_len, *found[name].shape[1:])), axis=1)
+        return {name: ops.reshape(found[name], x.shape) for name, x in problem.operands().items()}
+
+
+def _has_few_keys(problem: Problem) -> bool:
+    """Whether a call has single queries over few keys, in a program whose compiler fuses its operations."""
+    score_shape, form = problem.score_shape, problem.form
+    if not _is_plain(problem) or 0 in form.key.shape:
+        return False
+    if problem.dropout is not None or form.caps or not {"query_bias", "key_bias"}.isdisjoint(form.arrays()):
+        return False
+    *matrices, query_len = score_shape.rows
+    if score_shape.key_len > thresholds.FEW_KEYS:
+        return False
+    # Heads that share keys or have parameters of their own are left to the native kernel.
+    shared = (x for name, x in form.arrays().items() if form.role(name) == "shared")
+    if any(x.shape[:-2] != tuple(matrices) for x in (form.query, form.key, problem.value)) or any(
+        math.prod(x.shape[:-1]) > 1 for x in shared
+    ):
+        return False
+    numbers = math.prod(form.key.shape)
+    is_tiny = numbers * query_len <= thresholds.FEW_KEYS_TINY.get(query_len, 0)
+    are_many = math.prod(matrices) >= thresholds.FEW_KEYS_ROWS and numbers <= thresholds.FEW_KEYS_NUMBERS
+    return (is_tiny or (query_len == 1 and are_many)) and problem.ops.fuses(*problem.operands().values())
+
+
+def _weights(problem: Problem, plan: TilePlan) -> tuple[Array, Array | None, Array, FormPullback]:
+    """Return scores (-inf where masked), unmasked pairs (None: all) and weights (row, key), and the scores' VJP."""
+    ops, score_shape, unmasked = problem.ops, problem.score_shape, None
+    pairs = (-1, score_shape.key_len)
+    if problem.mask is not None:
+        unmasked = plan.visible(ops, score_shape, problem.value, (0, score_shape.query_len), (0, score_shape.key_len))
+        unmasked = ops.reshape(ops.broadcast_to(unmasked, (*score_shape.rows, score_shape.key_len)), pairs)
+    form: Any = problem.form.part(lambda x, role: _by_rows(problem, x, role))
+    scores, vjp = _scores(ops, form, unmasked)
+    if unmasked is not None:
+        scores = ops.where(unmasked, scores, NEG_INF)
+    return scores, unmasked, online_softmax.whole_rows(ops, scores, unmasked, None), vjp
+
+
+def _scores(
+    ops: Backend, form: InnerForm | AdditiveForm | DistanceForm, unmasked: Array | None
+) -> tuple[Array, FormPullback]:
+    """Return the scores (row, key) of a form, and their VJP, which maps the gradient 0 of a masked pair to 0."""
+    query, key = form.query, form.key
+    if isinstance(form, InnerForm):
+        query = query * form.scale
+
+        def inner_vjp(grad: Array) -> dict[str, Array]:
+            of_query = _weighted_sum(ops, unmasked, grad, key) * form.scale
+            return {"query": of_query, "key": _times(ops, unmasked, grad, query)}
+
+        return _inner_products(ops, query, key), inner_vjp
+    if isinstance(form, AdditiveForm):
+        # Zeros for masked pairs keep NaN out of the product that is the gradient of w_v.
+        hidden = _isolated(ops, _by_dims(unmasked), query + key)
+        activated = form.activation.value(ops, hidden)
+
+        def additive_vjp(grad: Array) -> dict[str, Array]:
+            of_key = grad[..., None] * form.activation.slope(ops, hidden, activated) * form.w_v
+            of_vector = ops.matmul(ops.reshape(grad, (-1,)), ops.reshape(activated, (-1, activated.shape[-1])))
+            return {"query": _sum_over_keys(of_key), "key": of_key, "w_v": of_vector}
+
+        return ops.matmul(activated, form.w_v), additive_vjp
+    difference = query - key
+    squares = ops.sum(difference * difference, axis=-1)
+
+    def distance_vjp(grad: Array) -> dict[str, Array]:
+        of_key = _times(ops, unmasked, 2 * form.scale * grad, difference)
+        of_scale = -ops.sum(_isolated(ops, unmasked, grad * squares), axis=(0, 1))
+        return {"query": -_sum_over_keys(of_key), "key": of_key, "scale": of_scale}
+
+    return -form.scale * squares, distance_vjp
+
+
+def _by_rows(problem: Problem, x: Array, role: Role) -> Array:
+    """Return an array as (row, 1 or key, dim), where a row is a query, in the dtype of sums; a shared one as (dim,)."""
+    ops, score_shape = problem.ops, problem.score_shape
+    shape = x.shape[-1:] if role == "shared" else (-1, 1 if role == "query" else score_shape.key_len, x.shape[-1])
+    if role == "key" and score_shape.query_len > 1:
+        x = ops.broadcast_to(ops.expand_dims(x, -3), (*score_shape.rows, *x.shape[-2:]))
+    return ops.astype(ops.reshape(x, shape), problem.accumulator)
+
+
+def _inner_products(ops: Backend, query: Array, key: Array) -> Array:
+    return ops.reshape(ops.matmul(query, ops.matrix_transpose(key)), key.shape[:-1])
+
+
+def _sum_over_keys(x: Array) -> Array:
+    """Sum (row, key, dim) over the keys: XLA's sum over an axis that is not the last is slower."""
+    return functools.reduce(operator.add, (x[:, at] for at in range(x.shape[1])))
+
+
+def _weighted_sum(ops: Backend, unmasked: Array | None, weights: Array, x: Array) -> Array:
+    """Return weights @ x, (row, dim), from `x` (row, key, dim) of unmasked pairs alone."""
+
+    # Products of slices: before slices of products XLA computes all products, from 16 keys on.
+    def term(at: int) -> Array:
+        return _times(ops, None if unmasked is None else unmasked[:, at], weights[:, at], x[:, at])
+
+    return functools.reduce(operator.add, map(term, range(x.shape[1])))
+
+
+def _times(ops: Backend, unmasked: Array | None, by_pairs: Array, x: Array) -> Array:
+    """Return the products of each pair's number with a row of `x` (row, 1 or key, dim); 0 where masked."""
+    return _isolated(ops, _by_dims(unmasked), by_pairs[..., None] * x)
+
+
+def _by_dims(unmasked: Array | None) -> Array | None:
+    return None if unmasked is None else unmasked[..., None]
+
+
+def _isolated(ops: Backend, unmasked: Array | None, x: Array) -> Array:
+    return x if unmasked is None else ops.where(unmasked, x, 0.0)
