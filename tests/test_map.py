@@ -78,8 +78,6 @@ def first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the next call is known but what any call leaves."""
     ats.attend(*torch.ones(3, 1, 3, 2, 4))
     monkeypatch.setattr("attnscore.plans.plan.PLANS", BoundedCache())
-    monkeypatch.setattr("attnscore.problem.problem._LAYOUTS", BoundedCache())
-    monkeypatch.setattr("attnscore.kernels.tiling._PLANS", BoundedCache())
 
 
 @pytest.mark.skipif(not NATIVE, reason="the map is that of the native kernel")

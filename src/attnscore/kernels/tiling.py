@@ -20,11 +20,9 @@ import numpy as np
 
 from attnscore.backends.base import Array, Backend
 from attnscore.base import thresholds
-from attnscore.base.cache import BoundedCache
 from attnscore.base.layout import ScoreShape
 from attnscore.base.sizes import at_most, is_unknown
 from attnscore.masks import IntervalSet, Mask
-from attnscore.masks.cached import MAX_ROWS, CachedMask
 from attnscore.masks.intervals import HostArray
 from attnscore.problem.problem import Problem
 
@@ -186,20 +184,6 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
             find(start[..., i : i + query_tile], stop[..., i : i + query_tile], rest is not None) for i in starts
         )
     return TilePlan(score_shape.query_len, score_shape.key_len, query_tile, key_tile, segments, interval_set, rest)
-
-
-_PLANS: BoundedCache[TilePlan] = BoundedCache(256)
-
-
-def planned(problem: Problem) -> TilePlan:
-    """Return the plan of a problem, cached for small problems that differ in their arrays alone."""
-    mask, queries = problem.mask, problem.score_shape.query_len
-    if isinstance(mask, CachedMask):
-        small = mask.start.size <= MAX_ROWS
-    else:
-        small = mask is None and not is_unknown(queries) and queries <= MAX_ROWS
-    key = (problem.score_shape, problem.form.values_per_pair(), mask, _scores_of_tile(problem)) if small else None
-    return _PLANS.get_or_compute(key, lambda: plan(problem))
 
 
 def _scores_of_tile(problem: Problem) -> int:

@@ -215,7 +215,7 @@ def _planned(
 
 def build(cache_key: Hashable | None, problem: Problem, kernel: str, arguments: CallArguments) -> Plan:
     """Return the plan of a problem, cached under `cache_key` where its kernel can reuse it for other arrays."""
-    tiles, chosen = tiling.planned(problem), kernels.choose(kernel, problem)
+    tiles, chosen = tiling.plan(problem), kernels.choose(kernel, problem)
     if cache_key is None:
         return SinglePlan(chosen, problem, tiles)
     arrays = _arrays_of(arguments, problem)
@@ -266,7 +266,7 @@ def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> L
         given["w_v"] = lowered.w_v
         # The plan is cached, and holds no array of a caller: each call passes its w_v.
         lowered = dataclasses.replace(lowered, w_v=None)
-    chosen, tiles = kernels.choose(kernel, lowered_problem), tiling.planned(lowered_problem)
+    chosen, tiles = kernels.choose(kernel, lowered_problem), tiling.plan(lowered_problem)
     plan = chosen.prepare(lowered_problem, tiles, given)
     if type(plan) is not NativePlan:
         return None

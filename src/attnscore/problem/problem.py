@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -17,7 +16,6 @@ import numpy as np
 from attnscore import backends, scores
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator
 from attnscore.base.arguments import check_held, check_number, is_number, is_whole, shown
-from attnscore.base.cache import BoundedCache
 from attnscore.base.layout import AxisLayout, ScoreShape, Shape, check_bias_shape
 from attnscore.base.sizes import broadcast, is_unknown, may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message, with_shapes
@@ -247,7 +245,6 @@ def check_sink(ops: Backend, sink: Any, layout: AxisLayout, like: Array) -> Arra
 _MOST_NUMBERS = 2**44
 # Passed by functions of the weights alone: None would hide a forgotten value.
 NO_VALUE = object()
-_LAYOUTS: BoundedCache[AxisLayout] = BoundedCache()
 
 
 def build_problem(
@@ -285,8 +282,7 @@ def build_problem(
     score = with_arrays(score, backends.held)
     ops.register_pytree(type(score))
     arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))
-    signature = _layout_signature(ops, arrays, head_axis)
-    layout = _LAYOUTS.get_or_compute(signature, lambda: check_arrays(ops, arrays, head_axis))
+    layout = check_arrays(ops, arrays, head_axis)
     query, key = arrays["query"], arrays["key"]
     value = arrays["value"] if "value" in arrays else key[..., :0]
     scores.check_score_arrays(ops, score, query)
@@ -335,12 +331,6 @@ def wanted_statistics(return_stats: Any, normalizer: Any = "softmax") -> tuple[s
     if unknown:
         raise ArgumentError(message("return_stats", expected, shown(unknown)))
     return tuple(name for name in known if name in names)
-
-
-def _layout_signature(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Hashable:
-    """Return the key of a cached layout, or None where an array has no signature."""
-    signatures = [ops.array_signature(x) for x in arrays.values()]
-    return None if None in signatures else (type(head_axis), head_axis, *signatures)
 
 
 def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: Array) -> Mask | None:
