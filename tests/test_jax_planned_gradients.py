@@ -12,7 +12,7 @@ import pytest
 
 import attnscore as ats
 from attnscore.base.cache import BoundedCache
-from attnscore.kernels.native.call import NativeOp, NativePlan
+from attnscore.kernels.native.plan import NativeOp, NativePlan
 from attnscore.plans import plan
 from harness import assert_each_close
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 import attnscore as ats
 import covering
-from attnscore.kernels.native.call import NativePlan
+from attnscore.kernels.native.plan import NativePlan
 from attnscore.testing import check_framework, check_score
 from bad_input import CASES, Case
 from bad_input.table import Maker

@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 
 import attnscore as ats
-from attnscore.kernels.native import call, kernel
+from attnscore.kernels.native import kernel, plan
 from cases import DTYPES, in_turn, needs_native
 from covering import some
 from harness import EXTRAS, make_call
@@ -63,7 +63,7 @@ class Counted:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the native forward and backward ran."""
     counted = Counted(kernel._native)
-    for module in (kernel, call):
+    for module in (kernel, plan):
         monkeypatch.setattr(module, "_native", counted)
     return counted.calls
 
@@ -212,7 +212,7 @@ def test_buffers_go_in_and_out_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
             return WatchedPlan(super().plan_forward(score, inputs, filled), lambda arguments: None)
 
     watching = Watching(kernel._native)
-    for module in (kernel, call):
+    for module in (kernel, plan):
         monkeypatch.setattr(module, "_native", watching)
     x = tf.ones((1, 1, 512, 64))
     tf.function(lambda x: ats.attend(x, x, x))(x)

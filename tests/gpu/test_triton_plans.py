@@ -13,8 +13,8 @@ from device_calls import DEVICE
 import attnscore as ats
 from attnscore.base.cache import BoundedCache
 from attnscore.kernels import Kernel
-from attnscore.kernels.triton import call
 from attnscore.kernels.triton.kernel import Triton
+from attnscore.kernels.triton.plan import TritonPlan
 from attnscore.plans import plan as plans
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,7 +77,7 @@ def test_the_bits_of_a_call_without_a_plan(shape: str, mask: str, score: Any, mo
     options = {"mask": MASKS[mask], "score": score}
     first, second = arrays_of(shape, 1), arrays_of(shape, 2)
     found = [with_gradients(first, **options)]
-    assert type(only_plan()) is call.TritonPlan
+    assert type(only_plan()) is TritonPlan
     with monkeypatch.context() as patch:
         # Neither checked nor laid out again.
         patch.setattr(plans, "build_problem", None)

@@ -200,7 +200,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plan-mask-of-the-caller-in-the-backward",
-        "src/attnscore/kernels/native/call.py",
+        "src/attnscore/kernels/native/plan.py",
         "NativePlan.record",
         "saved(A.mask)",
         "A.mask",
@@ -335,7 +335,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plan-bandwidth-of-the-first-call",
-        "src/attnscore/kernels/native/call.py",
+        "src/attnscore/kernels/native/plan.py",
         "NativePlan._buffers",
         "scale_of(np.float64(ops.number(A[-1])))",
         "self.__dict__.setdefault('scale', scale_of(np.float64(ops.number(A[-1]))))",
@@ -371,7 +371,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plan-shared-heads-not-summed",
-        "src/attnscore/kernels/native/call.py",
+        "src/attnscore/kernels/native/plan.py",
         "NativePlan.operand_gradient",
         "A = sum_to(ops, A, B.canonical)",
         "pass",

@@ -15,7 +15,7 @@ from attnscore import scores
 from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import CallArguments
 from attnscore.kernels import Plan
-from attnscore.kernels.native.call import NativePlan
+from attnscore.kernels.native.plan import NativePlan
 from attnscore.plans.padding import over_rows, real_rows
 from attnscore.scores import Additive
 from attnscore.scores.base import widen

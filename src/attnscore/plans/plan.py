@@ -27,7 +27,7 @@ from attnscore.base import thresholds
 from attnscore.base.arguments import CallArguments, check_flag
 from attnscore.base.cache import BoundedCache
 from attnscore.kernels import Plan, SinglePlan, tiling
-from attnscore.kernels.native.call import NativePlan
+from attnscore.kernels.native.plan import NativePlan
 from attnscore.masks import Dense
 from attnscore.masks.cached import numbers_of
 from attnscore.plans.lowered import LoweredPlan, lower

@@ -24,7 +24,8 @@ from attnscore.backends.native import missing as _MISSING
 from attnscore.backends.native import module as _native
 from attnscore.kernels import tiled, tiling
 from attnscore.kernels.base import Kernel
-from attnscore.kernels.native import call, chunked_masks, marshalling, xla_call, xla_callback
+from attnscore.kernels.native import chunked_masks, marshalling, xla_call, xla_callback
+from attnscore.kernels.native import plan as plans
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.streaming import Streaming
 from attnscore.kernels.tiling import TilePlan
@@ -45,7 +46,7 @@ class Native(Kernel):
     summary = "C++ on the CPU, O(n) memory"
     has_vjp = True
     saves_scores: bool = False
-    prepare = call.prepare
+    prepare = plans.prepare
 
     @property
     def differentiable(self) -> Kernel:
@@ -58,7 +59,7 @@ class Native(Kernel):
         return tuple(marshalling.reasons(problem)) if _MISSING is None else (_MISSING,)
 
     def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
-        return Native(saves_scores=True) if call.saves_scores(problem, plan) else self
+        return Native(saves_scores=True) if plans.saves_scores(problem, plan) else self
 
     def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
         """Return tiles of the sizes that ``csrc`` has; it may visit one more or less at the edges of a query tile."""
@@ -126,7 +127,7 @@ class Native(Kernel):
         shapes = gradient_shapes(problem, wanted)
         zeros = zeros or (lambda _, shape, dtype: marshalling.aligned(np.zeros, shape, dtype))
         buffers = {name: zeros(name, shape, sums) for name, shape in shapes.items()}
-        marshalled, threads = marshalling.marshal(problem, plan), call.thread_counter(_native, ops)()
+        marshalled, threads = marshalling.marshal(problem, plan), plans.thread_counter(_native, ops)()
         if lowering.partition(plan.rest)[1]:
             chunked_masks.backward(_native.backward, problem, plan, marshalled, read, grad_dtype, buffers, threads)
         else:
@@ -140,7 +141,7 @@ class Native(Kernel):
 
 def _run_forward(problem: Problem, plan: TilePlan, saves_scores: bool) -> list[Any]:
     """Run the module's forward, and return the arrays that it filled in the order of `FILLED`; None: not wanted."""
-    marshalled, threads = marshalling.marshal(problem, plan), call.thread_counter(_native, problem.ops)()
+    marshalled, threads = marshalling.marshal(problem, plan), plans.thread_counter(_native, problem.ops)()
     rows, sums = (*problem.score_shape.rows, 1), problem.accumulator
     shape, stored = (*rows[:-1], problem.layout.value_dim), marshalling.STORED.get(problem.dtype, problem.dtype)
     whole = (*rows[:-1], problem.score_shape.key_len)

@@ -21,7 +21,7 @@ from attnscore.base.layout import AxisLayout, CanonicalLayout
 from attnscore.base.sizes import broadcast, is_unknown
 from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel
-from attnscore.kernels.native.call import NativePlan, reusable_plan
+from attnscore.kernels.native.plan import NativePlan, reusable_plan
 from attnscore.masks import ValidLens
 from attnscore.masks.base import check_shapes
 from attnscore.masks.cached import intervals_of

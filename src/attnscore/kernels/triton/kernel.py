@@ -64,9 +64,9 @@ class Triton(Kernel):
         return Streaming()
 
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
-        from attnscore.kernels.triton import call
+        from attnscore.kernels.triton import plan as plans
 
-        return call.reusable_plan(self, problem, tiles, arrays) or super().prepare(problem, tiles, arrays)
+        return plans.reusable_plan(self, problem, tiles, arrays) or super().prepare(problem, tiles, arrays)
 
     def missing(self) -> str | None:
         return missing_package("torch", "triton")
