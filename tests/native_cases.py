@@ -17,7 +17,7 @@ import attnscore as ats
 BITS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 TOLERANCE = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
 INPUTS = ("query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop")
-INPUTS += ("w_v", "sink", "scales", "key_exps")
+INPUTS += ("w_v", "sink", "scales")
 OPTIONS = {
     "form": "inner",
     "activation": "tanh",
@@ -100,7 +100,7 @@ class Case:
         self.w_v = draw(self.sum.name, dim) if self.options["form"] == "additive" else None
         self.start = self.stop = None
         self.query_bias = self.key_bias = self.bias = self.mask = self.query_ids = self.key_ids = self.sink = None
-        self.scales = self.key_exps = None
+        self.scales = None
         self.entropy = self.grad_entropy = None
         self.saves_scores, self.matrix = saves_scores, matrix
         self.attention_scores = self.attention_weights = None

@@ -140,13 +140,6 @@ WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sink": np.zeros((2, 2), F4)}, ValueError, r"sink: expected shape \(2, 3\)"),
     ({"sink": np.zeros(6, F4)}, ValueError, r"sink: expected shape \(2, 3\)"),
     ({"sink": np.zeros((2, 3))}, TypeError, "sink: expected dtype float32"),
-    ({"key_exps": np.zeros((2, 2, 1, 7, 4), F4)}, ValueError, "key_exps: expected None but with form 'additive'"),
-    (
-        {**ADDITIVE, "key_exps": np.zeros((2, 2, 1, 5, 4), F4)},
-        ValueError,
-        r"key_exps: expected shape \(2, 2, 3, 7, 4\)",
-    ),
-    ({**ADDITIVE, "key_exps": np.zeros((2, 2, 1, 7, 4))}, TypeError, "key_exps: expected dtype float32"),
     ({"scales": np.zeros((2, 3), F4)}, ValueError, "scales: expected None but with form 'distance'"),
     ({"form": "distance", "scales": np.zeros((3, 2), F4)}, ValueError, r"scales: expected shape \(2, 3\)"),
     ({"form": "distance", "scales": np.zeros(6, F4)}, ValueError, r"scales: expected shape \(2, 3\)"),
@@ -277,7 +270,7 @@ def test_wrong_numbers_of_arrays(count: int) -> None:
     case = Case()
     score = tuple(case.options.values())
     row = np.zeros(1, F4)
-    with pytest.raises(ValueError, match=f"inputs: expected 15 arrays, got {count}"):
+    with pytest.raises(ValueError, match=f"inputs: expected 14 arrays, got {count}"):
         native.forward(score, (None,) * count, [row] * 14, 1)
     with pytest.raises(ValueError, match=f"rows: expected 14 arrays, got {count}"):
         native.forward(score, (None,) * 15, [row] * count, 1)
@@ -309,7 +302,7 @@ def test_missing_and_unknown_arguments() -> None:
 # Arrays of a plan without intervals, in the module's order.
 PLAN_INPUTS = (
     *("query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop"),
-    *("w_v", "sink", "scales", "key_exps"),
+    *("w_v", "sink", "scales"),
 )
 PLAN_ROWS = ("out", "row_max", "log_denom", "scores", "attention_scores", "attention_weights")
 PLAN_SAVED = (
@@ -375,7 +368,7 @@ def _of_every_input() -> dict[str, Any]:
     pairs |= {x: np.zeros((2, 2, 3, 5, 7), F4) for x in ("scores", "attention_weights")}
     pairs["mask"] = np.ones((2, 2, 3, 5, 7), np.uint8)
     arrays |= pairs | ids | {"key_ids": np.zeros((2, 7), int), "start": 0 * bounds, "stop": bounds}
-    arrays |= {"w_v": np.ones(4, F4), "sink": np.zeros((2, 3), F4), "key_exps": np.ones((2, 2, 1, 7, 4), F4)}
+    arrays |= {"w_v": np.ones(4, F4), "sink": np.zeros((2, 3), F4)}
     return arrays | {name: np.zeros((2, 2, 3, 5, 1), F4) for name in ("row_max", "log_denom")}
 
 

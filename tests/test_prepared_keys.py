@@ -312,180 +312,28 @@ def test_errors(call: Any, error: type, words: str) -> None:
         call(ats.prepare_keys(ADDITIVE, KEY))
 
 
-# ----------------------------------------------------------------- exponentials of the keys
-
-
-def _step(size: float, dtype: str, channels: int, keys: int = 70) -> tuple[Any, ...]:
-    """Queries of that size when projected, keys of which some are clipped, values and the score."""
-    rng = np.random.default_rng(int(10 * size) + channels)
-    w_v, w_q, w_k = (rng.standard_normal(shape).astype(dtype) for shape in ((channels,), (channels, 4), (channels, 5)))
-    query, key = (rng.standard_normal(shape).astype(dtype) for shape in ((2, 3, 1, 4), (2, 3, keys, 5)))
-    query *= size / np.abs(query @ w_q.T).max(-1, keepdims=True)
-    key[..., ::7, :] *= 40
-    return query, key, rng.standard_normal((2, 3, keys, 3)).astype(dtype), ats.Additive(w_v, w_q, w_k)
-
-
-@needs_native
-@pytest.mark.parametrize("size", [0.5, 3.0, 19.0, 30.0])
-@pytest.mark.parametrize(
-    ("convert", "dtype", "channels"),
-    [
-        *(
-            (convert, "float32", channels)
-            for convert in (np.asarray, torch.tensor, jnp.asarray)
-            for channels in (16, 21)
-        ),
-        *((convert, "float64", 13) for convert in (np.asarray, torch.tensor)),
-    ],
-)
-def test_a_step_reads_exponentials(size: float, convert: Any, dtype: str, channels: int) -> None:
-    """As accurate as tanh itself, at the sizes where they serve and at those where they do not."""
-    query, key, value, score = _step(size, dtype, channels)
-    arrays = [convert(x) for x in (query, key, value, score.w_v, score.W_q, score.W_k)]
-    prepared = ats.prepare_keys(ats.Additive(*arrays[3:]), arrays[1])
-    assert prepared.exps() is not None
-    lens = np.array([70, 5])
-    out, weights, stats = ats.attend(
-        arrays[0], prepared, arrays[2], valid_lens=lens, return_weights=True, return_stats=("max_score",)
-    )
-    wide = np.float64 if dtype == "float32" else np.longdouble
-    a, b = np.asarray(query, wide) @ np.asarray(score.W_q, wide).T, np.asarray(prepared.key, wide)
-    scores = np.tanh(a + b) @ np.asarray(score.w_v, wide)
-    scores[1, :, 5:] = -np.inf
-    bound = 8 * np.finfo(dtype).eps * np.abs(score.w_v).sum()
-    np.testing.assert_allclose(np.asarray(stats.max_score)[..., 0], scores.max(-1), rtol=0, atol=float(bound))
-    exact = np.exp(scores - scores.max(-1, keepdims=True))
-    exact /= exact.sum(-1, keepdims=True)
-    np.testing.assert_allclose(np.asarray(weights)[:, :, 0], exact, rtol=4 * float(bound), atol=0)
-    wanted = (exact[:, :, None] @ np.asarray(value, wide)).astype("f8")
-    np.testing.assert_allclose(np.asarray(out), wanted, rtol=0, atol=4 * float(bound * np.abs(value).max()))
-
-
-@needs_native
-@pytest.mark.parametrize(("size", "is_read"), [(0.5, False), (3.0, True), (30.0, False)])
-def test_which_queries_read_exponentials(size: float, is_read: bool) -> None:
-    """Small ones would lose digits, large ones might meet a clipped key."""
-    query, key, value, score = _step(size, "float32", 16)
-    prepared = ats.prepare_keys(score, key)
-    before = ats.attend(query, prepared, value)
-    prepared.exps()[:] = 1.0
-    assert np.array_equal(ats.attend(query, prepared, value), before) is not is_read
-
-
-@needs_native
-def test_the_layout_with_heads_behind_reads_exponentials() -> None:
-    query, key, value, score = _step(3.0, "float32", 16)
-    behind = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (query, key, value)]
-    prepared = ats.prepare_keys(score, behind[1], head_axis=-2)
-    assert prepared.exps().shape == (2, 70, 3, 16)
-    found = ats.attend(behind[0], prepared, behind[2], head_axis=-2).swapaxes(1, 2)
-    np.testing.assert_allclose(found, ats.attend(query, key, value, score=score), rtol=0, atol=1e-5)
-
-
-@needs_native
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_exponentials_of_keys_that_are_not_finite(bad: float) -> None:
-    """NaN reaches the queries that see it and no others; at infinity tanh has its limits."""
-    query, key, value, score = _step(3.0, "float32", 16)
-    key[0, :, 2, 1] = bad
-    prepared = ats.prepare_keys(score, key)
-    found = ats.attend(query, prepared, value)
-    hidden = ats.attend(query, prepared, value, valid_lens=[2, 70])
-    assert np.isfinite(hidden).all()
-    wanted = ats.attend(query, prepared.key, value, score=prepared.score, kernel="dense")
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
-
-
 # Writes that change all keys to 0; PyTorch counts the first of its own alone.
 WRITES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "numpy": (np.asarray, lambda prepared: prepared.key.fill(0)),
-    "torch": (torch.tensor, lambda prepared: prepared.key.zero_()),
-    "torch-data": (torch.tensor, lambda prepared: prepared.key.data.zero_()),
-    "torch-memory": (torch.tensor, lambda prepared: prepared.key.numpy().fill(0)),
-    "torch-shallow-copy": (torch.tensor, lambda prepared: copy.copy(prepared).key.data.zero_()),
+    "numpy": (np.asarray, lambda key: key.fill(0)),
+    "torch": (torch.tensor, lambda key: key.zero_()),
+    "torch-data": (torch.tensor, lambda key: key.data.zero_()),
+    "torch-memory": (torch.tensor, lambda key: key.numpy().fill(0)),
 }
 
 
-@needs_native
 @pytest.mark.parametrize("write", WRITES)
-def test_keys_that_were_written_to_have_no_exponentials(write: str) -> None:
+def test_a_call_reads_keys_as_they_are(write: str) -> None:
     convert, call = WRITES[write]
-    query, key, value, score = _step(3.0, "float32", 16)
-    arrays = [convert(x) for x in (query, key, value, score.w_v, score.W_q, score.W_k)]
-    prepared = ats.prepare_keys(ats.Additive(*arrays[3:]), arrays[1])
-    ats.attend(arrays[0], prepared, arrays[2])
-    copies = [copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))]
-    for each in (prepared, *copies):
-        assert each.exps() is not None
-        call(each)
-        mean = np.broadcast_to(value.mean(-2, keepdims=True), (2, 3, 1, 3))
-        np.testing.assert_allclose(ats.attend(arrays[0], each, arrays[2]), mean, rtol=0, atol=1e-6)
-
-
-@needs_native
-def test_keys_whose_data_are_longer_ones() -> None:
-    """The plan of the longer keys reads no memory of the shorter ones."""
-    query, key, value, score = (torch.tensor(x) if isinstance(x, np.ndarray) else x for x in _step(3.0, "float32", 16))
-    score = ats.Additive(*map(torch.tensor, (score.w_v, score.W_q, score.W_k)))
-    prepared, longer = (ats.prepare_keys(score, x) for x in (key, key.repeat(1, 1, 9, 1)))
-    expected = ats.attend(query, longer, value.repeat(1, 1, 9, 1))
-    prepared.key.data = longer.key
-    found = ats.attend(query, prepared, value.repeat(1, 1, 9, 1))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-@needs_native
-def test_immutable_keys_keep_their_exponentials() -> None:
-    _, key, _, score = _step(3.0, "float32", 16)
-    prepared = ats.prepare_keys(ats.Additive(*map(jnp.asarray, (score.w_v, score.W_q, score.W_k))), jnp.asarray(key))
-    assert jax.tree.leaves(prepared)[0] is prepared.key
-    assert prepared.exps() is not None
-
-
-@needs_native
-def test_keys_without_exponentials() -> None:
-    """Other activations, changed keys, gradients, traced arrays, and keys that are the caller's own."""
-    query, key, value, score = _step(3.0, "float32", 16)
-    prepared = ats.prepare_keys(score, key)
-    others = [
-        ats.prepare_keys(dataclasses.replace(score, activation="sigmoid"), key),
-        ats.prepare_keys(ats.Additive(score.w_v), prepared.key),
-        prepared + 0 * prepared.key,
-        dataclasses.replace(prepared, key=prepared.key[..., :9, :]),
-        ats.PreparedKeys(prepared.key, prepared.score),
-    ]
-    tensors = [torch.tensor(x, requires_grad=True) for x in (score.w_v, score.W_q, score.W_k)]
-    others.append(ats.prepare_keys(ats.Additive(*tensors), torch.tensor(key)))
-    assert all(x.exps() is None for x in others)
-    with torch.no_grad():
-        assert ats.prepare_keys(ats.Additive(*tensors), torch.tensor(key)).exps() is not None
-    with torch.inference_mode():
-        assert ats.prepare_keys(ats.Additive(*tensors), torch.tensor(key)).exps() is not None
-    traced = []
-    jitted = ats.Additive(*map(jnp.asarray, (score.w_v, score.W_q, score.W_k)))
-    jax.jit(lambda k: traced.append(ats.prepare_keys(jitted, k).exps()))(jnp.asarray(key))
-    assert traced == [None]
-    out = jax.jit(lambda p: ats.attend(jnp.asarray(query), p, jnp.asarray(value)))(
-        ats.prepare_keys(jitted, jnp.asarray(key))
+    draw = np.random.default_rng(0).standard_normal
+    query, key, value, *arrays = (
+        convert(draw(shape).astype("f4")) for shape in ((2, 1, 4), (2, 70, 5), (2, 70, 3), (16,), (16, 4), (16, 5))
     )
-    np.testing.assert_allclose(out, ats.attend(query, prepared, value), rtol=0, atol=1e-5)
-
-
-@needs_native
-def test_gradients_beside_exponentials() -> None:
-    """A query that needs a gradient gets that of the direct scores."""
-    query, key, value, score = _step(3.0, "float32", 16)
-    prepared, other = (
-        ats.prepare_keys(ats.Additive(*map(torch.tensor, (score.w_v, score.W_q, score.W_k))), torch.tensor(key))
-        for _ in range(2)
-    )
-    assert prepared.exps() is not None
-    grads = []
-    for keys, options in ((prepared, {}), (other.key, {"score": other.score})):
-        leaf = torch.tensor(query, requires_grad=True)
-        ats.attend(leaf, keys, torch.tensor(value), **options).square().sum().backward()
-        grads.append(leaf.grad)
-    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    prepared = ats.prepare_keys(ats.Additive(*arrays), key)
+    ats.attend(query, prepared, value)
+    for each in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        call(each.key)
+        mean = np.broadcast_to(np.asarray(value).mean(-2, keepdims=True), (2, 1, 3))
+        np.testing.assert_allclose(ats.attend(query, each, value), mean, rtol=0, atol=1e-6)
 
 
 # ----------------------------------------------------------------- layers
@@ -535,51 +383,17 @@ def test_the_layer_of_pytorch() -> None:
                 call()
 
 
-@needs_native
 @pytest.mark.parametrize("keep_last", [True, False])
-def test_keys_of_a_layer_have_exponentials(keep_last: bool) -> None:
-    """Those that the layer prepares without gradients; the weights w_v are those of the call."""
+def test_a_step_of_a_layer_takes_its_parameters_of_now(keep_last: bool) -> None:
     torch.manual_seed(0)
     layer = AdditiveAttention(16, keep_last=keep_last)
     query, key, value = 5 * torch.randn(2, 1, 8), 3 * torch.randn(2, 150, 5), torch.randn(2, 150, 4)
     layer(query, key, value)
-    assert layer.prepare_keys(key).exps() is None
-    captured: list[torch.Tensor] = []
-    layer.W_k.register_forward_hook(lambda module, inputs, output: captured.append(output))
     with torch.no_grad():
-        assert layer.prepare_keys(key[:, :9]).exps() is None  # a few
         prepared = layer.prepare_keys(key)
-        captured[-1].zero_()
-        assert prepared.array().all()  # they are not the array that a hook has
         layer.w_v.weight.mul_(2)
         found, wanted = (layer(query, x, value, valid_lens=[150, 5]) for x in (prepared, key))
-        torch.testing.assert_close(found, wanted)
-        prepared.exps()[:] = 1.0  # as if all keys were 0
-        changed = layer(query, prepared, value, valid_lens=[150, 5])
-        torch.testing.assert_close(changed[1], value[1, :5].mean(0, keepdim=True))
-        if keep_last:  # of the keys themselves, where they are not those of the pass
-            assert layer.attention_weights.shape == (2, 1, 150)
-        prepared.key.zero_()
-        assert prepared.exps() is None
-        torch.testing.assert_close(layer(query, prepared, value)[0], value[0].mean(0, keepdim=True))
-    # With gradients the scores are computed directly.
-    out = layer(query, prepared, value)
-    torch.testing.assert_close(out, layer(query, prepared + 0, value))
-    assert all(x is not None for x in torch.autograd.grad(out.sum(), list(layer.w_v.parameters())))
-
-
-@needs_native
-@pytest.mark.slow
-def test_a_compiled_layer_takes_keys_with_exponentials() -> None:
-    torch.manual_seed(0)
-    layer = AdditiveAttention(16, key_size=5, query_size=8)
-    query, key, value = 5 * torch.randn(2, 1, 8), 3 * torch.randn(2, 150, 5), torch.randn(2, 150, 4)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        wanted, prepared = layer(query, key, value), layer.prepare_keys(key)
-        assert prepared.exps() is not None
-        step = torch.compile(layer, backend="eager", fullgraph=True)
-        torch.testing.assert_close(step(query, prepared, value), wanted)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.slow

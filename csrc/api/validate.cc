@@ -247,7 +247,6 @@ CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vect
     }
     check_form(in.w_v, p.form == Form::additive, "additive");
     if (p.form == Form::additive) check_given(in.w_v);
-    check_form(in.key_exps, p.form == Form::additive, "additive");
     check_form(in.scales, p.form == Form::distance, "distance");
     check_all(p, s, kInputs, in);
     check_intervals(p, s, in.start, in.stop);

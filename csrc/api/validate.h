@@ -12,7 +12,6 @@ namespace attnscore {
 
 struct Inputs {
     Array query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, w_v, sink, scales;
-    Array key_exps;
 };
 
 // What a forward fills; only `out` must be given. Statistics of rows have the shape (..., query, 1).
@@ -151,8 +150,7 @@ inline constexpr Field<Inputs> kInputs[] = {
     {"stop", &Inputs::stop, Element::index, {Kind::bounds, Size::query_len}, {to<&Head::stop>}},
     {"w_v", &Inputs::w_v, Element::sum, {Kind::heads, Size::dim}, {to<&Head::w_v>}},
     {"sink", &Inputs::sink, Element::sum, {Kind::heads}, {to<&Head::sink>, to<&RowArrays::sink>}},
-    {"scales", &Inputs::scales, Element::sum, {Kind::heads}, {to<&Head::scale>}},
-    {"key_exps", &Inputs::key_exps, Element::sum, {Kind::strided, Size::key_len, Size::dim}, {to<&Head::key_exps>}}};
+    {"scales", &Inputs::scales, Element::sum, {Kind::heads}, {to<&Head::scale>}}};
 inline constexpr Field<ForwardArrays> kForwardArrays[] = {
     {"out", &ForwardArrays::out, Element::value, kOut, {to<&Head::out>}},
     {"row_max", &ForwardArrays::row_max, Element::sum, kRow, {to<&RowArrays::row_max>}},

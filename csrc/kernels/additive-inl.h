@@ -92,9 +92,6 @@ class Additive {
     T kappa() const { return kappa_; }
     // Whether the addition theorem of tanh serves numbers up to this size, and whether their exponentials are in range.
     bool tanh_addition_applies(T size) const { return activation == Activation::tanh && size <= T(1); }
-    // Whether prepared exponentials of keys serve rows up to this size: small numbers would lose digits, and beyond the
-    // upper bound tanh need not be at its limit for a key whose exponential was clipped.
-    bool prepared_exps_apply(T size) const { return activation == Activation::tanh && size > T(1) && size <= T(20); }
     bool exp_in_range(T size) const { return std::fabs(kappa_) * size <= kMaxExponent; }
 
     // The algorithm for query rows whose largest magnitude is `rows`.

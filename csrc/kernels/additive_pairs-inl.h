@@ -27,15 +27,6 @@ class AdditivePairs {
         });
     }
 
-    // The same of tanh, from e^2a of the rows a and e^2b of the keys b: tanh(a + b) = 1 - 2 / (1 + e^2a e^2b).
-    void scores_by_exps(T* s, const T* row_exps, int64_t width, int64_t count, const View<T>& key_exps,
-                        const uint64_t* bits) const {
-        const auto value = [](V<T> ea, V<T> eb) {
-            return fused<T>(splat(T(-2)), T(1) / fused<T>(ea, eb, splat(T(1))), splat(T(1)));
-        };
-        scores_of(value, s, row_exps, width, count, key_exps, bits);
-    }
-
     // From ds, exactly 0 where a pair is masked: da[i * lda + p] +=, db[j * ldb + p] +=, dw[p] +=. da and db have whole
     // vectors, dw has dim numbers.
     void gradients(const T* ds, const T* rows, int64_t width, int64_t count, const View<T>& keys, int64_t key_count,

@@ -42,12 +42,6 @@ class AdditiveTables {
         }
     }
 
-    // For pairs that are computed without tables, from prepared exponentials of the keys: fill those of the rows, where
-    // they serve.
-    void fill_exps(Arena& arena, Query& query, const T* rows, int64_t count) const {
-        if (form_.prepared_exps_apply(largest(rows, count * width_))) query.exps = exps(arena, rows, count);
-    }
-
     // Take memory for the tables of a key tile, with those of gradients if wanted.
     void reserve(Arena& arena, Keys& keys, bool gradients) const {
         const int64_t size = kTileKeys * width_;

@@ -36,13 +36,8 @@ class ForwardTask {
           few_rows_(problem.form != Form::additive && has_few_rows(problem)),
           values_(arena, problem, queries.masked, queries.panels() >= kStepPanels, few_rows_),
           dropout_(problem) {
-        if (problem.form == Form::additive) {
-            const AdditiveTables<T> tables{scores_.additive()};
-            if (!scores_.additive().by_pairs)
-                tables.fill(arena, additive_query_, queries.query, queries.count);
-            else if (head_.key_exps.data)
-                tables.fill_exps(arena, additive_query_, queries.query, queries.count);
-        }
+        if (problem.form == Form::additive && !scores_.additive().by_pairs)
+            AdditiveTables<T>{scores_.additive()}.fill(arena, additive_query_, queries.query, queries.count);
         for (T** x : {&step_scores_, &step_weights_}) *x = arena.take<T>(kStepPanels * kMR * kTileKeys);
         if constexpr (kHasBf16Dot && sizeof(T) == 4)
             if (Bf16Dot::supports(problem) && !few_rows_) bf16_.emplace(arena, problem, queries);

@@ -100,11 +100,7 @@ void Scores<T>::additive_scores(T* s, uint64_t* bits, const QueryTile<T>& querie
         for (int64_t i = 0; i < size; i++)
             bits[i] = unmasked_bits(problem_, head, queries.row[first + i], tile.first, tile.count);
         const AdditivePairs<T> pairs(form_, as<T>(head.w_v));
-        const int64_t at = first * queries.width;
-        if (additive_query.exps)
-            pairs.scores_by_exps(s, additive_query.exps + at, queries.width, size, tile.exps, bits);
-        else
-            pairs.scores(s, queries.query + at, queries.width, size, tile.rows, bits);
+        pairs.scores(s, queries.query + first * queries.width, queries.width, size, tile.rows, bits);
     } else {
         additive_(s - first * kTileKeys, kTileKeys, additive_query, first, first + size, tile.additive,
                   as<T>(head.w_v));

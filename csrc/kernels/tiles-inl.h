@@ -176,10 +176,9 @@ struct KeyTile {
     int64_t first = 0, count = 0;
     StoredRows<T> stored;  // one key a row, where possible in the caller's memory
     View<T> rows;          // the same as T, where they are needed
-    View<T> exps;          // additive: the prepared exponentials of the keys, where there are any
     T* transposed;         // one channel a row
     T* bias;               // one number a key, where there is a key bias
-    T *copy, *copied_exps = nullptr;
+    T* copy;
     uint64_t nonfinite = 0;  // additive: bits of the keys that held NaN or infinity; see QueryTile
     bool gradients;          // whether the tile serves the backward too
     typename Additive<T>::Keys additive;
@@ -189,7 +188,6 @@ struct KeyTile {
         transposed = arena.take<T>(kTileKeys * width);
         copy = arena.take<T>(kTileKeys * width);
         bias = arena.take<T>(kTileKeys);
-        if (form.by_pairs) copied_exps = arena.take<T>(kTileKeys * width);
         if (problem.form == Form::additive && !form.by_pairs)
             AdditiveTables<T>{form}.reserve(arena, additive, gradients);
     }
@@ -205,8 +203,6 @@ struct KeyTile {
             rows = view_rows(copy, head.key, problem.score_dtype, key, key_count, problem.dim);
             stored = StoredRows<T>(rows);
         }
-        if (head.key_exps.data && form.by_pairs)
-            exps = view_rows(copied_exps, head.key_exps, dtype_of<T>(), key, key_count, problem.dim);
         if (transpose && !form.by_pairs)
             transpose_tile(transposed, rows, width, key_count, problem.form == Form::additive);
         if (head.key_bias.data)

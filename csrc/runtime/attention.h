@@ -72,9 +72,6 @@ struct Head {
     // for k from 1 to `holes`, in any order.
     int64_t holes = 0, hole_stride = 0;
     const char* w_v = nullptr;  // additive: dim contiguous numbers of the sum type
-    // Additive, tanh: e^2b of the keys b, in the sum type, with 2b clipped to -60 .. 60, in double to -600 .. 600; or
-    // null. Only pairs that are computed without tables read it.
-    Matrix key_exps;
     const char* scale = nullptr;  // distance: a number of the sum type, times the problem's scale; null: 1
     int64_t index = 0;            // among the matrices of the call: dropout counts rows through all of them
     char* out = nullptr;          // query_len x value_dim contiguous, in the dtype of value

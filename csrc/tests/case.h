@@ -167,7 +167,7 @@ struct Case : Drawn {
                       : "",
             h.mask.data ? " mask" : "", h.query_ids.data ? " ids" : "", h.bias.data ? " bias" : "",
             h.query_bias.data ? " query_bias" : "", h.key_bias.data ? " key_bias" : "", h.scale ? " scales" : "",
-            h.key_exps.data ? " key exps" : "", keeps ? " kept scores" : "",
+            keeps ? " kept scores" : "",
             p.matrix == MatrixOutput::weights  ? " weights"
             : p.matrix == MatrixOutput::scores ? " scores"
                                                : "");

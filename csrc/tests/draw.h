@@ -32,7 +32,6 @@ struct Drawn {
         if (!problem.heads.empty() && random.one_in(3)) plant();
         problem.exact_row_max = problem.full_statistics || later.coin();
         draw_matrix();
-        if (problem.form == Form::additive && problem.activation == Activation::tanh && latest.coin()) draw_key_exps();
     }
 
    private:
@@ -165,27 +164,6 @@ struct Drawn {
             }
         }
         weight = large;
-    }
-
-    // Exponentials of the keys that are there, NaN and infinity included.
-    void draw_key_exps() {
-        const double most = sum == Dtype::f64 ? 600 : 60;
-        for (const Group& group : problem.groups) {
-            const Matrix key = problem.heads[group.heads[0]].key;
-            Layout layout(latest, problem.key_len, problem.dim);
-            // Each key has its own.
-            if (layout.row_stride == 0 || layout.col_stride == 0)
-                layout.row_stride = problem.dim, layout.col_stride = 1;
-            const Matrix exps = numbers_laid(memory, latest, layout, sum, [] { return 0.0; });
-            for (int64_t j = 0; j < problem.key_len; ++j)
-                for (int64_t p = 0; p < problem.dim; ++p) {
-                    const double b = at(key, problem.score_dtype, j, p);
-                    char* to =
-                        const_cast<char*>(exps.data) + (j * exps.row_stride + p * exps.col_stride) * size_of(sum);
-                    put(to, sum, std::isnan(b) ? b : std::exp(std::clamp(2 * b, -most, most)));
-                }
-            for (const int64_t h : group.heads) problem.heads[h].key_exps = exps;
-        }
     }
 
     Matrix column(int64_t rows) {

@@ -11,9 +11,6 @@ Axes are the same everywhere; an axis of length 1 is broadcast where the table s
                             (1 + holes, first of lead or 1, query_len)  the first is the interval, the others its holes
     w_v                     (dim,) or (head or 1, group or 1, dim)      rows contiguous; additive only
     sink, scales            (head or 1, group or 1)                     any strides; scales: distance only
-    key_exps                (*lead, head, group, key_len, dim)          broadcast over heads, any strides; additive of
-                                                tanh only: e^2b of the keys b, with 2b clipped to -60 .. 60 (600
-                                                in float64); a forward may read them in place of the keys
     out                     (*lead, head, group, query_len, value_dim)  C-contiguous; backward: any strides
     statistics of rows      (*lead, head, group, query_len, 1)          C-contiguous
     scores                  (*lead, head, group, query_len, key_len)    C-contiguous; additive only
@@ -45,8 +42,7 @@ _Score: TypeAlias = tuple[Any, ...]
 """Form ("inner", "additive", "distance"), activation, negative slope, scale, caps, dtypes of query and key, of value
 and of bias, dropout, seed."""
 _Inputs: TypeAlias = Sequence[_Optional]
-"""query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, w_v, sink, scales,
-key_exps."""
+"""query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, w_v, sink, scales."""
 
 def targets() -> list[str]:
     """Return the compiled targets that this CPU runs, best first.

@@ -96,9 +96,7 @@ def attend(
     <BLANKLINE>
            [[10., 11., 12., 13.]]])
     """
-    key_exps = None
     if type(key) is PreparedKeys:
-        key_exps = key.exps()
         key, score = key.unpack(score)
     if type(mask) is ValidLens and valid_lens is mask.query_lens is None and mask.lens is not None:
         # A plan reads valid lengths at each call; it would hold those of a mask.
@@ -111,7 +109,7 @@ def attend(
             return_stats=return_stats,
         )  # fmt: skip
     options = (head_axis, normalizer, kernel, dropout, return_weights, return_stats)
-    arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps))
+    arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, seed))
     signature = plans.signature(arguments, options)
     if signature is None and (held := plans.with_held_arrays(arguments)) is not None:
         arguments, signature = held, plans.signature(held, options)

@@ -164,15 +164,6 @@ FAULTS: list[Fault] = [
         "watch(one_pass=True) cuts the gradient of the outputs that it computes",
     ),
     Fault(
-        "layer-prepared-keys-keep-their-score",
-        "src/attnscore/plans/prepared.py",
-        "with_exps_of",
-        "_bound(A._private, B.pop('score'))",
-        "_bound(A._private, B.pop('score') and A.score)",
-        "tests/test_prepared_keys.py -k keys_of_a_layer",
-        "a layer's step over prepared keys takes the weights of when they were prepared",
-    ),
-    Fault(
         "health-variance-that-overflowed",
         "src/attnscore/diagnostics/watching/health.py",
         "verdicts_of",

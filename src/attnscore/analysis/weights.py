@@ -94,7 +94,7 @@ def _planned(
 ) -> Any:  # fmt: skip
     """Return the output and all weights by the execution plan of a call of `attend`, for values of value_dim 0."""
     options = (head_axis, normalizer, "auto", 0.0, True, False)
-    arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, None, None))
+    arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, None))
     signature = plans.signature(arguments, options)
     if (plan := plans.PLANS.get(signature)) is not None:
         return plan.run(arguments)

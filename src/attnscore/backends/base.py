@@ -167,8 +167,6 @@ class Backend(ABC):
     """The framework's module of array functions (or `Modules`)."""
     settles_sizes = False
     """Whether comparing an unknown size with a number settles, for the whole program, if they are equal."""
-    wraps_memory = True
-    """Whether `from_memory` makes an array of another kind."""
     wants_aligned = True
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
     has_slow_callbacks = False

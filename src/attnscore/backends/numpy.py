@@ -33,7 +33,6 @@ class NumpyBackend(Backend):
     name = "numpy"
     has_autodiff = False
     xp = np
-    wraps_memory = False
     wants_aligned = False
     can_unpad = True
 

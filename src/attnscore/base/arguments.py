@@ -28,8 +28,6 @@ class CallArguments(NamedTuple):
     bias: Any
     sink: Any
     seed: Any
-    key_exps: Any = None
-    """Exponentials of prepared keys (`PreparedKeys.exps`)."""
 
 
 def is_number(x: object) -> bool:

@@ -436,7 +436,7 @@ class BaseAttention(Generic[A]):
         if not isinstance(self, PreparesKeys):
             hint = "AdditiveAttention takes prepared keys"
             raise FrameworkError(message("keys", "an array", "PreparedKeys", hint=hint))
-        key = keys.array()
+        key = keys.key
         shared.check_features("keys", key.shape[-1], self._layer.option("num_hiddens"), "w_v")
         return key, self._layer.after_keys
 

@@ -284,9 +284,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             known = _KNOWN.get_or_compute(key, lambda: Known(self._pairs(queries, keys, values)))
         has_weights = bool(self.keep_last) and self._are_few(known.pairs)
         # As `CallArguments`, without the constructor.
-        arguments = tuple.__new__(
-            CallArguments, (queries, keys, values, score, None, valid_lens, None, None, None, None)
-        )
+        arguments = tuple.__new__(CallArguments, (queries, keys, values, score, None, valid_lens, None, None, None))
         if (plan := known.plans_of.get(has_weights)) is None:
             options = (-3, layer.normalizer, "auto", dropout, has_weights, False)
             plan, arguments = plans.planned(plans.signature(arguments, options), arguments, options)

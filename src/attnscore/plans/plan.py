@@ -46,7 +46,7 @@ _DTYPES_READ = {np.dtype(name): name for name in ("bool", *_LENS_DTYPES)}
 
 def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashable | None:
     """Return the cache key of a call's plan, or None where it cannot be cached; `options` are the other arguments."""
-    query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps = arguments
+    query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
     kind = type(query)
     if (found := _score_signature(score)) is None or (ops := backends.of_type(kind)) is None:
         return None
@@ -58,7 +58,7 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
         return None
     of_score, parameters = found
     arrays = [query, key, value, *parameters]
-    parts: list[Hashable] = [of_score, bias is None, sink is None, key_exps is None, *map(type, options), options]
+    parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), options]
     if bias is not None or sink is not None or seed is not None:
         if type(seed) not in (int, type(None)):
             return None
@@ -167,14 +167,14 @@ def planned(
 
 def with_held_arrays(arguments: CallArguments) -> CallArguments | None:
     """Return the arguments of a call with the arrays that variables hold in their place; None without variables."""
-    query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps = arguments
+    query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
     given = query, key, value, mask, valid_lens, bias, sink
     found = tuple(map(backends.held, given))
     held_score = score if type(score) is str else with_arrays(score, backends.held)
     if held_score is score and all(map(operator.is_, given, found)):
         return None
     query, key, value, mask, valid_lens, bias, sink = found
-    return CallArguments(query, key, value, held_score, mask, valid_lens, bias, sink, seed, key_exps)
+    return CallArguments(query, key, value, held_score, mask, valid_lens, bias, sink, seed)
 
 
 def _records(ops: Backend, arguments: CallArguments) -> bool:
@@ -190,17 +190,17 @@ def _records(ops: Backend, arguments: CallArguments) -> bool:
 
 def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:
     """Return the arguments of a call with detached arrays."""
-    query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps = arguments
+    query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
     query, key, value = map(ops.stop_gradient, (query, key, value))
     bias, sink = (ops.stop_gradient(x) if backends.of_type(type(x)) is ops else x for x in (bias, sink))
     score = with_arrays(score, ops.stop_gradient) if type(score) is not str else score
-    return CallArguments(query, key, value, score, mask, valid_lens, bias, sink, seed, key_exps)
+    return CallArguments(query, key, value, score, mask, valid_lens, bias, sink, seed)
 
 
 def _planned(
     cache_key: Hashable | None, arguments: CallArguments, options: tuple[Any, ...]
 ) -> tuple[Plan, CallArguments]:
-    query, key, value, score, mask, valid_lens, bias, sink, seed, _ = arguments
+    query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
     head_axis, normalizer, kernel, dropout, return_weights, return_stats = options
     problem, _ = build_problem(
         query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
@@ -227,7 +227,7 @@ def build(cache_key: Hashable | None, problem: Problem, kernel: str, arguments: 
 
 def _arrays_of(arguments: CallArguments, problem: Problem) -> dict[str, Array]:
     """Return the caller's arrays that each call of a plan passes, by name."""
-    query, key, value, _, mask, valid_lens, bias, sink, _, key_exps = arguments
+    query, key, value, _, mask, valid_lens, bias, sink, _ = arguments
     score = problem.score
     found = {
         "query": query,
@@ -239,7 +239,6 @@ def _arrays_of(arguments: CallArguments, problem: Problem) -> dict[str, Array]:
         "mask": mask if isinstance(problem.mask, Dense) else None,
         "valid_lens": None if valid_lens is None else _read_at_each_call(problem.ops, query, mask, valid_lens),
         "sink": sink,
-        "key_exps": key_exps,
     }
     return {name: x for name, x in found.items() if x is not None}
 

@@ -4,65 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
-
-import numpy as np
+from typing import Any, final
 
 from attnscore import backends, scores
-from attnscore.backends import native
-from attnscore.backends.base import Array, Backend, HostArray, accumulator
+from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import shown
 from attnscore.base.layout import AxisLayout, ScoreShape
 from attnscore.base.sizes import may_equal
 from attnscore.errors import ArgumentError, ShapeError, message, with_shapes
 from attnscore.problem.problem import check_each, check_head_axis
-from attnscore.scores import Additive
 from attnscore.scores.base import describe
 from attnscore.scores.base import prepare_keys as prepare_keys_of
-
-# Bounds of the exponents 2b. There tanh(a + b) is at its limits for any |a| <= 20, up to which the native kernel reads
-# the exponentials.
-_MOST = {"float32": 60.0, "float64": 600.0}
-# Numbers in keys below which a step takes as long without their exponentials.
-_FEW_NUMBERS = 2**12
-
-
-@dataclass(eq=False, slots=True)
-class _PrivateKeys:
-    """Keys to which no caller has a reference, with exponentials that would be wrong after a write to them.
-
-    No framework counts all writes (PyTorch none through ``.data`` and ``.numpy()``), so the exponentials end when a
-    caller gets the array.
-    """
-
-    key: Array
-    exps: HostArray | None
-    """e^2b of the keys b, from which tanh(a + b) = 1 - 2 / (1 + e^2a e^2b) takes a division."""
-    is_mutable: bool
-
-    @staticmethod
-    def of(ops: Backend, key: Array, score: Any) -> _PrivateKeys | None:
-        """Return keys whose score reads exponentials; None for others, and for keys with a gradient or traced."""
-        if type(score) is not Additive or score.activation != "tanh" or backends.compiled() is not None:
-            return None
-        if native.module is None or ops.needs_grad(key) or ops.needs_host_callback(key) or not ops.has_cpu_buffer(key):
-            return None
-        if math.prod(key.shape) < _FEW_NUMBERS:
-            return None
-        sums = accumulator(ops.dtype(key))
-        exponents = np.clip(2 * ops.memory(ops.astype(key, sums)), -_MOST[sums], _MOST[sums])
-        if ops.has_mutable_arrays:
-            # A hook on the layer's projection may have a reference.
-            key = ops.from_memory(ops.memory(key).copy(), ops.dtype(key), key)
-        return _PrivateKeys(key, np.exp(exponents, order="C"), ops.has_mutable_arrays)
-
-    def share(self) -> Array:
-        """Return the keys to a caller, who may write to them."""
-        if self.is_mutable:
-            self.exps = None
-        return self.key
 
 
 @final
@@ -76,8 +29,7 @@ class PreparedKeys:
     Parameters
     ----------
     key : (..., key, h)
-        The array itself: later calls see what is written to it. Calls without gradients may be faster until the first
-        use of this attribute, as exponentials of the keys are cached as long as only the library has the array.
+        The array itself: later calls see what is written to it.
     score : the score of a query with these keys
 
     Examples
@@ -94,32 +46,16 @@ class PreparedKeys:
 
     key: Array
     score: Any
-    # Not a field: in its place where the keys have exponentials. Keys that are replaced, traced or differentiated have
-    # none.
-    _private: ClassVar[_PrivateKeys | None] = None
 
     def __post_init__(self) -> None:
         backends.register_pytree(PreparedKeys)
 
     def __repr__(self) -> str:
-        return describe(PreparedKeys(self.array(), self.score))
+        return describe(self)
 
     def __add__(self, features: Array) -> PreparedKeys:
         """Return these keys with features (..., key, h) added: a further term of an additive score."""
-        return PreparedKeys(self.array() + features, self.score)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "key" and self._private is not None:
-            return self._private.share()
-        raise AttributeError(f"'PreparedKeys' object has no attribute {name!r}")
-
-    def array(self) -> Array:
-        """Return the keys for a call, which only reads them: they keep their exponentials, unlike with ``.key``."""
-        return self.key if self._private is None else self._private.key
-
-    def exps(self) -> HostArray | None:
-        """Return exponentials of the keys; None where there are none, or where a caller has the array."""
-        return None if self._private is None or backends.compiled() is not None else self._private.exps
+        return PreparedKeys(self.key + features, self.score)
 
     def unpack(self, score: Any) -> tuple[Array, Any]:
         """Return the key and the score of a call; raise ArgumentError where the call names a score of its own."""
@@ -127,7 +63,7 @@ class PreparedKeys:
         if not isinstance(score, str) or score != "scaled_dot":
             hint = "prepare_keys(score, key) has bound them to theirs; .key holds the array"
             raise ArgumentError(message("score", "no score with prepared keys", shown(score), hint=hint))
-        return self.array(), self.score
+        return self.key, self.score
 
 
 def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys:
@@ -191,31 +127,16 @@ def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys
         ops.register_pytree(type(remaining_score))
         if found is canonical:
             return PreparedKeys(key, remaining_score)
-        return with_exps(ops, ops.astype(_on_caller_axes(ops, layout, found, score), ops.dtype(key)), remaining_score)
+        found = ops.astype(_on_caller_axes(ops, layout, found, score), ops.dtype(key))
+        return PreparedKeys(found, remaining_score)
 
 
-def with_exps(ops: Backend, key: Array, score: Any) -> PreparedKeys:
-    """Return keys that a score has computed, with their exponentials where calls read them."""
-    prepared, private = PreparedKeys(key, score), _PrivateKeys.of(ops, key, score)
-    return prepared if private is None else _bound(private, score)
-
-
-def _bound(private: _PrivateKeys, score: Any) -> PreparedKeys:
-    # Without the constructor: 1 us of a small step's 35.
-    bound = object.__new__(PreparedKeys)
-    vars(bound).update(score=score, _private=private)
-    return bound
+def with_exps(ops: Any, key: Array, score: Any) -> PreparedKeys:
+    return PreparedKeys(key, score)
 
 
 def with_exps_of(prepared: Any, key: Array, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the key and the arguments of a call of `attend` on keys that a layer's call has got, perhaps prepared.
-
-    The score among the arguments is the layer's of now, of the kind of that of the keys.
-    """
-    if type(prepared) is not PreparedKeys or prepared._private is None or key is not prepared._private.key:
-        return key, arguments
-    options = {**arguments}
-    return _bound(prepared._private, options.pop("score")), options
+    return key, arguments
 
 
 def _layout(shape: tuple[int, ...], head_axis: int) -> AxisLayout:

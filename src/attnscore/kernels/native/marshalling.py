@@ -99,7 +99,7 @@ def _is_staged(problem: Problem) -> bool:
 
 ORDER = (
     *("query", "key", "value", "query_bias", "key_bias", "bias", "mask", "query_ids", "key_ids", "start", "stop"),
-    *("w_v", "sink", "scales", "key_exps"),
+    *("w_v", "sink", "scales"),
 )
 """Arrays that the native module reads, in the order of its stub."""
 

@@ -84,8 +84,6 @@ class Forward(NamedTuple):
     caller's axes (None: it has them already)."""
     saved: tuple[int, ...]
     """Indices in `filled` of the arrays that are saved for a backward."""
-    is_final: bool
-    """Whether the arrays that the module fills are the outputs, in their order."""
 
 
 class Backward(NamedTuple):
@@ -174,7 +172,7 @@ class NativePlan(Plan):
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
         ops = self.ops
-        query, key, value, score, _, _, bias, sink, _, _ = arguments
+        query, key, value, score, _, _, bias, sink, _ = arguments
         arrays: tuple[Array, ...] = (query, key, value)
         if bias is not None:
             arrays += (bias,)
@@ -195,7 +193,7 @@ class NativePlan(Plan):
         """Return what `attend` returns, of a call on these arrays that no autograd records."""
         mask = arguments.valid_lens if self.reads_lens else arguments.mask
         seed = self._seed(arguments) if self.dropout else 0
-        return self.present(self.forward(arrays, mask, seed, saves=False, key_exps=arguments.key_exps)[0])
+        return self.present(self.forward(arrays, mask, seed, saves=False)[0])
 
     def record(self, arguments: CallArguments, score: Any, arrays: Sequence[Array]) -> Any:
         """Return what `attend` returns, of a call on these arrays that autograd records."""
@@ -244,25 +242,21 @@ class NativePlan(Plan):
         return (*self.differentiable, *(("attention_weights",) if self.detaches_weights else ()), *detached)
 
     def forward(
-        self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool, key_exps: HostArray | None = None
+        self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool
     ) -> tuple[tuple[Array, ...], Sequence[HostArray]]:
         """Return the outputs `returned` and, with `saves`, the arrays `saved`.
 
-        `mask` is a boolean mask, or valid lengths or their bounds, which the plan reads; `key_exps` likewise.
+        `mask` is a boolean mask, or valid lengths or their bounds, which the plan reads.
         """
         ops, lens, in_memory = self.ops, (), mask
-        plan, layouts, outputs, places, is_final = self._forwards.get(saves) or self._build_forward(saves)
+        plan, layouts, outputs, places = self._forwards.get(saves) or self._build_forward(saves)
         if self.reads_lens and type(mask) is not tuple:
             lens, in_memory = (mask,) if type(mask) is np.ndarray else tuple(ops.buffers((mask,))), None
         buffers = self._buffers(arrays, in_memory)
-        if key_exps is not None:
-            buffers = (*buffers, key_exps)
         empty = _aligned_empty if ops.wants_aligned else np.empty
         filled = plan.allocate_and_run(buffers, lens, empty, layouts, seed, self.threads())
         if filled is None:
             ValidLens(mask).check(ops, self.layout.score_shape)
-        if is_final:
-            return filled, ()
         found, from_memory, like = [], ops.from_memory, arrays[2]
         for place, dtype, axis in outputs:
             x = from_memory(filled[place], dtype, like)
@@ -313,11 +307,6 @@ class NativePlan(Plan):
         example = self.inputs[ORDER.index("start")]
         return np.zeros(() if example is None else example.shape, np.int64)
 
-    @cached_property
-    def _saving_inputs(self) -> tuple[HostArray | None, ...]:
-        """Examples of the inputs of calls with a gradient, which read no exponentials of keys."""
-        return (*self.inputs[:-1], None)
-
     def _build_forward(self, saves: bool) -> Forward:
         """Plan a forward, with the arrays for a backward if `saves`."""
         names = ["out"]
@@ -330,7 +319,7 @@ class NativePlan(Plan):
         names += self.statistics
         plan = self.module.plan_forward(
             self.spec,
-            self._saving_inputs if saves else self.inputs,
+            self.inputs,
             [self._example(name) if name in names else None for name in FILLED],
         )
         rows = self.layout.rows
@@ -342,12 +331,8 @@ class NativePlan(Plan):
         axes = {"out": -3, **dict.fromkeys(self.statistics, -2)} if self.layout.is_length_before_heads else {}
         dtypes = {"out": self.dtype}
         outputs = [(places.index(x), dtypes.get(x, self.accumulator), axes.get(x)) for x in self.returned]
-        is_final = (
-            not (saves or axes or self.ops.wraps_memory) and self.dtype not in STORED and places == [*self.returned]
-        )
-        forward = self._forwards[saves] = Forward(
-            plan, filled, tuple(outputs), tuple(places.index(x) for x in self.saved if saves), is_final
-        )  # fmt: skip
+        saved = tuple(places.index(x) for x in self.saved if saves)
+        forward = self._forwards[saves] = Forward(plan, filled, tuple(outputs), saved)
         return forward
 
     def _example(self, name: str) -> HostArray:
@@ -456,7 +441,7 @@ class NativePlan(Plan):
         }
         plan = self.module.plan_backward(
             self.spec,
-            self._saving_inputs,
+            self.inputs,
             [self._example(name.removeprefix("grad_")) if name in reads else None for name in BACKWARD_INPUTS],
             self.dtype,
             [_in_c_order(operands[x].gradient, self.accumulator) if x in operands else None for x in GRADIENTS],
@@ -679,8 +664,6 @@ def _inputs(
         found["sink"] = _example(ops.memory(arrays["sink"])).reshape(tuple(lowered["sink"].shape))
     if "bandwidth" in arrays:
         found["scales"] = np.zeros((1, 1), problem.accumulator)
-    if "key_exps" in arrays:
-        found["key_exps"] = layout.to_canonical(host, _example(arrays["key_exps"]), is_query=False)
     if "valid_lens" in arrays:
         lens, shape = np.asarray(backends.host(arrays["valid_lens"])), problem.score_shape
         found["start"], found["stop"] = np.zeros((2, *lens_per_query(lens, shape.query_len, shape.batch).shape), int)
