@@ -151,7 +151,7 @@ def agrees(found: str, expected: str) -> bool:
 
 
 def test_the_public_names_are_these() -> None:
-    promised = {*FUNCTIONS, *SCORES, *MASKS, *CLASSES, *TUPLES, *ERRORS, "Mask"}
+    promised = {*FUNCTIONS, *SCORES, *MASKS, *CLASSES, *TUPLES, *ERRORS, "IntervalMask", "Mask"}
     assert set(ats.__all__) == promised
     assert len(ats.__all__) == len(promised)
     assert all(hasattr(ats, name) for name in ats.__all__)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import tensorflow as tf
 
 import attnscore as ats
+from attnscore.kernels import tiling
 from attnscore.kernels.native import kernel, plan
 from cases import DTYPES, in_turn, needs_native
 from covering import some
@@ -189,6 +191,30 @@ def test_valid_lens_that_a_graph_reads_at_each_run(score: str, arrays: Any, call
             close(given(*parts, tf.constant(lens, tf.int32)), wanted)
         close(known(*parts), with_gradients(*parts, valid_lens=[6, 0], score=own, kernel="streaming"))
     assert calls == [8, 8]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Blocks(ats.IntervalMask):
+    """Query i attends the keys j < lens of its own block of 6 queries and of those before."""
+
+    lens: Any
+
+    def ends(self, ops: Any, score_shape: Any, rows: Any) -> Any:
+        lens = ops.reshape(ops.asarray(self.lens, rows, "int64"), (-1, 1))
+        return None, ops.where(lens < (rows // 6 + 1) * 6, lens, (rows // 6 + 1) * 6)
+
+
+@needs_native
+def test_the_ends_of_an_own_mask_skip_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[tiling.TilePlan] = []
+    plan = tiling.plan
+    monkeypatch.setattr(tiling, "plan", lambda *arguments: plans.append(plan(*arguments)) or plans[-1])
+    arrays = [RNG.normal(size=(2, 2, n, 4)) for n in (37, 41, 41)]
+    given = tf.function(lambda lens, *x: ats.attend(*x, mask=Blocks(lens) & ats.Causal(offset=4), kernel="native"))
+    found = given(tf.constant([5, 40], tf.int32), *map(tf.constant, arrays))
+    assert plans[-1].rest is None and plans[-1].interval_set is not None
+    wanted = ats.attend(*arrays, mask=Blocks([5, 40]) & ats.Causal(offset=4), kernel="dense")
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
 
 
 @needs_native

@@ -564,6 +564,17 @@ def _parts(*ends: tuple[int, int]) -> _Custom:
     return _Custom(parts=parts)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class _Interval(ats.IntervalMask):
+    """A user's interval mask that returns what it was made with."""
+
+    found: Callable[[Any], Any]
+
+    def ends(self, ops: Any, score_shape: Any, rows: Any) -> Any:
+        return self.found(rows)
+
+
+_END = "ends of _Interval: expected stop as None, a whole number, or an array of them that broadcasts to (batch, query)"
 _INSIDE = "0 <= start <= stop <= key_len = 5|got start"
 _BOOLEAN = "visible|a boolean array that broadcasts to (*batch, kv head, group, query, key)|"
 _WHOLE = "intervals|as a NumPy array of whole numbers, shape (1, 3) or (2, 3)|got "
@@ -609,6 +620,27 @@ _CUSTOM = (
             ("pieces out of order", _parts((3, 5), (0, 1)), f"{_ORDER} [3, 0], stop [5, 1]"),
             ("pieces that touch", _parts((0, 2), (2, 5)), f"{_ORDER} [0, 2], stop [2, 5]"),
             ("an empty piece in front", _parts((5, 5), (2, 3)), f"{_ORDER} [5, 2], stop [5, 3]"),
+        )
+    ),
+    *(
+        case(f"custom ends, {name}, {kernel}", MaskError, words, lambda x, m=mask, k=kernel: x.attend(mask=m, kernel=k))
+        for kernel in ("auto", "dense")
+        for name, mask, words in (
+            ("none", _Interval(lambda rows: None), "ends of _Interval: expected start and stop, got None"),
+            ("one", _Interval(lambda rows: rows[0]), "ends of _Interval: expected start and stop"),
+            ("a list", _Interval(lambda rows: (0, [1])), f"{_END}|got [1]"),
+            ("fractions", _Interval(lambda rows: (0, rows / 2)), f"{_END}|got dtype float64"),
+            (
+                "one axis",
+                _Interval(lambda rows: (0, rows[0])),
+                f"{_END} = (2, 3), got shape (3,)|ops.reshape(x, (-1, 1))",
+            ),
+            ("a query too few", _Interval(lambda rows: (0, rows[:, 1:])), f"{_END} = (2, 3), got shape (1, 2)"),
+            (
+                "three batch rows",
+                _Interval(lambda rows: (0, np.ones((3, 1), int))),
+                f"{_END} = (2, 3), got shape (3, 1)",
+            ),
         )
     ),
     *_wherever_it_is_read(

@@ -22,7 +22,7 @@ from attnscore.backends.base import HALF_PRECISION, Array, Backend, HostArray
 from attnscore.base.layout import ScoreShape
 from attnscore.base.sizes import is_unknown
 from attnscore.kernels import tiling
-from attnscore.masks import Intervals, Mask
+from attnscore.masks import IntervalMask
 from attnscore.problem.online_softmax import NEG_INF
 from attnscore.problem.problem import Problem
 from attnscore.scores.forms import Form, Role
@@ -218,20 +218,13 @@ def _best_keys(blocks: _Blocks, first: int, count: int, best: Array, log_denom: 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class _BlockMask(Mask):
+class _BlockMask(IntervalMask):
     """Unmasked intervals of keys within blocks: (block, query)."""
 
     start: HostArray
     stop: HostArray
 
-    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
+    def ends(self, ops: Backend, score_shape: ScoreShape, rows: Array) -> tuple[Array, Array]:
         at = ops.reshape(rows, (-1,))
         start, stop = (ops.take(ops.asarray(x, rows), at, 1) for x in (self.start, self.stop))
-        start, stop = (score_shape.batch_to_canonical(ops, ops.expand_dims(x, -1)) for x in (start, stop))
-        return ops.logical_and(cols >= start, cols < stop)
-
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        return self.start, self.stop
-
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        """Built to fit."""
+        return start, stop

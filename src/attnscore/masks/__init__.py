@@ -1,7 +1,7 @@
 """Masks: which keys a query may attend."""
 
 from attnscore.masks.arguments import as_mask
-from attnscore.masks.base import And, Mask, Not, Or, parts_of, split
+from attnscore.masks.base import And, IntervalMask, Mask, Not, Or, parts_of, split
 from attnscore.masks.builtin import (
     BUILTIN,
     Causal,
@@ -36,6 +36,7 @@ __all__ = [
     "Neighbours",
     "Not",
     "Or",
+    "IntervalMask",
     "IntervalSet",
     "Packed",
     "PrefixLM",

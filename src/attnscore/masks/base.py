@@ -1,9 +1,10 @@
 """The interface of masks, and their composition. True means "may attend".
 
-- A mask is a small object, never an n x n array: it computes any block of queries and keys (``visible``). Most are also
-  one interval of keys per query (``intervals``) or a few (``interval_set``), by which kernels skip tiles.
+- A mask is a small object, never an n x n array. One interval of keys a query says what most of them mean
+  (``IntervalMask.ends``): any block of queries and keys (``visible``) and the intervals by which kernels skip tiles
+  (``interval_set``) derive from it. The others define ``visible``.
 - Masks compose with ``&``, ``|`` and ``~``, and have a readable repr.
-- ``materialize`` is the reference for ``intervals`` and ``interval_set``: it is built from ``visible`` alone.
+- ``materialize`` is the reference for ``interval_set``: it is built from ``visible`` alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 import numpy as np
 
@@ -26,14 +27,18 @@ from attnscore.masks.intervals import MOST, HostArray, Intervals, IntervalSet
 from attnscore.masks.shape_spec import ShapeSpec
 from attnscore.masks.validation import add_checks
 
+Ends = tuple[Any, Any]
+
 
 class Mask(ABC):
-    """Interface of all masks. A new one defines ``visible`` and, where keys are one interval a query, ``intervals``."""
+    """Interface of all masks. A new one is an `IntervalMask`, or defines ``visible``."""
 
     display_names: ClassVar[Mapping[str, str]] = {}
     """Names of fields in messages, where they differ from the attribute's: callers may know them as arguments."""
     is_array: ClassVar[bool] = False
     """Whether the mask is a boolean array, which kernels read faster than several intervals a query."""
+    checked_methods: ClassVar[Sequence[str]] = ("visible", "intervals", "interval_set")
+    """Methods whose results are checked in classes from outside the package."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -66,9 +71,11 @@ class Mask(ABC):
         whole = self.interval_set(query_len, key_len, batch)
         return None if whole is None else IntervalSet(whole.start[..., rows], whole.stop[..., rows])
 
-    @abstractmethod
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        """Raise MaskError when the mask does not fit `score_shape`."""
+        """Raise MaskError when the mask does not fit `score_shape`: where its `shapes` do not, if nothing else says."""
+        for spec in self.shapes(score_shape):
+            spec.check_values(spec.name, spec.array)
+            spec.check()
 
     def check_with(self, other: Mask, score_shape: ScoreShape) -> None:  # noqa: B027  # most masks fit any other
         """Raise MaskError where ``self & other`` does not mean what it seems to, though both masks are right alone."""
@@ -78,8 +85,7 @@ class Mask(ABC):
 
         What a mask derives from its arrays or from code stands in the mask that is returned, never in the caller's.
         """
-        parts = {name: x for name, x in self._fields().items() if isinstance(x, Mask)}
-        whole = self.part_shape(score_shape)
+        parts, whole = self._parts(), self.part_shape(score_shape)
         changes = {name: x.for_call(ops, whole) for name, x in parts.items()}
         if all(changes[name] is x for name, x in parts.items()):
             return self
@@ -116,6 +122,10 @@ class Mask(ABC):
     def _fields(self) -> dict[str, Any]:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every concrete mask is a dataclass
         return {field.name: getattr(self, field.name) for field in fields}
+
+    def _parts(self) -> dict[str, Mask]:
+        """Return the masks among the fields."""
+        return {name: x for name, x in self._fields().items() if isinstance(x, Mask)}
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every concrete mask is a dataclass
@@ -180,6 +190,22 @@ class Mask(ABC):
         raise MaskError("mask: a mask has no truth value. Hint: combine masks with & | ~, not with and, or, not")
 
 
+class CompoundMask(Mask):
+    """Interface of masks that are made of others."""
+
+    @property
+    def heads(self) -> int:
+        return max((part.heads for part in self._parts().values()), default=0)
+
+    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
+        for part in self._parts().values():
+            part.check(ops, self.part_shape(score_shape))
+
+    @final
+    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
+        return [spec for part in self._parts().values() for spec in part.shapes(self.part_shape(score_shape))]
+
+
 class IntervalSetMask(Mask):
     """Interface of masks whose keys may be several intervals a query: `interval_set` defines, `intervals` derives."""
 
@@ -192,59 +218,92 @@ class IntervalSetMask(Mask):
         return None if intervals is None else intervals.single
 
 
-class RowIntervalMask(Mask):
+class _RowwiseMask(IntervalSetMask):
     """Interface of masks whose intervals of any queries are computed without those of the others."""
 
     @abstractmethod
-    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        """Return one interval for each of the queries `rows`, (batch or 1, rows), or None as `intervals` does."""
+    def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None: ...
 
     @final
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        return self.intervals_at(np.arange(query_len), query_len, key_len, batch)
+    def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
+        return self.interval_set_at(np.arange(query_len), query_len, key_len, batch)
+
+
+class IntervalMask(_RowwiseMask):
+    """Interface of masks that are one interval of keys a query, whatever their numbers are: `ends` says which.
+
+    Kernels skip tiles by it, in programs whose numbers are known only when they run too.
+
+    Examples
+    --------
+    >>> from dataclasses import dataclass
+    >>> import attnscore as ats
+    >>> @dataclass(frozen=True, eq=False, repr=False)
+    ... class BlockCausal(ats.IntervalMask):
+    ...     size: int
+    ...
+    ...     def ends(self, ops, score_shape, rows):
+    ...         return None, (rows // self.size + 1) * self.size
+    >>> BlockCausal(2).materialize(3, 4)[0].astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 1]])
+    """
+
+    checked_methods: ClassVar[Sequence[str]] = ("ends",)
+
+    @abstractmethod
+    def ends(self, ops: Backend, score_shape: ScoreShape, rows: Array) -> Ends:
+        """Return (start, stop): each of the queries `rows` (1, r) attends the keys start <= j < stop.
+
+        An end is an array (batch or 1, r or 1) or a whole number, or None where nothing bounds that side. It may be
+        below 0 or above the number of keys.
+        """
+
+    @final
+    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
+        return inside(ops, score_shape, self.ends(ops, score_shape, ops.reshape(rows, (1, -1))), cols)
 
     @final
     def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        intervals = self.intervals_at(rows, query_len, key_len, batch)
-        return None if intervals is None else IntervalSet.of(intervals)
+        values = [(x, backends.host(x)) for x in self.leaves()]
+        if any(known is None for _, known in values):
+            return None
+        is_foreign = any(known is not x for x, known in values)
+        mask = cast(IntervalMask, self.with_leaves(known for _, known in values)) if is_foreign else self
+        score_shape = ScoreShape((batch,), 1, 1, query_len, key_len, has_batch=batch != 1, has_heads=False)
+        start, stop = mask.ends(backends.load("numpy"), score_shape, rows[None])
+        start, stop = (bound if end is None else end for end, bound in ((start, 0), (stop, key_len)))
+        start, stop, _ = np.broadcast_arrays(start, stop, rows[None])
+        start, stop = (np.clip(end, 0, key_len).astype(np.int64, copy=False) for end in (start, stop))
+        return IntervalSet.of((start, np.maximum(start, stop)))
+
+
+def inside(ops: Backend, score_shape: ScoreShape, ends: Ends, cols: Array) -> Array:
+    """Return which of the keys `cols` (1, c) are in the intervals of `IntervalMask.ends`, on the canonical axes."""
+    start, stop = (
+        score_shape.batch_to_canonical(ops, ops.expand_dims(end, -1)) if getattr(end, "shape", ()) else end
+        for end in ends
+    )
+    bounds = [*([] if start is None else [cols >= start]), *([] if stop is None else [cols < stop])]
+    return reduce(ops.logical_and, bounds) if bounds else cols >= 0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Pair(IntervalSetMask):
+class _Pair(CompoundMask, _RowwiseMask):
     """What `And` and `Or` share."""
 
     first: Mask
     second: Mask
-
-    @property
-    def heads(self) -> int:
-        return max(self.first.heads, self.second.heads)
 
     @abstractmethod
     def _combine(self, first: IntervalSet, second: IntervalSet, key_len: int) -> IntervalSet:
         """Return the intervals of the pair from those of its parts."""
 
     @final
-    def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        return self.interval_set_at(np.arange(query_len), query_len, key_len, batch)
-
-    @final
     def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         first, second = (part.interval_set_at(rows, query_len, key_len, batch) for part in (self.first, self.second))
         return None if first is None or second is None else self._combine(first, second, key_len).within(MOST)
-
-    @final
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        self.first.check(ops, score_shape)
-        self.second.check(ops, score_shape)
-        self._check_parts(score_shape)
-
-    def _check_parts(self, score_shape: ScoreShape) -> None:
-        """Raise MaskError where the parts, each of which is right alone, do not mean together what they seem to."""
-
-    @final
-    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [*self.first.shapes(score_shape), *self.second.shapes(score_shape)]
 
 
 @final
@@ -258,15 +317,10 @@ class And(_Pair):
     def _combine(self, first: IntervalSet, second: IntervalSet, key_len: int) -> IntervalSet:
         return first.intersection(second, key_len)
 
-    def _check_parts(self, score_shape: ScoreShape) -> None:
-        parts = list(self._parts())
-        for part, other in itertools.permutations(parts, 2):
+    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
+        super().check(ops, score_shape)
+        for part, other in itertools.permutations(parts_of(self), 2):
             part.check_with(other, score_shape)
-
-    def _parts(self) -> Iterator[Mask]:
-        """Yield the masks that all have to unmask a pair."""
-        for part in (self.first, self.second):
-            yield from part._parts() if isinstance(part, And) else (part,)
 
     def __repr__(self) -> str:
         return f"{_wrap(self.first, Or)} & {_wrap(self.second, Or)}"
@@ -289,30 +343,17 @@ class Or(_Pair):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Not(IntervalSetMask):
+class Not(CompoundMask, _RowwiseMask):
     """Unmasked where the mask is not."""
 
     mask: Mask
 
-    @property
-    def heads(self) -> int:
-        return self.mask.heads
-
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         return ~self.mask.visible(ops, score_shape, rows, cols)
-
-    def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        return self.interval_set_at(np.arange(query_len), query_len, key_len, batch)
 
     def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         intervals = self.mask.interval_set_at(rows, query_len, key_len, batch)
         return None if intervals is None else intervals.complement(key_len).within(MOST)
-
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        self.mask.check(ops, score_shape)
-
-    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return self.mask.shapes(score_shape)
 
     def __repr__(self) -> str:
         return f"~{_wrap(self.mask, (And, Or))}"

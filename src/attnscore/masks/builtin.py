@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -16,38 +17,33 @@ from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape, entries_of
 from attnscore.base.sizes import is_unknown
 from attnscore.errors import MaskError, message
-from attnscore.masks.base import And, IntervalSetMask, Mask, Not, Or, RowIntervalMask, check_shapes
+from attnscore.masks.base import And, Ends, IntervalMask, IntervalSetMask, Mask, Not, Or, check_shapes
 from attnscore.masks.index_values import (
-    UNBOUNDED,
+    ALIGN_HINT,
     Align,
+    at_rows,
     check_align,
-    check_alignment,
     check_boolean,
     check_cumulative,
-    check_index_values,
     check_same_lengths,
     check_whole,
     check_widths,
-    clip_intervals,
-    column,
     document_intervals,
     entries_at_keys,
     host_ints,
-    host_offset,
-    lens_per_query,
-    offset_of,
+    index_values_spec,
     per_batch,
-    per_query,
     small_ids,
+    window_ends,
 )
-from attnscore.masks.intervals import MOST, HostArray, Intervals, IntervalSet, runs_of
+from attnscore.masks.intervals import MOST, Intervals, IntervalSet, runs_of
 from attnscore.masks.neighbour_table import NeighbourTable
-from attnscore.masks.shape_spec import ShapeSpec, index_values_spec, pairs_spec, shape_of, sizes_of
+from attnscore.masks.shape_spec import ShapeSpec, shape_of, sizes_of
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class ValidLens(RowIntervalMask):
+class ValidLens(IntervalMask):
     """Query i attends the keys j < lens; queries past `query_lens` attend nothing.
 
     Parameters
@@ -67,37 +63,23 @@ class ValidLens(RowIntervalMask):
     query_lens: Any = None
     display_names: ClassVar[Mapping[str, str]] = {"lens": "valid_lens"}
 
-    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        visible = cols < per_query(ops, score_shape, self.lens, rows)
+    def ends(self, ops: Backend, score_shape: ScoreShape, rows: Array) -> Ends:
+        stop = at_rows(ops, score_shape, self.lens, rows, per_query=True)
         if self.query_lens is None:
-            return visible
-        return ops.logical_and(visible, rows < per_batch(ops, score_shape, self.query_lens, rows))
-
-    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        lens = host_ints(self.lens)
-        query_lens = None if self.query_lens is None else host_ints(self.query_lens)
-        if lens is None or (query_lens is None and self.query_lens is not None):
-            return None
-        stop = lens_per_query(lens, query_len, batch)[:, rows]
-        if query_lens is not None:
-            stop = np.where(rows < column(query_lens), stop, 0)
-        return clip_intervals(np.zeros_like(stop), stop, len(rows), key_len)
-
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        check_index_values("valid_lens", self.lens, score_shape, highest=score_shape.key_len, per_query=True)
-        if self.query_lens is not None:
-            check_index_values("query_lens", self.query_lens, score_shape, highest=score_shape.query_len)
+            return None, stop
+        return None, ops.where(rows < at_rows(ops, score_shape, self.query_lens, rows), stop, 0)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        specs = [index_values_spec("valid_lens", self.lens, score_shape, per_query=True)]
+        queries, keys = score_shape.query_len, score_shape.key_len
+        specs = [index_values_spec("valid_lens", self.lens, score_shape, highest=keys, per_query=True)]
         if self.query_lens is not None:
-            specs.append(index_values_spec("query_lens", self.query_lens, score_shape))
+            specs.append(index_values_spec("query_lens", self.query_lens, score_shape, highest=queries))
         return specs
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class KeyRange(RowIntervalMask):
+class KeyRange(IntervalMask):
     """Every query attends the keys start <= j < stop, with one range per batch row (left padding).
 
     Examples
@@ -110,23 +92,12 @@ class KeyRange(RowIntervalMask):
     start: Any
     stop: Any
 
-    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        start, stop = (per_batch(ops, score_shape, end, rows) for end in (self.start, self.stop))
-        return ops.logical_and(cols >= start, cols < stop)
-
-    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        start, stop = host_ints(self.start), host_ints(self.stop)
-        if start is None or stop is None:
-            return None
-        start, stop = np.broadcast_arrays(column(start), column(stop))
-        return clip_intervals(start, stop, len(rows), key_len)
-
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        check_index_values("start", self.start, score_shape, highest=score_shape.key_len)
-        check_index_values("stop", self.stop, score_shape, highest=score_shape.key_len)
+    def ends(self, ops: Backend, score_shape: ScoreShape, rows: Array) -> Ends:
+        return at_rows(ops, score_shape, self.start, rows), at_rows(ops, score_shape, self.stop, rows)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [index_values_spec("start", self.start, score_shape), index_values_spec("stop", self.stop, score_shape)]
+        ends = (("start", self.start), ("stop", self.stop))
+        return [index_values_spec(name, x, score_shape, highest=score_shape.key_len) for name, x in ends]
 
 
 @final
@@ -168,18 +139,44 @@ class KeyPadding(IntervalSetMask):
         shape = (*runs.start.shape[:2], query_len)
         return IntervalSet(np.broadcast_to(runs.start, shape), np.broadcast_to(runs.stop, shape))
 
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        check_boolean("key_padding", self.array)
-        check_shapes(self, score_shape)
-
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        wanted = f"shape (batch, key) = ({score_shape.batch}, {score_shape.key_len})"
-        return [ShapeSpec("key_padding", self.array, wanted, [((1, score_shape.batch), score_shape.key_len)])]
+        batch, keys = score_shape.batch, score_shape.key_len
+        wanted = f"shape (batch, key) = ({batch}, {keys})"
+        return [ShapeSpec("key_padding", self.array, wanted, [((1, batch), keys)], check_boolean)]
+
+
+class _DiagonalMask(IntervalMask):
+    """Interface of masks relative to a diagonal, which `align` or `offset` shifts."""
+
+    align: Align | None
+    offset: Any
+
+    @final
+    def diagonal(self, ops: Backend, score_shape: ScoreShape, rows: Array) -> Array:
+        """Return the key of each of the queries `rows` on the diagonal, (batch or 1, r)."""
+        if self.offset is not None:
+            return rows + at_rows(ops, score_shape, self.offset, rows)
+        return rows + (score_shape.key_len - score_shape.query_len if self.align == "bottom_right" else 0)
+
+    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
+        name = type(self).__name__
+        check_align(self.align)
+        if self.offset is not None and self.align is not None:
+            raise MaskError(message(name, "align or offset", "both"))
+        if self.offset is None and self.align is None and score_shape.query_len != score_shape.key_len:
+            expected = "an alignment, as there are not as many queries as keys"
+            got = f"{score_shape.query_len} queries and {score_shape.key_len} keys"
+            raise MaskError(message(f"{name}()", expected, got, hint=ALIGN_HINT))
+        super().check(ops, score_shape)
+
+    @final
+    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
+        return [] if self.offset is None else [index_values_spec("offset", self.offset, score_shape)]
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Causal(RowIntervalMask):
+class Causal(_DiagonalMask):
     """Query i attends the keys j <= i + offset.
 
     ::
@@ -205,26 +202,13 @@ class Causal(RowIntervalMask):
     align: Align | None = None
     offset: Any = None
 
-    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        return cols <= rows + offset_of(ops, score_shape, self, rows)
-
-    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        offset = host_offset(self, query_len, key_len)
-        if offset is None:
-            return None
-        stop = rows + column(offset) + 1
-        return clip_intervals(np.zeros_like(stop), stop, len(rows), key_len)
-
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        check_alignment(score_shape, self)
-
-    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [] if self.offset is None else [index_values_spec("offset", self.offset, score_shape)]
+    def ends(self, ops: Backend, score_shape: ScoreShape, rows: Array) -> Ends:
+        return None, self.diagonal(ops, score_shape, rows) + 1
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class SlidingWindow(RowIntervalMask):
+class SlidingWindow(_DiagonalMask):
     """Query i attends the keys i + offset - left <= j <= i + offset + right, both included; None is unbounded.
 
     A model's "window w" is ``left = w - 1``: a query attends itself and w - 1 keys before it.
@@ -243,33 +227,17 @@ class SlidingWindow(RowIntervalMask):
     align: Align | None = None
     offset: Any = None
 
-    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        centre = rows + offset_of(ops, score_shape, self, rows)
-        visible = cols >= 0
-        if self.left is not None:
-            visible = ops.logical_and(visible, cols >= centre - min(self.left, UNBOUNDED))
-        return visible if self.right is None else ops.logical_and(visible, cols <= centre + min(self.right, UNBOUNDED))
-
-    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        offset = host_offset(self, query_len, key_len)
-        if offset is None:
-            return None
-        centre = rows + column(offset)
-        start = np.zeros_like(centre) if self.left is None else centre - self.left
-        stop = np.full_like(centre, key_len) if self.right is None else centre + self.right + 1
-        return clip_intervals(start, stop, len(rows), key_len)
+    def ends(self, ops: Backend, score_shape: ScoreShape, rows: Array) -> Ends:
+        return window_ends(self.diagonal(ops, score_shape, rows), self.left, self.right)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_widths(self.left, self.right)
-        check_alignment(score_shape, self)
-
-    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [] if self.offset is None else [index_values_spec("offset", self.offset, score_shape)]
+        super().check(ops, score_shape)
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class PrefixLM(RowIntervalMask):
+class PrefixLM(IntervalMask):
     """Query i attends the keys j < prefix_len or j <= i, with one prefix length per batch row.
 
     Examples
@@ -282,21 +250,11 @@ class PrefixLM(RowIntervalMask):
 
     prefix_lens: Any
 
-    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        return ops.logical_or(cols < per_batch(ops, score_shape, self.prefix_lens, rows), cols <= rows)
-
-    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        prefix = host_ints(self.prefix_lens)
-        if prefix is None:
-            return None
-        stop = np.maximum(column(prefix), rows + 1)
-        return clip_intervals(np.zeros_like(stop), stop, len(rows), key_len)
-
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        check_index_values("prefix_lens", self.prefix_lens, score_shape, highest=score_shape.key_len)
+    def ends(self, ops: Backend, score_shape: ScoreShape, rows: Array) -> Ends:
+        return None, ops.maximum(at_rows(ops, score_shape, self.prefix_lens, rows), rows + 1)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [index_values_spec("prefix_lens", self.prefix_lens, score_shape)]
+        return [index_values_spec("prefix_lens", self.prefix_lens, score_shape, highest=score_shape.key_len)]
 
 
 @final
@@ -341,19 +299,16 @@ class Documents(Mask):
                 return None
             rows.append(row)
         start, stop = map(np.stack, zip(*rows, strict=True))
-        return clip_intervals(start, stop, query_len, key_len)
-
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        for name, ids in zip(("query_ids", "key_ids"), self.ids, strict=True):
-            check_whole(name, ids)
-        check_shapes(self, score_shape)
+        return start, stop
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        batch, lengths = score_shape.batch, (score_shape.query_len, score_shape.key_len)
-        return [
-            ShapeSpec(name, ids, f"shape (batch, length) = ({batch}, {n}) or ({n},)", [(n,), ((1, batch), n)])
-            for name, ids, n in zip(("query_ids", "key_ids"), self.ids, lengths, strict=True)
-        ]
+        def spec(name: str, ids: Any, n: Any) -> ShapeSpec:
+            batch = score_shape.batch
+            wanted = f"shape (batch, length) = ({batch}, {n}) or ({n},)"
+            return ShapeSpec(name, ids, wanted, [(n,), ((1, batch), n)], check_whole)
+
+        query_ids, key_ids = self.ids
+        return [spec("query_ids", query_ids, score_shape.query_len), spec("key_ids", key_ids, score_shape.key_len)]
 
     @property
     def ids(self) -> tuple[Any, Any]:
@@ -363,7 +318,7 @@ class Documents(Mask):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Packed(RowIntervalMask):
+class Packed(IntervalMask):
     """Packed sequences: query i of sequence s attends the keys of sequence s, in its window where there is one.
 
     Cumulative lengths say where sequences begin and end, as in FlashAttention's calls of variable length: sequence s
@@ -424,8 +379,7 @@ class Packed(RowIntervalMask):
         """The cumulative lengths of queries and of keys."""
         return self.cu_query, self.cu_query if self.cu_key is None else self.cu_key
 
-    def ends(self, ops: Backend, rows: Array) -> tuple[Array, Array]:
-        """Return start and stop of the keys of each query, in the shape of the indices `rows`."""
+    def ends(self, ops: Backend, score_shape: ScoreShape, rows: Array) -> Ends:
         cu_query, cu_key = (ops.astype(ops.asarray(cu, rows), "int64") for cu in self.cumulative)
         query = ops.reshape(rows, (-1,))
         # As many sequences end at the query or before. Behind the last one, the sequence begins and ends at its end.
@@ -435,21 +389,10 @@ class Packed(RowIntervalMask):
             for ends in ((cu_query, cu_key), [ops.concat([cu[1:], cu[-1:]], 0) for cu in (cu_query, cu_key)])
         )
         centre = query + (stop - query_stop if self.align == "bottom_right" else start - query_start)
-        if self.left is not None:
-            start = ops.maximum(start, centre - min(self.left, UNBOUNDED))
-        if self.right is not None:
-            stop = -ops.maximum(-stop, -(centre + min(self.right, UNBOUNDED) + 1))
-        return ops.reshape(start, rows.shape), ops.reshape(stop, rows.shape)
-
-    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        start, stop = self.ends(ops, rows)
-        return ops.logical_and(start <= cols, cols < stop)
-
-    def intervals_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        if any(host_ints(cu) is None for cu in self.cumulative):
-            return None
-        start, stop = self.ends(backends.load("numpy"), rows[None])
-        return clip_intervals(start, stop, len(rows), key_len)
+        first, last = window_ends(centre, self.left, self.right)
+        start = start if first is None else ops.maximum(start, first)
+        stop = stop if last is None else -ops.maximum(-stop, -last)
+        return ops.expand_dims(start, 0), ops.expand_dims(stop, 0)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_widths(self.left, self.right)
@@ -467,11 +410,11 @@ class Packed(RowIntervalMask):
             check_same_lengths(cu_query, cu_key)
 
     def check_with(self, other: Mask, score_shape: ScoreShape) -> None:
-        if self.cu_key is None or not isinstance(other, (Causal, SlidingWindow)) or other.offset is not None:
+        if self.cu_key is None or not isinstance(other, _DiagonalMask) or other.offset is not None:
             return
         cu_query, cu_key = map(host_ints, self.cumulative)
-        offset = host_offset(other, score_shape.query_len, score_shape.key_len)
-        if cu_query is not None and cu_key is not None and offset is not None:
+        if cu_query is not None and cu_key is not None:
+            offset = other.diagonal(backends.load("numpy"), score_shape, np.zeros((), np.int64))
             # Of each sequence: its first and its last query, in front of the keys at the same place.
             own = {"top_left": (cu_key - cu_query)[:-1], "bottom_right": (cu_key - cu_query)[1:]}
             is_empty = (np.diff(cu_query) == 0) | (np.diff(cu_key) == 0)
@@ -612,12 +555,11 @@ class Dense(Mask):
         array = score_shape.to_canonical(ops, ops.asarray(self.array, rows))
         return entries_at_keys(ops, entries_of(ops, array, rows, -2), cols)
 
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        check_boolean("mask", self.array, numbers=False)
-        check_shapes(self, score_shape)
-
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [pairs_spec("mask", self.array, score_shape)]
+        target, axes = score_shape.user_shape, len(shape_of(self.array))
+        allowed = [[(1, length) for length in target[len(target) - axes :]]] if axes <= len(target) else []
+        wanted = f"a shape that broadcasts to (..., query, key) = {target}"
+        return [ShapeSpec("mask", self.array, wanted, allowed, partial(check_boolean, numbers=False))]
 
 
 BUILTIN: tuple[type[Mask], ...] = (

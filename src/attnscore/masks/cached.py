@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, final
 
 import numpy as np
@@ -18,11 +18,11 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.base.cache import BoundedCache
-from attnscore.base.layout import ScoreShape
+from attnscore.base.layout import ScoreShape, entries_of
 from attnscore.base.sizes import is_unknown
-from attnscore.masks.base import And, IntervalSetMask, Mask, split
+from attnscore.masks.base import And, IntervalSetMask, Mask, inside, split
 from attnscore.masks.builtin import BUILTIN, Dense
-from attnscore.masks.index_values import per_query
+from attnscore.masks.index_values import by_row
 from attnscore.masks.intervals import IntervalSet
 
 # Limits on a cached mask: queries (times batch rows), and index values. The cache holds at most 16 MB; that of longer
@@ -49,12 +49,11 @@ class CachedMask(IntervalSetMask):
     """The repr of the caller's mask."""
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        visible = None
-        for ends in zip(self._intervals.start, self._intervals.stop, strict=True):
-            start, stop = (per_query(ops, score_shape, end, rows) for end in ends)
-            inside = ops.logical_and(cols >= start, cols < stop)
-            visible = inside if visible is None else ops.logical_or(visible, inside)
-        return visible
+        at, found = ops.reshape(rows, (1, -1)), []
+        for pair in zip(self._intervals.start, self._intervals.stop, strict=True):
+            start, stop = (entries_of(ops, by_row(ops, score_shape, end, rows), at, -1) for end in pair)
+            found.append(inside(ops, score_shape, (start, stop), cols))
+        return reduce(ops.logical_or, found)
 
     @cached_property
     def _intervals(self) -> IntervalSet:

@@ -16,17 +16,11 @@ import numpy as np
 
 from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape
-from attnscore.masks.base import And, Mask, Not, Or, all_of, parts_of
-from attnscore.masks.builtin import Causal, KeyRange, Packed, PrefixLM, SlidingWindow, ValidLens
-from attnscore.masks.index_values import UNBOUNDED
+from attnscore.masks.base import And, IntervalMask, Mask, Not, Or, all_of, parts_of
+from attnscore.masks.builtin import ValidLens
+from attnscore.masks.index_values import by_row
 from attnscore.masks.intervals import MOST, IntervalSet
 from attnscore.masks.sharded import Sharded
-
-# Masks that are one interval a query whatever their index values are.
-_INTERVALS = (Causal, KeyRange, Packed, PrefixLM, SlidingWindow, ValidLens)
-
-# Index values are clamped to this: the sum with any width that counts stays within 32 bits.
-_FAR = 2**30
 
 Ends = tuple[Array, Array]
 
@@ -70,14 +64,14 @@ def _most_intervals(mask: Mask) -> int | None:
         return None if first is None or second is None else first + second - isinstance(mask, And)
     if isinstance(mask, Sharded):
         return 1 if mask.mask is None else _most_intervals(mask.mask)
-    return 1 if isinstance(mask, _INTERVALS) else None
+    return 1 if isinstance(mask, IntervalMask) else None
 
 
 def traced_lens(ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask | None) -> Array | None:
     """Return the valid lengths that are the whole mask, (batch or 1, query or 1), of any values; None for others."""
     if type(mask) is not ValidLens or mask.lens is None or mask.query_lens is not None:
         return None
-    return _Tracer(ops, score_shape, like).by_row(mask.lens, per_query=True)
+    return by_row(ops, score_shape, mask.lens, like, per_query=True)
 
 
 def traced_visibility(
@@ -131,8 +125,7 @@ class _Tracer:
             return None if first.holes or second.holes else self._union(first.ends, second.ends)
         if isinstance(mask, Sharded):
             return self._sharded(mask)
-        one = self._ends(mask)
-        return None if one is None else _IntervalWithHoles(one)
+        return self._of_ends(mask) if isinstance(mask, IntervalMask) else None
 
     def _sharded(self, mask: Sharded) -> _IntervalWithHoles | None:
         """Return the intervals of a mask of the whole sequence at the rows of the shard, as those of its keys."""
@@ -184,30 +177,15 @@ class _Tracer:
         start, stop = ([ops.expand_dims(x, 0) for x in ends] for ends in (start, stop))
         return ops.concat(start, 0), ops.concat(stop, 0)
 
-    def _ends(self, mask: Mask) -> Ends | None:
-        """Return the ends of a mask that is one interval a query."""
-        ops, values = self.ops, self._index_values
-        rows = ops.reshape(ops.positions(0, self.score_shape.query_len, self.like), (1, -1))
-        zero = ops.zeros((1, 1), rows)
-        if isinstance(mask, ValidLens):
-            stop = values(mask.lens, per_query=True)
-            if mask.query_lens is not None:
-                stop = ops.where(rows < values(mask.query_lens), stop, 0)
-            return zero, stop
-        if isinstance(mask, KeyRange):
-            return values(mask.start), values(mask.stop)
-        if isinstance(mask, Packed):
-            return mask.ends(ops, rows)
-        if isinstance(mask, PrefixLM):
-            return zero, ops.maximum(values(mask.prefix_lens), rows + 1)
-        if isinstance(mask, Causal):
-            return zero, rows + values(mask.offset) + 1
-        if isinstance(mask, SlidingWindow):
-            centre = rows + values(mask.offset)
-            left, right = (None if width is None or width >= UNBOUNDED else width for width in (mask.left, mask.right))
-            start = zero if left is None else centre - left
-            return start, zero + self.score_shape.key_len if right is None else centre + right + 1
-        return None
+    def _of_ends(self, mask: IntervalMask) -> _IntervalWithHoles:
+        """Return a mask that is one interval a query."""
+        rows = self.ops.reshape(self.ops.positions(0, self.score_shape.query_len, self.like), (1, -1))
+        found = mask.ends(self.ops, self.score_shape, rows)
+        start, stop = (
+            bound if end is None else end if getattr(end, "shape", ()) else bound * 0 + end
+            for end, bound in zip(found, self._all_keys(), strict=True)
+        )
+        return _IntervalWithHoles((start, stop))
 
     def _all_keys(self) -> Ends:
         """Return the interval of all keys."""
@@ -222,19 +200,6 @@ class _Tracer:
             x = self.ops.asarray(end[:, :1] if is_shared else end, self.like)
             found.append(self.ops.astype(x, "int64"))
         return found[0], found[1]
-
-    def _index_values(self, x: Any, *, per_query: bool = False) -> Array:
-        """Return traced values as `by_row` does, clamped to what sums with them can hold."""
-        ops, x = self.ops, self.by_row(x, per_query=per_query)
-        return self._minimum(ops.maximum(x, ops.full((), -_FAR, x)), ops.full((), _FAR, x))
-
-    def by_row(self, x: Any, *, per_query: bool = False) -> Array:
-        """Return traced values, one or one per batch row (or query), as (batch or 1, query or 1)."""
-        ops = self.ops
-        x = ops.astype(ops.asarray(x, self.like), "int64")
-        if per_query and len(x.shape) == 1 and not self.score_shape.has_batch and x.shape[0] != 1:
-            return ops.reshape(x, (1, -1))
-        return x if len(x.shape) == 2 else ops.reshape(x, (-1, 1))
 
     def _clamped(self, ends: Ends) -> Ends:
         """Return the ends within [0, key_len], with stop >= start."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,28 +13,19 @@ from attnscore.base.arguments import is_whole, shown
 from attnscore.base.layout import ScoreShape, entries_of
 from attnscore.base.sizes import is_unknown
 from attnscore.errors import MaskError, message
-from attnscore.masks.intervals import HostArray, Intervals
-from attnscore.masks.shape_spec import index_values_spec
+from attnscore.masks.intervals import HostArray
+from attnscore.masks.shape_spec import ShapeSpec
 
 Align = Literal["top_left", "bottom_right"]
 
-UNBOUNDED = 2**29
-"""Widths from here on count as unbounded: added to a position, they stay within 32 bits, and no sequence is as long."""
-
-
-_ALIGN_HINT = (
+# Widths from here on count as unbounded: added to a position, they stay within 32 bits, and no sequence is as long.
+_UNBOUNDED = 2**29
+# Index values are clamped to this: the sum with any width that counts stays within 32 bits.
+_FAR = 2**30
+ALIGN_HINT = (
     "align='top_left' lets query 0 see key 0; align='bottom_right' lets the last query see the last key (decoding with "
     "a cache)"
 )
-
-
-class Aligned(Protocol):
-    """A mask relative to a diagonal that can be shifted."""
-
-    @property
-    def align(self) -> Align | None: ...
-    @property
-    def offset(self) -> Any: ...
 
 
 def host_ints(x: Any) -> HostArray | None:
@@ -52,12 +44,6 @@ def lens_per_query(lens: HostArray, query_len: int, batch: int) -> HostArray:
     if lens.ndim < 2:
         lens = lens.reshape(1, -1) if batch == 1 else column(lens)
     return np.broadcast_to(lens, (len(lens), query_len))
-
-
-def clip_intervals(start: HostArray, stop: HostArray, query_len: int, key_len: int) -> Intervals:
-    """Return the intervals within [0, key_len], broadcast over the queries, with stop >= start."""
-    start, stop = (np.clip(np.broadcast_to(x, (len(x), query_len)), 0, key_len) for x in (start, stop))
-    return start, np.maximum(start, stop)
 
 
 def document_intervals(query_ids: HostArray, key_ids: HostArray) -> tuple[HostArray, HostArray] | None:
@@ -100,45 +86,24 @@ def per_batch(ops: Backend, score_shape: ScoreShape, x: Any, like: Array, *, fla
     return score_shape.batch_to_canonical(ops, ops.reshape(x, (-1, 1, 1)))
 
 
-def per_query(ops: Backend, score_shape: ScoreShape, x: Any, rows: Array) -> Array:
-    """Return a number, (batch,) or (batch, query), at `rows`, on the canonical axes."""
-    x = ops.astype(ops.asarray(x, rows), "int64")
-    if len(x.shape) == 1 and not score_shape.has_batch and x.shape[0] != 1:
-        x = ops.reshape(x, (1, -1))
-    if len(x.shape) < 2:
-        return per_batch(ops, score_shape, x, rows)
-    x = entries_at_keys(ops, x, ops.reshape(rows, (1, -1)))
-    return score_shape.batch_to_canonical(ops, ops.expand_dims(x, -1))
+def by_row(ops: Backend, score_shape: ScoreShape, x: Any, like: Array, *, per_query: bool = False) -> Array:
+    """Return a number, or one per batch row (or query), as (batch or 1, query or 1)."""
+    x = ops.astype(ops.asarray(x, like), "int64")
+    if per_query and len(x.shape) == 1 and not score_shape.has_batch and x.shape[0] != 1:
+        return ops.reshape(x, (1, -1))
+    return x if len(x.shape) == 2 else ops.reshape(x, (-1, 1))
 
 
-def _aligned_offset(mask: Aligned, query_len: int, key_len: int) -> int:
-    return key_len - query_len if mask.align == "bottom_right" else 0
+def at_rows(ops: Backend, score_shape: ScoreShape, x: Any, rows: Array, *, per_query: bool = False) -> Array:
+    """Return `by_row` at the queries `rows` (1, r), clamped to what sums with positions can hold."""
+    x = entries_of(ops, by_row(ops, score_shape, x, rows, per_query=per_query), rows, -1)
+    return -ops.maximum(-ops.maximum(x, ops.full((), -_FAR, x)), ops.full((), -_FAR, x))
 
 
-def host_offset(mask: Aligned, query_len: int, key_len: int) -> HostArray | None:
-    """Return the offset of the diagonal, one or one per batch row; None where the host cannot read it."""
-    return host_ints(_aligned_offset(mask, query_len, key_len) if mask.offset is None else mask.offset)
-
-
-def offset_of(ops: Backend, score_shape: ScoreShape, mask: Aligned, like: Array) -> Array | int:
-    """Return the offset of the diagonal on the canonical axes; it may be traced or on a device."""
-    if mask.offset is None:
-        return _aligned_offset(mask, score_shape.query_len, score_shape.key_len)
-    return per_batch(ops, score_shape, mask.offset, like)
-
-
-def check_alignment(score_shape: ScoreShape, mask: Aligned) -> None:
-    """Raise MaskError unless a mask with different lengths has an alignment or an offset, and not both."""
-    name = type(mask).__name__
-    check_align(mask.align)
-    if mask.offset is not None:
-        if mask.align is not None:
-            raise MaskError(message(name, "align or offset", "both"))
-        check_index_values("offset", mask.offset, score_shape)
-    elif mask.align is None and score_shape.query_len != score_shape.key_len:
-        expected = "an alignment, as there are not as many queries as keys"
-        got = f"{score_shape.query_len} queries and {score_shape.key_len} keys"
-        raise MaskError(message(f"{name}()", expected, got, hint=_ALIGN_HINT))
+def window_ends(centre: Array, left: int | None, right: int | None) -> tuple[Array | None, Array | None]:
+    """Return start and stop of the keys centre - left <= j <= centre + right; None where a width is unbounded."""
+    left, right = (None if width is None or width >= _UNBOUNDED else width for width in (left, right))
+    return None if left is None else centre - left, None if right is None else centre + right + 1
 
 
 def check_align(align: Any) -> None:
@@ -181,7 +146,7 @@ def check_same_lengths(cu_query: HostArray | None, cu_key: HostArray | None) -> 
             return
         queries, keys = (int(np.diff(cu)[differ[0]]) for cu in (cu_query, cu_key))
         got = f"{queries} queries and {keys} keys in sequence {differ[0]}"
-    raise MaskError(message("align", "an alignment of the queries and keys of each sequence", got, hint=_ALIGN_HINT))
+    raise MaskError(message("align", "an alignment of the queries and keys of each sequence", got, hint=ALIGN_HINT))
 
 
 def check_whole(name: str, x: Any) -> HostArray | None:
@@ -207,17 +172,29 @@ def check_whole(name: str, x: Any) -> HostArray | None:
     return values
 
 
-def check_index_values(
-    name: str, x: Any, score_shape: ScoreShape, *, highest: int | None = None, per_query: bool = False
-) -> None:
-    """Raise MaskError unless `x` is a whole number, or one per batch row (or query), within [0, highest]."""
+def check_range(name: str, x: Any, highest: Any = None) -> None:
+    """Raise MaskError unless `x` holds whole numbers, within [0, highest] where that is known."""
     values = check_whole(name, x)
-    index_values_spec(name, x, score_shape, per_query=per_query).check()
     if values is None or values.size == 0 or highest is None or is_unknown(highest):
         return
     if values.min() < 0 or values.max() > highest:
         got = values.min() if values.min() < 0 else values.max()
         raise MaskError(message(name, f"numbers from 0 to {highest}", got))
+
+
+def index_values_spec(
+    name: str, x: Any, score_shape: ScoreShape, *, highest: Any = None, per_query: bool = False
+) -> ShapeSpec:
+    """Return what fits of a number, or one per batch row (or query), within [0, highest]."""
+    batch, query_len = score_shape.batch, score_shape.query_len
+    allowed: list[tuple[Any, ...]] = [(), (1,), (batch,)]
+    wanted = f"({batch},)" if score_shape.has_batch else "a number"
+    if per_query:
+        allowed += [(batch, query_len), (1, query_len), (batch, 1)]
+        wanted += f" or ({batch}, {query_len})" if score_shape.has_batch else f" or ({query_len},)"
+        if not score_shape.has_batch:
+            allowed.append((query_len,))
+    return ShapeSpec(name, x, f"shape {wanted}", allowed, partial(check_range, highest=highest))
 
 
 def check_boolean(name: str, x: Any, *, numbers: bool = True) -> None:

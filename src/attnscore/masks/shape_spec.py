@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from attnscore import backends
-from attnscore.base.layout import ScoreShape
 from attnscore.base.sizes import is_unknown, may_equal
 from attnscore.errors import MaskError, message
 
@@ -35,6 +34,8 @@ class ShapeSpec:
     """The shapes that fit, in words for messages."""
     allowed: Sequence[Sequence[Any]]
     """The shapes that fit; an axis is one length, or a tuple of lengths of which it may have any."""
+    check_values: Callable[[str, Any], object] = lambda name, array: None
+    """Raises MaskError, with the name, where the host can read values that do not fit."""
 
     def check(self) -> None:
         """Raise MaskError when the shape does not fit; unknown lengths fit."""
@@ -56,24 +57,3 @@ class ShapeSpec:
 def choices(axis: Any) -> tuple[Any, ...]:
     """Return the lengths that an axis of `ShapeSpec.allowed` may have."""
     return axis if isinstance(axis, tuple) else (axis,)
-
-
-def index_values_spec(name: str, x: Any, score_shape: ScoreShape, *, per_query: bool = False) -> ShapeSpec:
-    """Return the shapes of a number, or one number per batch row (or query)."""
-    batch, query_len = score_shape.batch, score_shape.query_len
-    allowed: list[tuple[Any, ...]] = [(), (1,), (batch,)]
-    wanted = f"({batch},)" if score_shape.has_batch else "a number"
-    if per_query:
-        allowed += [(batch, query_len), (1, query_len), (batch, 1)]
-        wanted += f" or ({batch}, {query_len})" if score_shape.has_batch else f" or ({query_len},)"
-        if not score_shape.has_batch:
-            allowed.append((query_len,))
-    return ShapeSpec(name, x, f"shape {wanted}", allowed)
-
-
-def pairs_spec(name: str, x: Any, score_shape: ScoreShape) -> ShapeSpec:
-    """Return the shapes of an array that broadcasts to (..., query, key)."""
-    target = score_shape.user_shape
-    axes = len(shape_of(x))
-    allowed = [[(1, length) for length in target[len(target) - axes :]]] if axes <= len(target) else []
-    return ShapeSpec(name, x, f"a shape that broadcasts to (..., query, key) = {target}", allowed)

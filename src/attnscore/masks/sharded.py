@@ -19,14 +19,13 @@ from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape
 from attnscore.base.sizes import may_equal
 from attnscore.errors import MaskError, message
-from attnscore.masks.base import IntervalSetMask, Mask
+from attnscore.masks.base import CompoundMask, IntervalSetMask, Mask
 from attnscore.masks.intervals import IntervalSet, normalized
-from attnscore.masks.shape_spec import ShapeSpec
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Sharded(IntervalSetMask):
+class Sharded(CompoundMask, IntervalSetMask):
     """Query i attends key j where the query `rows[i]` of `mask` attends its key `cols[j]`; None masks nothing.
 
     With `padded`, positions from `query_len` and `key_len` on are padding, masked on both sides.
@@ -39,10 +38,6 @@ class Sharded(IntervalSetMask):
     """Of the whole sequence, as is `key_len`."""
     key_len: int
     padded: bool = False
-
-    @property
-    def heads(self) -> int:
-        return 0 if self.mask is None else self.mask.heads
 
     def part_shape(self, score_shape: ScoreShape) -> ScoreShape:
         """Return the shape of the scores of the whole sequence."""
@@ -83,11 +78,7 @@ class Sharded(IntervalSetMask):
         ):  # fmt: skip
             if len(positions.shape) != 1 or not may_equal(positions.shape[0], length):
                 raise MaskError(message(name, f"shape ({length},), one position each", tuple(positions.shape)))
-        if self.mask is not None:
-            self.mask.check(ops, self.part_shape(score_shape))
-
-    def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
-        return [] if self.mask is None else self.mask.shapes(self.part_shape(score_shape))
+        super().check(ops, score_shape)
 
     def leaves(self) -> list[Array]:
         # As traced arrays the host could no longer read the positions.

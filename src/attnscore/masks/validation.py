@@ -1,4 +1,4 @@
-"""Checks of the results of custom masks: ``visible``, ``intervals`` and ``interval_set``.
+"""Checks of the results of custom masks: ``visible``, ``ends``, ``intervals`` and ``interval_set``.
 
 - Kernels trust these results; a wrong one would give wrong numbers silently, or never end. So the methods of a class
   from outside the package are wrapped when the class is created (`Mask.__init_subclass__`): no call passes a check by.
@@ -9,31 +9,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
-from attnscore.base.arguments import shown
+from attnscore.base.arguments import is_whole, shown
 from attnscore.base.layout import ScoreShape
 from attnscore.base.sizes import may_equal
 from attnscore.errors import MaskError, message
 from attnscore.masks.intervals import HostArray, Intervals, IntervalSet
 
+if TYPE_CHECKING:
+    from attnscore.masks.base import Mask
+
 _CHECKED = "_attnscore_checked"
 _INSIDE_HINT = "start = numpy.clip(start, 0, key_len) and stop = numpy.clip(stop, start, key_len)"
 
 
-def add_checks(cls: type) -> None:
+def add_checks(cls: type[Mask]) -> None:
     """Wrap the methods of a mask class from outside the package in checks of their results."""
-    if cls.__module__.partition(".")[0] == "attnscore":
+    if _is_ours(cls):
         return
-    for name, checked in (("visible", _visible), ("intervals", _intervals), ("interval_set", _interval_set)):
+    for name in cls.checked_methods:
         method = getattr(cls, name)
-        ours = (getattr(method, "__module__", None) or "").partition(".")[0] == "attnscore"
-        if not ours and not hasattr(method, _CHECKED):
-            setattr(cls, name, checked(method))
+        if not _is_ours(method) and not hasattr(method, _CHECKED):
+            setattr(cls, name, _checked(method, _CHECKS[name]))
+
+
+def _is_ours(x: Any) -> bool:
+    return (getattr(x, "__module__", None) or "").partition(".")[0] == "attnscore"
+
+
+def _checked(method: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method whose results pass through ``check(name, result, *arguments)``."""
+
+    @wraps(method)
+    def checked(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = method(self, *arguments, **named)
+        return check(f"{method.__name__} of {type(self).__name__}", result, *arguments, **named)
+
+    setattr(checked, _CHECKED, True)
+    return checked
 
 
 def checked_booleans(
@@ -53,61 +71,76 @@ def checked_booleans(
     return array if len(shape) == len(wide) else ops.reshape(array, wide)
 
 
-def _visible(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def visible(self: Any, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        result = method(self, ops, score_shape, rows, cols)
-        full = (*score_shape.rows[:-1], rows.shape[0], cols.shape[1])
-        expected = "a boolean array that broadcasts to (*batch, kv head, group, query, key)"
-        return checked_booleans(ops, f"visible of {type(self).__name__}", expected, result, rows, full, axes=2)
-
-    return _marked(visible)
+def _visible(name: str, result: Any, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
+    full = (*score_shape.rows[:-1], rows.shape[0], cols.shape[1])
+    expected = "a boolean array that broadcasts to (*batch, kv head, group, query, key)"
+    return checked_booleans(ops, name, expected, result, rows, full, axes=2)
 
 
-def _intervals(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def intervals(self: Any, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        result = method(self, query_len, key_len, batch)
-        if result is None:
-            return None
-        name = f"intervals of {type(self).__name__}"
-        if not isinstance(result, (tuple, list)) or len(result) != 2:
-            raise MaskError(message(name, "start and stop, or None", shown(result)))
-        shapes = [(n, query_len) for n in (1, batch)]
-        start, stop = (_whole(name, end, x, shapes) for end, x in zip(("start", "stop"), result, strict=True))
-        start, stop = np.broadcast_arrays(start, stop)
-        _check_inside(name, start, stop, key_len)
-        return start, stop
+def _ends(name: str, result: Any, ops: Backend, score_shape: ScoreShape, rows: Array) -> tuple[Any, Any]:
+    full = (score_shape.batch, ops.shape(rows)[1])
 
-    return _marked(intervals)
+    def checked(end: str, x: Any) -> Any:
+        if x is None or is_whole(x):
+            return x
+        expected = f"{end} as None, a whole number, or an array of them that broadcasts to (batch, query) = {full}"
+        if not backends.is_array(x):
+            raise MaskError(message(name, expected, shown(x)))
+        if not ops.dtype(x).startswith(("int", "uint")):
+            raise MaskError(message(name, expected, f"dtype {ops.dtype(x)}"))
+        shape = ops.shape(x)
+        fits = (may_equal(n, 1) or may_equal(n, m) for n, m in zip(shape, full, strict=False))
+        if len(shape) not in (0, 2) or not all(fits):
+            hint = "one number per batch row is a column: ops.reshape(x, (-1, 1))" if len(shape) == 1 else None
+            raise MaskError(message(name, expected, f"shape {tuple(shape)}", hint=hint))
+        return ops.astype(x, "int64")
 
-
-def _interval_set(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def interval_set(self: Any, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        result = method(self, query_len, key_len, batch)
-        if result is None:
-            return None
-        name = f"interval_set of {type(self).__name__}"
-        if not isinstance(result, IntervalSet):
-            raise MaskError(message(name, "attnscore.masks.IntervalSet or None", shown(result)))
-        count = max(1, np.shape(result.start)[0]) if np.ndim(result.start) else 1
-        shapes = [(count, n, query_len) for n in (1, batch)]
-        start, stop = (_whole(name, end, getattr(result, end), shapes) for end in ("start", "stop"))
-        start, stop = np.broadcast_arrays(start, stop)
-        _check_inside(name, start, stop, key_len)
-        nonempty = stop[1:] > start[1:]
-        if (nonempty & ((stop[:-1] <= start[:-1]) | (start[1:] <= stop[:-1]))).any():
-            expected = "the intervals of a query in order, none touching the next, the empty ones behind"
-            raise MaskError(message(name, expected, f"start {start[:, 0, 0].tolist()}, stop {stop[:, 0, 0].tolist()}"))
-        return IntervalSet(start, stop)
-
-    return _marked(interval_set)
+    start, stop = _pair(name, "start and stop", result)
+    return checked("start", start), checked("stop", stop)
 
 
-def _marked(method: Callable[..., Any]) -> Callable[..., Any]:
-    setattr(method, _CHECKED, True)
-    return method
+def _pair(name: str, expected: str, result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise MaskError(message(name, expected, shown(result)))
+    return result[0], result[1]
+
+
+def _intervals(name: str, result: Any, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+    if result is None:
+        return None
+    ends = _pair(name, "start and stop, or None", result)
+    start, stop = _whole_ends(name, *ends, [(n, query_len) for n in (1, batch)])
+    _check_inside(name, start, stop, key_len)
+    return start, stop
+
+
+def _interval_set(name: str, result: Any, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
+    if result is None:
+        return None
+    if not isinstance(result, IntervalSet):
+        raise MaskError(message(name, "attnscore.masks.IntervalSet or None", shown(result)))
+    count = max(1, np.shape(result.start)[0]) if np.ndim(result.start) else 1
+    start, stop = _whole_ends(name, result.start, result.stop, [(count, n, query_len) for n in (1, batch)])
+    _check_inside(name, start, stop, key_len)
+    nonempty = stop[1:] > start[1:]
+    if (nonempty & ((stop[:-1] <= start[:-1]) | (start[1:] <= stop[:-1]))).any():
+        expected = "the intervals of a query in order, none touching the next, the empty ones behind"
+        raise MaskError(message(name, expected, f"start {start[:, 0, 0].tolist()}, stop {stop[:, 0, 0].tolist()}"))
+    return IntervalSet(start, stop)
+
+
+_CHECKS: dict[str, Callable[..., Any]] = {
+    "visible": _visible,
+    "ends": _ends,
+    "intervals": _intervals,
+    "interval_set": _interval_set,
+}
+
+
+def _whole_ends(name: str, start: Any, stop: Any, shapes: Sequence[tuple[int, ...]]) -> Intervals:
+    """Return both ends as int64, broadcast; raise MaskError unless they are whole numbers of one of these shapes."""
+    start, stop = np.broadcast_arrays(_whole(name, "start", start, shapes), _whole(name, "stop", stop, shapes))
+    return start, stop
 
 
 def _whole(name: str, end: str, x: Any, shapes: Sequence[tuple[int, ...]]) -> HostArray:
