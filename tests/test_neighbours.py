@@ -220,3 +220,14 @@ def test_gatv2_is_that_of_pytorch_geometric() -> None:
     ours, theirs = (torch.autograd.grad(out, leaves, cotangent) for out in (found, wanted))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_one_edge_of_many_that_changes() -> None:
+    """Tables are found by all entries of the arrays, and hold none of them."""
+    indptr, indices = np.array([0, 60, 120]), np.tile(np.arange(60), 2)
+    mask, value = ats.Neighbours(indptr, indices), np.eye(99)
+    for edge, key in ((61, 98), (61, 97), (1, 98)):
+        indices[edge] = key
+        weights = ats.attend(np.zeros((2, 3)), np.zeros((99, 3)), value, mask=mask)
+        np.testing.assert_array_equal(weights > 0, mask.materialize(2, 99)[0])
+        assert weights[edge // 60, key] > 0 and np.count_nonzero(weights) == 120

@@ -462,14 +462,9 @@ class Neighbours(Mask):
     indices: Any
 
     def table(self, key_len: int) -> NeighbourTable | None:
-        """Return the neighbours as the host reads them; None where it cannot.
-
-        The mask holds the table of its last call, for the next one with the same values.
-        """
+        """Return the neighbours as the host reads them; None where it cannot."""
         table: NeighbourTable | None = self.__dict__.get("_table")
-        if table is None or not table.is_of(self.indptr, self.indices, key_len):
-            table = self.__dict__["_table"] = NeighbourTable.of(self.indptr, self.indices, key_len)
-        return table
+        return table if table is not None else NeighbourTable.of(self.indptr, self.indices, key_len)
 
     def for_call(self, ops: Backend, score_shape: ScoreShape) -> Mask:
         """Return the mask over the table's copies of the arrays, which do not change."""
@@ -477,6 +472,7 @@ class Neighbours(Mask):
         if table is None:
             return self
         mask = Neighbours(*table.arrays)
+        # A table may be too large for the cache.
         mask.__dict__["_table"] = table
         return mask
 

@@ -17,6 +17,27 @@ from attnscore.masks.intervals import HostArray
 
 # Each has a few numbers for each edge. Plans differ by what a block of queries may hold, which depends on the batch.
 _MOST_PLANS = 24
+# Edges of all cached tables, of 32 bytes each.
+_MOST_EDGES = 2**26
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """The arrays of a graph as the key of its table: equal where all entries are."""
+
+    arrays: tuple[HostArray, HostArray]
+    key_len: int
+
+    def __hash__(self) -> int:
+        # A digest of all entries would take longer than comparing them, which a hit does.
+        samples = (x.reshape(-1)[:: max(1, x.size // 16)].tobytes() for x in self.arrays)
+        return hash((self.key_len, *(x.shape for x in self.arrays), *samples))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Graph) or self.key_len != other.key_len:
+            return False
+        pairs = zip(self.arrays, other.arrays, strict=True)
+        return all(x is y or (x.dtype == y.dtype and np.array_equal(x, y)) for x, y in pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +48,21 @@ class NeighbourTable:
     indices: HostArray
     key_len: int
     arrays: tuple[HostArray, HostArray]
-    """The two in the dtypes of the caller: the arrays of the next call are compared with them."""
+    """The two in the dtypes of the caller."""
     _plans: BoundedCache[Any] = field(default_factory=lambda: BoundedCache(_MOST_PLANS))
 
     @classmethod
     def of(cls, indptr: Any, indices: Any, key_len: int) -> NeighbourTable | None:
         """Return the table, or None where the host cannot read the arrays; raise MaskError where they are none."""
+        known = backends.host(indptr), backends.host(indices)
+        table = None if known[0] is None or known[1] is None else _TABLES.get(_Graph(known, key_len))
+        if table is None and (table := cls._checked(indptr, indices, key_len)) is not None:
+            # The key holds the copies: the caller may write to the arrays.
+            table = _TABLES.get_or_compute(_Graph(table.arrays, key_len), lambda: table, weight=table.indices.size)
+        return table
+
+    @classmethod
+    def _checked(cls, indptr: Any, indices: Any, key_len: int) -> NeighbourTable | None:
         ends, keys = check_cumulative("indptr", indptr, None), check_whole("indices", indices)
         if ends is None or keys is None:
             return None
@@ -44,20 +74,13 @@ class NeighbourTable:
         copies = np.array(ends), np.array(keys)
         for x in copies:
             x.flags.writeable = False
-        table = cls(ends.astype(np.int64), keys.astype(np.int64), key_len, copies)
+        table = cls(copies[0].astype(np.int64, copy=False), copies[1].astype(np.int64, copy=False), key_len, copies)
         twice = np.flatnonzero(table.codes[1:] == table.codes[:-1])
         if twice.size:
             row, key = divmod(int(table.codes[twice[0]]), key_len)
             hint = "numpy.unique(indices) of the row"
             raise MaskError(message("indices", "each key once in a row", f"key {key} twice for query {row}", hint=hint))
         return table
-
-    def is_of(self, indptr: Any, indices: Any, key_len: int) -> bool:
-        """Return whether this is the table of the two arrays as they are now."""
-        if key_len != self.key_len:
-            return False
-        pairs = zip(self.arrays, (indptr, indices), strict=True)
-        return all(x is own or np.array_equal(own, backends.host(x)) for own, x in pairs)  # type: ignore[arg-type]  # None equals no array
 
     @property
     def start(self) -> HostArray:
@@ -82,3 +105,6 @@ class NeighbourTable:
     def planned(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """Return what a kernel derives from the table alone, computed at the first call for each `key`."""
         return self._plans.get_or_compute(key, compute)
+
+
+_TABLES: BoundedCache[NeighbourTable] = BoundedCache(16, _MOST_EDGES)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -89,10 +88,10 @@ class Sharded(CompoundMask, IntervalSetMask):
             return super().with_leaves(leaves)
         return self if self.mask is None else dataclasses.replace(self, mask=self.mask.with_leaves(leaves))
 
-    @cached_property
+    @property
     def _is_known(self) -> bool:
-        # Once, in `leaves`: where the gradient of a traced call replaces the arrays, those here can no longer be read.
-        return backends.host(self.rows) is not None and backends.host(self.cols) is not None
+        # By the type: what the host can read of a framework's array may differ between `leaves` and `with_leaves`.
+        return isinstance(self.rows, np.ndarray) and isinstance(self.cols, np.ndarray)
 
     def __repr__(self) -> str:
         sizes = " x ".join(str(len(x)) for x in (self.rows, self.cols))
