@@ -1,7 +1,7 @@
 """The native kernel as a custom call of a traced program, which runs without Python.
 
 - Intervals with traced ends are computed in the program, as arrays: the call skips tiles by them, as by intervals that
-  are known on the host. Other masks are evaluated in the program (``chunked_masks_xla``).
+  are known on the host. Other masks are evaluated in the program (``chunked_masks``).
 - No operand is copied: the layout (batch, length, head, dim) is passed as it is.
 - Valid lengths are passed as they are: the call makes intervals of them, which as operations of the program would take
   as long as a tiny call.
@@ -12,10 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from attnscore.backends.base import Array, SeedHalves
-from attnscore.kernels.native import chunked_masks_xla, marshalling
-from attnscore.kernels.native.chunked_masks_xla import Loop, MaskArrays
+from attnscore.kernels.native import chunked_masks, marshalling
+from attnscore.kernels.native.chunked_masks import Loop, MaskArrays
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.masks import Mask, lowering
+from attnscore.masks.base import all_of
 from attnscore.masks.dynamic_intervals import traced_lens, traced_visibility
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
@@ -29,12 +30,10 @@ _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
 
 def forward(problem: Problem) -> Result:
     """Run the forward as a custom call, or as one for each chunk of queries."""
-    mask_arrays, parts = _mask_arrays(problem)
-    return (
-        chunked_masks_xla.forward(Loop.of(problem, mask_arrays, parts), _forward)
-        if parts
-        else _forward(problem, mask_arrays)
-    )
+    mask_arrays, mask = _mask_arrays(problem)
+    if mask is None:
+        return _forward(problem, mask_arrays)
+    return chunked_masks.staged_forward(Loop(problem, mask_arrays, mask), _forward)
 
 
 def _forward(problem: Problem, mask_arrays: MaskArrays) -> Result:
@@ -51,27 +50,27 @@ def _forward(problem: Problem, mask_arrays: MaskArrays) -> Result:
 
 def backward(problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]) -> dict[str, Array]:
     """Run the backward as a custom call, or as one for each chunk of queries."""
-    mask_arrays, parts = _mask_arrays(problem)
-    if not parts:
+    mask_arrays, mask = _mask_arrays(problem)
+    if mask is None:
         return _backward(problem, mask_arrays, result, grads, wanted)
 
     def run_chunk(problem: Problem, mask_arrays: MaskArrays, result: Result, grads: RowGradients) -> dict[str, Array]:
         return _backward(problem, mask_arrays, result, grads, wanted)
 
-    return chunked_masks_xla.backward(Loop.of(problem, mask_arrays, parts), result, grads, wanted, run_chunk)
+    return chunked_masks.staged_backward(Loop(problem, mask_arrays, mask), result, grads, wanted, run_chunk)
 
 
-def _mask_arrays(problem: Problem) -> tuple[MaskArrays, list[Mask]]:
-    """Return the arrays of the mask by the module's names, and the parts of it that have to be evaluated."""
+def _mask_arrays(problem: Problem) -> tuple[MaskArrays, Mask | None]:
+    """Return the arrays of the mask by the module's names, and the part of it that has to be evaluated."""
     ops, score_shape, value = problem.ops, problem.score_shape, problem.value
     if (lens := traced_lens(ops, score_shape, value, problem.mask)) is not None:
-        return {"stop": lens}, []
+        return {"stop": lens}, None
     ends, rest = traced_visibility(ops, score_shape, value, problem.mask)
     direct, parts = lowering.partition_staged(ops, score_shape, value, rest)
     mask_arrays = lowering.arrays(ops, score_shape, value, direct, with_evaluated=bool(parts)) if direct else {}
     if ends is not None:
         mask_arrays["start"], mask_arrays["stop"] = ends
-    return mask_arrays, parts
+    return mask_arrays, all_of(parts)
 
 
 def _backward(
