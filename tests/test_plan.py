@@ -283,7 +283,7 @@ def test_a_known_mask_is_the_mask() -> None:
     assert repr(mask) in str(ats.explain(*arrays, mask=mask))
     outs = [ats.attend(*arrays, mask=mask, kernel=kernel) for kernel in ("streaming", "dense")]
     torch.testing.assert_close(*outs)
-    long = torch.zeros(1, cached.MAX_ROWS + 1, 2)
+    long = torch.zeros(1, cached._MAX_ROWS + 1, 2)
     assert ats.attend(long, long, long, mask=ats.SlidingWindow(0, 0)).shape == long.shape
 
 

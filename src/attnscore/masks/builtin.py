@@ -29,7 +29,6 @@ from attnscore.masks.index_values import (
     check_whole,
     check_widths,
     document_intervals,
-    entries_at_keys,
     host_ints,
     index_values_spec,
     per_batch,
@@ -128,7 +127,7 @@ class KeyPadding(IntervalSetMask):
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         array = ops.asarray(self.array, rows)
-        visible = entries_at_keys(ops, array if ops.dtype(array) == "bool" else array != 0, cols)
+        visible = entries_of(ops, array if ops.dtype(array) == "bool" else array != 0, cols, -1)
         return score_shape.batch_to_canonical(ops, ops.expand_dims(visible, 1))
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
@@ -280,8 +279,8 @@ class Documents(Mask):
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         query_ids, key_ids = (per_batch(ops, score_shape, ids, rows, flat=True) for ids in small_ids(self.ids))
-        query_ids = ops.expand_dims(entries_at_keys(ops, query_ids, ops.reshape(rows, (1, -1))), -1)
-        key_ids = ops.expand_dims(entries_at_keys(ops, key_ids, cols), 1)
+        query_ids = ops.expand_dims(entries_of(ops, query_ids, ops.reshape(rows, (1, -1)), -1), -1)
+        key_ids = ops.expand_dims(entries_of(ops, key_ids, cols, -1), 1)
         return score_shape.batch_to_canonical(ops, ops.logical_and(ops.equal(query_ids, key_ids), query_ids >= 0))
 
     def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
@@ -391,7 +390,7 @@ class Packed(IntervalMask):
         centre = query + (stop - query_stop if self.align == "bottom_right" else start - query_start)
         first, last = window_ends(centre, self.left, self.right)
         start = start if first is None else ops.maximum(start, first)
-        stop = stop if last is None else -ops.maximum(-stop, -last)
+        stop = stop if last is None else ops.minimum(stop, last)
         return ops.expand_dims(start, 0), ops.expand_dims(stop, 0)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
@@ -549,7 +548,7 @@ class Dense(Mask):
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         array = score_shape.to_canonical(ops, ops.asarray(self.array, rows))
-        return entries_at_keys(ops, entries_of(ops, array, rows, -2), cols)
+        return entries_of(ops, entries_of(ops, array, rows, -2), cols, -1)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
         target, axes = score_shape.user_shape, len(shape_of(self.array))

@@ -25,11 +25,11 @@ from attnscore.masks.builtin import BUILTIN, Dense
 from attnscore.masks.index_values import by_row
 from attnscore.masks.intervals import IntervalSet
 
-# Limits on a cached mask: queries (times batch rows), and index values. The cache holds at most 16 MB; that of longer
-# masks too, whose copy to a GPU would wait for it at each call.
-MAX_ROWS = 4096
-MAX_LONG_ROWS = 2**16
-MAX_NUMBERS = 1024
+# Limits on a cached mask: queries (times batch rows, and intervals of each), and index values.
+_MAX_ROWS = 2**16
+_MAX_NUMBERS = 1024
+# Queries of all cached masks: 32 MB with one interval each.
+_MOST_ROWS = 2**21
 # The intervals of these masks depend on their fields alone, which a custom mask does not promise. `Dense` has none.
 _FIELDS: dict[type[Mask], tuple[str, ...]] = {
     kind: tuple(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]  # all are dataclasses
@@ -79,8 +79,7 @@ class CachedMask(IntervalSetMask):
         return self.text
 
 
-_CACHE: BoundedCache[CachedMask | None] = BoundedCache(256)
-_LONG_CACHE: BoundedCache[CachedMask | None] = BoundedCache(16)
+_CACHE: BoundedCache[CachedMask | None] = BoundedCache(256, _MOST_ROWS)
 
 
 def cached_mask(mask: Mask, ops: Backend, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask:
@@ -97,23 +96,21 @@ def cached_mask(mask: Mask, ops: Backend, score_shape: ScoreShape, check: Callab
 def _cached(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask | None:
     """Return the cached mask of the same values, or `mask` where they are no intervals; None: it has no signature."""
     rows = score_shape.batch * score_shape.query_len
-    if rows > MAX_LONG_ROWS or (signature := _signature(mask)) is None:
+    if rows > _MAX_ROWS or (signature := _signature(mask)) is None:
         return None
 
     def compute() -> CachedMask | None:
         check(mask)
         return intervals_of(mask, score_shape)
 
-    cache = _CACHE if rows <= MAX_ROWS else _LONG_CACHE
-    cached = cache.get_or_compute((score_shape, signature), compute)
+    cached = _CACHE.get_or_compute((score_shape, signature), compute, weight=rows)
     return mask if cached is None else cached
 
 
 def intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
     """Return a checked mask by its intervals, where it is nothing else and they are few enough."""
     intervals, rest = split(mask, score_shape.query_len, score_shape.key_len, score_shape.batch)
-    most = MAX_ROWS if score_shape.batch * score_shape.query_len <= MAX_ROWS else MAX_LONG_ROWS
-    if intervals is None or rest is not None or intervals.start.size > most:
+    if intervals is None or rest is not None or intervals.start.size > _MAX_ROWS:
         return None
     start, stop = intervals.ends
     return CachedMask(np.array(start), np.array(stop), repr(mask))
@@ -153,7 +150,7 @@ def _value_signature(x: Any) -> Hashable:
     except (TypeError, RuntimeError):
         # Sparse or nested arrays, which the checks refuse with a message.
         return None
-    if values is None or values.dtype.kind not in "biuf" or values.size > MAX_NUMBERS:
+    if values is None or values.dtype.kind not in "biuf" or values.size > _MAX_NUMBERS:
         return None
     return type(x), values.dtype.str, values.shape, values.tobytes()
 

@@ -149,7 +149,7 @@ class _Tracer:
     def intersection(self, first: _IntervalWithHoles, second: _IntervalWithHoles) -> _IntervalWithHoles:
         """Return the interval that both have in common, with the holes of both."""
         (start, stop), (other_start, other_stop) = first.ends, second.ends
-        ends = self.ops.maximum(start, other_start), self._minimum(stop, other_stop)
+        ends = self.ops.maximum(start, other_start), self.ops.minimum(stop, other_stop)
         return _IntervalWithHoles(ends, first.holes + second.holes)
 
     def _union(self, first: Ends, second: Ends) -> _IntervalWithHoles:
@@ -162,8 +162,8 @@ class _Tracer:
             ops.where(other_start < other_stop, other_start, start),
             ops.where(other_start < other_stop, other_stop, stop),
         )  # fmt: skip
-        around = self._minimum(start, other_start), ops.maximum(stop, other_stop)
-        return _IntervalWithHoles(around, ((self._minimum(stop, other_stop), ops.maximum(start, other_start)),))
+        around = ops.minimum(start, other_start), ops.maximum(stop, other_stop)
+        return _IntervalWithHoles(around, ((ops.minimum(stop, other_stop), ops.maximum(start, other_start)),))
 
     def stacked(self, found: _IntervalWithHoles) -> Ends:
         """Return start and stop, (batch or 1, query); with holes, stacked: the interval and then its holes."""
@@ -204,9 +204,5 @@ class _Tracer:
     def _clamped(self, ends: Ends) -> Ends:
         """Return the ends within [0, key_len], with stop >= start."""
         ops, key_len = self.ops, self.score_shape.key_len
-        start, stop = (self._minimum(ops.maximum(end, ops.zeros((), end)), ops.full((), key_len, end)) for end in ends)
+        start, stop = (ops.minimum(ops.maximum(end, ops.zeros((), end)), ops.full((), key_len, end)) for end in ends)
         return start, ops.maximum(stop, start)
-
-    def _minimum(self, first: Array, second: Array) -> Array:
-        """Return the elementwise minimum, by the `maximum` that every backend has."""
-        return -self.ops.maximum(-first, -second)

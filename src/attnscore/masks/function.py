@@ -161,31 +161,32 @@ class MaskFunction(_IndexFunction, IntervalSetMask):
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         # Two heads where their number is unknown: the result's shape shows whether the function reads their index.
-        return self._interval_set(backends.load("numpy"), max(2, self.heads), query_len, key_len, batch)[0]
+        found = self._as_it_is(backends.load("numpy"), max(2, self.heads), query_len, key_len, batch)
+        return found.interval_set(query_len, key_len, batch)
 
     def for_call(self, ops: Backend, score_shape: ScoreShape) -> Mask:
-        heads = score_shape.heads * score_shape.groups
-        lengths = score_shape.query_len, score_shape.key_len, score_shape.batch
-        interval_set, function = self._interval_set(ops, heads, *lengths)
-        return function if interval_set is None else CachedMask(*interval_set.ends, repr(self))
+        heads, lengths = score_shape.heads * score_shape.groups, (score_shape.query_len, score_shape.key_len)
+        return self._as_it_is(ops, heads, *lengths, score_shape.batch)
 
-    def _interval_set(
-        self, ops: Backend, heads: int, query_len: int, key_len: int, batch: int
-    ) -> tuple[IntervalSet | None, EvaluatedFunction]:
-        """Return the intervals, None where the function has none, and the function as it is now."""
+    def _as_it_is(self, ops: Backend, heads: int, *lengths: int) -> Mask:
+        """Return the mask of what the function reads now: its intervals, or the function where it has none."""
         (function, captured), key = snapshot((self.function, tuple(self.captured)))
         evaluated = EvaluatedFunction(function, captured, self.heads)
-        lengths = query_len, key_len, batch
         if any(map(is_unknown, lengths)):
-            return None, evaluated
-        key = None if key is None else (ops.name, heads, *lengths, key)
-        interval_set = _INTERVALS.get_or_compute(
-            key, lambda: _search(evaluated, ops, heads, *lengths), weight=query_len * batch
-        )
-        return interval_set, evaluated
+            return evaluated
+
+        text, (query_len, _, batch) = repr(self), lengths
+
+        def search() -> CachedMask | None:
+            found = _search(evaluated, ops, heads, *lengths)
+            return None if found is None else CachedMask(*found.ends, text)
+
+        key = None if key is None else (ops.name, heads, *lengths, text, key)
+        intervals = _INTERVALS.get_or_compute(key, search, weight=query_len * batch)
+        return evaluated if intervals is None else intervals
 
 
-_INTERVALS: BoundedCache[IntervalSet | None] = BoundedCache(256, _MOST_ROWS)
+_INTERVALS: BoundedCache[CachedMask | None] = BoundedCache(256, _MOST_ROWS)
 
 
 def _search(

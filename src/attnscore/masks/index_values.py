@@ -73,11 +73,6 @@ def small_ids(ids: tuple[Any, Any]) -> tuple[Any, Any]:
     return of_query.reshape(every[0].shape), of_key.reshape(every[1].shape)
 
 
-def entries_at_keys(ops: Backend, x: Array, cols: Array) -> Array:
-    """Return the entries of `x` at `cols` (1, c) of its last axis, or `x` where that axis is broadcast."""
-    return entries_of(ops, x, cols, -1)
-
-
 def per_batch(ops: Backend, score_shape: ScoreShape, x: Any, like: Array, *, flat: bool = False) -> Array:
     """Return one value, or one per batch row, on the canonical axes; with `flat`, ids as (batch or 1, length)."""
     x = ops.astype(ops.asarray(x, like), "int64")
@@ -97,7 +92,7 @@ def by_row(ops: Backend, score_shape: ScoreShape, x: Any, like: Array, *, per_qu
 def at_rows(ops: Backend, score_shape: ScoreShape, x: Any, rows: Array, *, per_query: bool = False) -> Array:
     """Return `by_row` at the queries `rows` (1, r), clamped to what sums with positions can hold."""
     x = entries_of(ops, by_row(ops, score_shape, x, rows, per_query=per_query), rows, -1)
-    return -ops.maximum(-ops.maximum(x, ops.full((), -_FAR, x)), ops.full((), -_FAR, x))
+    return ops.minimum(ops.maximum(x, ops.full((), -_FAR, x)), ops.full((), _FAR, x))
 
 
 def window_ends(centre: Array, left: int | None, right: int | None) -> tuple[Array | None, Array | None]:

@@ -17,7 +17,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape
-from attnscore.base.sizes import broadcast, is_unknown
+from attnscore.base.sizes import is_unknown
 from attnscore.masks.base import And, Mask, Not, Or, all_of, atoms_of, parts_of
 from attnscore.masks.builtin import Dense, Documents, KeyPadding
 from attnscore.masks.dynamic_intervals import without_interval_parts
@@ -186,12 +186,6 @@ def evaluate(
 
 def evaluated_shape(ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask) -> tuple[Any, ...]:
     """Return the shape of ``evaluate(ops, score_shape, like, mask)``."""
-    if isinstance(mask, (And, Or)):
-        return broadcast(*(evaluated_shape(ops, score_shape, like, part) for part in (mask.first, mask.second)))
-    if isinstance(mask, Not):
-        return evaluated_shape(ops, score_shape, like, mask.mask)
-    if isinstance(mask, Dense):
-        return tuple(ops.shape(score_shape.to_canonical(ops, ops.asarray(mask.array, like))))
     if is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len):
         return score_shape.query_len, score_shape.key_len
     # Evaluating 2 x 2 pairs shows which axes are broadcast.
