@@ -28,6 +28,7 @@ from attnscore.masks.shape_spec import ShapeSpec
 from attnscore.masks.validation import add_checks
 
 Ends = tuple[Any, Any]
+"""Start and stop of intervals: arrays, whole numbers, or None where nothing bounds a side."""
 
 
 class Mask(ABC):
@@ -150,10 +151,7 @@ class Mask(ABC):
         """Return the arrays of the mask and of its parts in the order of `with_leaves`; a repeated array repeats."""
         found: list[Array] = []
         for value in self._fields().values():
-            if isinstance(value, Mask):
-                found += value.leaves()
-            elif backends.is_array(value):
-                found.append(value)
+            found += value.leaves() if isinstance(value, Mask) else [value] if backends.is_array(value) else []
         return found
 
     def with_leaves(self, leaves: Iterator[Array]) -> Mask:

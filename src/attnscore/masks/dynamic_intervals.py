@@ -16,13 +16,11 @@ import numpy as np
 
 from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape
-from attnscore.masks.base import And, IntervalMask, Mask, Not, Or, all_of, parts_of
+from attnscore.masks.base import And, Ends, IntervalMask, Mask, Not, Or, all_of, parts_of
 from attnscore.masks.builtin import ValidLens
 from attnscore.masks.index_values import by_row
 from attnscore.masks.intervals import MOST, IntervalSet
 from attnscore.masks.sharded import Sharded
-
-Ends = tuple[Array, Array]
 
 
 @dataclass(frozen=True)

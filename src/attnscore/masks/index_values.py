@@ -20,7 +20,7 @@ Align = Literal["top_left", "bottom_right"]
 
 # Widths from here on count as unbounded: added to a position, they stay within 32 bits, and no sequence is as long.
 _UNBOUNDED = 2**29
-# Index values are clamped to this: the sum with any width that counts stays within 32 bits.
+# Index values of 32 bits are clamped to this: the sum with any width that counts stays within 32 bits.
 _FAR = 2**30
 ALIGN_HINT = (
     "align='top_left' lets query 0 see key 0; align='bottom_right' lets the last query see the last key (decoding with "
@@ -90,8 +90,10 @@ def by_row(ops: Backend, score_shape: ScoreShape, x: Any, like: Array, *, per_qu
 
 
 def at_rows(ops: Backend, score_shape: ScoreShape, x: Any, rows: Array, *, per_query: bool = False) -> Array:
-    """Return `by_row` at the queries `rows` (1, r), clamped to what sums with positions can hold."""
+    """Return `by_row` at the queries `rows` (1, r), clamped to what 32-bit sums with positions can hold."""
     x = entries_of(ops, by_row(ops, score_shape, x, rows, per_query=per_query), rows, -1)
+    if ops.dtype(x) == "int64":
+        return x
     return ops.minimum(ops.maximum(x, ops.full((), -_FAR, x)), ops.full((), _FAR, x))
 
 
