@@ -17,6 +17,7 @@ import tensorflow as tf
 import torch
 
 import attnscore as ats
+import attnscore.parallel
 import covering
 from attnscore.masks import function as mask_functions
 from attnscore.masks.closures import snapshot
@@ -178,6 +179,25 @@ def test_tensors(case: Case, inference: bool, kernel: str) -> None:
     torch.testing.assert_close(out, expected_out)
     for x, y in zip(pull(), expected(), strict=True):
         torch.testing.assert_close(x, y)
+
+
+def _held(mask: Any) -> list[tuple[str, int]]:
+    """The attributes of a mask and of its parts, by identity."""
+    found = [(f"{type(mask).__name__}.{name}", id(x)) for name, x in vars(mask).items()]
+    return found + [one for x in vars(mask).values() if isinstance(x, ats.masks.Mask) for one in _held(x)]
+
+
+def test_a_mask_is_as_it_was_before_a_call() -> None:
+    shard = ats.parallel.Shard.head_tail(LENGTH, 0, 1)
+    for name, (make, arrays, _) in CASES.items():
+        if not isinstance(mask := make(*writable(arrays)), ats.masks.Mask):
+            continue
+        held = _held(mask)
+        for gradients in (numpy_gradients, torch_gradients):
+            gradients(*inputs(), mask=mask)[1]()
+        mask.materialize(LENGTH, LENGTH, BATCH)
+        ats.parallel.shard_mask(mask, shard, shard, LENGTH, LENGTH).interval_set(LENGTH, LENGTH, BATCH)
+        assert _held(mask) == held, name
 
 
 def test_a_mask_holds_nothing_of_a_call() -> None:

@@ -246,4 +246,13 @@ FAULTS: list[Fault] = [
         "tests/test_own_masks.py -k 'visible_and_intervals'",
         "all batch rows are unmasked where the first is",
     ),
+    Fault(
+        "mask-neighbours-keep-their-table",
+        _MASKS,
+        "Neighbours.table",
+        "NeighbourTable.of(self.indptr, self.indices, A)",
+        "self.__dict__.setdefault('_table', NeighbourTable.of(self.indptr, self.indices, A))",
+        "tests/test_masks_written.py -k as_it_was_before",
+        "a graph's mask remembers the table of its first call",
+    ),
 ]
