@@ -54,18 +54,22 @@ class NeighbourTable:
     @classmethod
     def of(cls, indptr: Any, indices: Any, key_len: int) -> NeighbourTable | None:
         """Return the table, or None where the host cannot read the arrays; raise MaskError where they are none."""
-        known = backends.host(indptr), backends.host(indices)
-        table = None if known[0] is None or known[1] is None else _TABLES.get(_Graph(known, key_len))
-        if table is None and (table := cls._checked(indptr, indices, key_len)) is not None:
+        ends, keys = backends.host(indptr), backends.host(indices)
+        if ends is None or keys is None:
+            check_cumulative("indptr", indptr, None)
+            check_whole("indices", indices)
+            return None
+        table = _TABLES.get(_Graph((ends, keys), key_len))
+        if table is None:
             # The key holds the copies: the caller may write to the arrays.
-            table = _TABLES.get_or_compute(_Graph(table.arrays, key_len), lambda: table, weight=table.indices.size)
+            new = cls._checked(ends, keys, key_len)
+            table = _TABLES.get_or_compute(_Graph(new.arrays, key_len), lambda: new, weight=new.indices.size)
         return table
 
     @classmethod
-    def _checked(cls, indptr: Any, indices: Any, key_len: int) -> NeighbourTable | None:
-        ends, keys = check_cumulative("indptr", indptr, None), check_whole("indices", indices)
-        if ends is None or keys is None:
-            return None
+    def _checked(cls, ends: HostArray, keys: HostArray, key_len: int) -> NeighbourTable:
+        check_cumulative("indptr", ends, None)
+        check_whole("indices", keys)
         if ends[-1] != len(keys):
             raise MaskError(message("indptr", f"a last entry of {len(keys)}, the number of indices", ends[-1]))
         if keys.size and not (keys.min() >= 0 and keys.max() < key_len):
