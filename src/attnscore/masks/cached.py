@@ -25,11 +25,12 @@ from attnscore.masks.builtin import BUILTIN, Dense
 from attnscore.masks.index_values import by_row
 from attnscore.masks.intervals import IntervalSet
 
-# Limits on a cached mask: queries (times batch rows, and intervals of each), and index values.
+# Limits on a cached mask: queries (times batch rows), intervals of short ones and of others, and index values.
 _MAX_ROWS = 2**16
+_MAX_SHORT = 4096
 _MAX_NUMBERS = 1024
-# Queries of all cached masks: 32 MB with one interval each.
-_MOST_ROWS = 2**21
+# Intervals of all cached masks: 32 MB.
+_MAX_INTERVALS = 2**21
 # The intervals of these masks depend on their fields alone, which a custom mask does not promise. `Dense` has none.
 _FIELDS: dict[type[Mask], tuple[str, ...]] = {
     kind: tuple(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]  # all are dataclasses
@@ -79,7 +80,7 @@ class CachedMask(IntervalSetMask):
         return self.text
 
 
-_CACHE: BoundedCache[CachedMask | None] = BoundedCache(256, _MOST_ROWS)
+_CACHE: BoundedCache[CachedMask | None] = BoundedCache(256, _MAX_INTERVALS)
 
 
 def cached_mask(mask: Mask, ops: Backend, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask:
@@ -95,25 +96,29 @@ def cached_mask(mask: Mask, ops: Backend, score_shape: ScoreShape, check: Callab
 
 def _cached(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask | None:
     """Return the cached mask of the same values, or `mask` where they are no intervals; None: it has no signature."""
-    rows = score_shape.batch * score_shape.query_len
-    if rows > _MAX_ROWS or (signature := _signature(mask)) is None:
+    if score_shape.batch * score_shape.query_len > _MAX_ROWS or (signature := _signature(mask)) is None:
         return None
 
     def compute() -> CachedMask | None:
         check(mask)
         return intervals_of(mask, score_shape)
 
-    cached = _CACHE.get_or_compute((score_shape, signature), compute, weight=rows)
+    cached = _CACHE.get_or_compute((score_shape, signature), compute, weight=_most(score_shape))
     return mask if cached is None else cached
 
 
 def intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
     """Return a checked mask by its intervals, where it is nothing else and they are few enough."""
     intervals, rest = split(mask, score_shape.query_len, score_shape.key_len, score_shape.batch)
-    if intervals is None or rest is not None or intervals.start.size > _MAX_ROWS:
+    if intervals is None or rest is not None or intervals.start.size > _most(score_shape):
         return None
     start, stop = intervals.ends
     return CachedMask(np.array(start), np.array(stop), repr(mask))
+
+
+def _most(score_shape: ScoreShape) -> int:
+    """Return how many intervals a cached mask may have, which is its weight."""
+    return _MAX_SHORT if score_shape.batch * score_shape.query_len <= _MAX_SHORT else _MAX_ROWS
 
 
 def _for_call(mask: Mask, ops: Backend, score_shape: ScoreShape) -> Mask:
