@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast, final
 
@@ -33,7 +32,7 @@ from attnscore.backends.base import Array, Backend, itemsize
 from attnscore.base.arguments import check_count, check_flag, is_whole, shown
 from attnscore.errors import ArgumentError, FileError, FrameworkError, ShapeError, message
 from attnscore.kv_buffers import checks
-from attnscore.kv_buffers.checks import AppendShapes, with_heads_first
+from attnscore.kv_buffers.checks import with_heads_first
 from attnscore.kv_buffers.slots import AppendedPositions, RollingWindow, positions_of_slots, slots_of_positions
 from attnscore.kv_buffers.storage import STORAGE, Storage, moved
 from attnscore.masks import Dense, Mask, ValidLens
@@ -145,15 +144,14 @@ class KeyValueCache:
     """Whether autograd holds the buffers, for the gradient of an attention over them."""
 
     def __post_init__(self) -> None:
-        if self.window is not None and (not is_whole(self.window) or self.window < 1):
-            raise ArgumentError(message("window", "a whole number above 0, or None", shown(self.window)))
+        for name, x in (("window", self.window), ("capacity", self.capacity)):
+            if x is not None and (not is_whole(x) or x < 1):
+                raise ArgumentError(message(name, "a whole number above 0, or None", shown(x)))
         if check_count("sinks", self.sinks) and self.window is None:
             raise ArgumentError(message("sinks", "0 without a window", self.sinks, hint="every position is kept"))
         if not is_whole(self.head_axis) or self.head_axis not in (-3, -2):
             expected = "-3, for (batch, head, length, dim), or -2, for (batch, length, head, dim)"
             raise ArgumentError(message("head_axis", expected, shown(self.head_axis)))
-        if self.capacity is not None and (not is_whole(self.capacity) or self.capacity < 1):
-            raise ArgumentError(message("capacity", "a whole number above 0, or None", shown(self.capacity)))
 
     # ------------------------------------------------------------------ what it holds
 
@@ -244,16 +242,15 @@ class KeyValueCache:
         for kind in (KeyValueCache, type(self.score)):
             ops.register_pytree(kind)
         with storage.scope(ops):
-            sizes = checks.heads_and_dim(ops, key, self.head_axis)
-            has_heads = len(key.shape) == 4
-            key, prepared_score = self._prepared(key, self.head_axis)
-            pair = tuple(with_heads_first(ops, x, self.head_axis) for x in (key, value))
+            prepared, prepared_score = self._prepared(key, self.head_axis)
+            pair = tuple(with_heads_first(ops, x, self.head_axis) for x in (prepared, value))
             batch, _, count, _ = pair[1].shape
             added = checks.counts(lens, batch, count)
             cache = self if storage.is_in_place else copy.copy(self)
             cache._prepared_score = prepared_score
             if cache._keys is None:
-                cache._has_heads, cache._key_sizes = has_heads, sizes
+                _, heads, _, dim = with_heads_first(ops, key, self.head_axis).shape
+                cache._has_heads, cache._key_sizes = len(key.shape) == 4, (int(heads), int(dim))
                 cache._allocate(ops, storage, pair)
             cache._write(ops, storage, pair, cache._placed(added, count))
         if storage.is_in_place:
@@ -306,9 +303,10 @@ class KeyValueCache:
         ShapeError, ArgumentError
         """
         cache, index = self._changeable("select"), self._index
-        chosen = self._checked_indices(indices)
+        chosen = checks.sequences(indices, self._batch)
+        chosen = index.asarray(indices, self._lens) if chosen is None else chosen
         cache._keys, cache._values = (
-            self._storage.taken(self._ops, x, chosen, is_saved=self._is_saved) for x in (self._keys, self._values)
+            self._storage.taken(self._ops, x, chosen, self._is_saved) for x in (self._keys, self._values)
         )
         cache._is_saved = False
         rows = index.asarray(chosen, self._lens)
@@ -415,7 +413,7 @@ class KeyValueCache:
         if len(getattr(query, "shape", ())) != len(keys.shape):
             expected = f"{len(keys.shape)} axes, as the keys of the cache have"
             raise ShapeError(message("query", expected, shown(query)))
-        count = query.shape[-3 if self._has_heads and self.head_axis == -2 else -2]
+        count = query.shape[self._length_axis]
         lens = self._lens_per_query(count, causal)
         if mask is not None:
             mask = self.mask(count, causal=causal) & (mask if isinstance(mask, Mask) else Dense(mask))
@@ -510,18 +508,9 @@ class KeyValueCache:
             raise ArgumentError(message("cache", "one whose lengths the host can read", "a traced one"))
         used, ops = min(self.slots, int(lens.max(initial=0))), self._ops
         keys, values = (files.host_array(ops, ops.slice_axis(x, 2, 0, used)) for x in (self._keys, self._values))
-        files.CacheFile(
-            keys,
-            values,
-            lens,
-            self.slots,
-            has_heads=self._has_heads,
-            key_sizes=self._key_sizes or (1, 1),
-            head_axis=self.head_axis,
-            sinks=self.sinks,
-            window=self.window,
-            oldest=self._oldest,
-        ).write(Path(path))
+        sizes = np.array(self._key_sizes or (1, 1))
+        contents = keys, values, lens, self.slots, int(self._has_heads), sizes, self.head_axis, self.sinks
+        files.CacheFile(*contents, self.window, self._oldest).write(Path(path))
 
     @classmethod
     def load(cls, path: str | Path, *, like: Array = None, score: Any = None) -> Self:
@@ -542,28 +531,26 @@ class KeyValueCache:
         from attnscore.kv_buffers import files
 
         held = files.CacheFile.read(Path(path))
-        empty = partial(
-            cls, window=held.window, sinks=held.sinks, head_axis=held.head_axis, capacity=held.slots or None
-        )
+        options: dict[str, Any] = {name: getattr(held, name) for name in ("window", "sinks", "head_axis")}
         try:
-            empty()
+            cache = cls(score=score, capacity=held.slots or None, **options)
         except ArgumentError as error:
             raise FileError(f"{path}: no cache of keys and values: {error}") from error
-        cache = empty(score=score)
         like = np.empty(0) if like is None else like
         ops = backends.of({"like": like})
         storage = STORAGE[ops.name]
         index = storage.index_ops(ops)
         with storage.scope(ops):
-            cache._has_heads, cache._key_sizes = held.has_heads, held.key_sizes
+            heads, dim = map(int, held.key_sizes)
+            cache._has_heads, cache._key_sizes = bool(held.has_heads), (heads, dim)
             cache._keys, cache._values = (files.buffer_of(ops, x, held.slots, like) for x in (held.keys, held.values))
-            host = held.lens, np.zeros_like(held.lens)
+            lens = held.lens.astype(np.int64)
+            host = lens, np.zeros_like(lens)
             cache._lens, cache._starts = (index.asarray(x, storage.index_like(like), "int64") for x in host)
             if storage.is_in_place:
-                oldest = np.maximum(0, held.lens - (held.slots - held.sinks))
+                oldest = np.maximum(0, lens - (held.slots - held.sinks))
                 cache._oldest = oldest if held.oldest is None else held.oldest
             # The score that `prepare_keys` leaves depends on the shapes of the keys alone.
-            heads, dim = held.key_sizes
             some = ops.zeros((1, heads, 1, dim), cache._keys)
             cache._prepared_score = cache._prepared(some if held.has_heads else some[:, 0], -3)[1]
         return cache
@@ -588,6 +575,11 @@ class KeyValueCache:
     def _batch(self) -> int:
         return int(self._keys.shape[0])
 
+    @property
+    def _length_axis(self) -> int:
+        """The axis of the caller's arrays that counts positions."""
+        return 2 if self._has_heads and self.head_axis == -3 else 1
+
     def _filled(self, what: str) -> Self:
         """Return the cache; raise ArgumentError, which names `what` was asked for, before the first append."""
         if self._keys is None:
@@ -604,32 +596,16 @@ class KeyValueCache:
             return x[:, 0]
         return self._ops.swap_axes(x, 1, 2) if self.head_axis == -2 else x
 
-    def _checked_indices(self, indices: Any) -> Array:
-        """Return the sequences that `select` keeps; raise unless they are some of the cache, as far as one can see."""
-        values = backends.host(indices)
-        if values is None:
-            return self._index.asarray(indices, self._lens)
-        # An empty list is an array of floats, and so is any list in MXNet.
-        if values.dtype.kind not in "iuf" or (values % 1).any():
-            raise ArgumentError(message("indices", "whole numbers", shown(indices)))
-        chosen = values.astype(np.int64)
-        if chosen.ndim != 1:
-            raise ShapeError(message("indices", "1 axis", chosen.ndim))
-        if chosen.size and not (chosen.min() >= 0 and chosen.max() < self._batch):
-            got = chosen.min() if chosen.min() < 0 else chosen.max()
-            raise ArgumentError(message("indices", f"sequences from 0 to {self._batch - 1}", got))
-        return chosen
-
     # ------------------------------------------------------------------ an append
 
     def _check(self, ops: Backend, arrays: Mapping[str, Array]) -> None:
         """Raise unless key and value fit each other and the buffers."""
         checks.check_pair(ops, arrays)
         if self._keys is not None:
-            checks.check_like_buffers(ops, self._keys, arrays)
-            value = int(self._values.shape[1]), int(self._values.shape[3])
-            sizes = AppendShapes(self._batch, self._has_heads, self.head_axis, self._key_sizes or (1, 1), value)
-            sizes.check(ops, arrays)
+            _, heads, _, dim = self._values.shape
+            pairs = {"key": self._key_sizes or (1, 1), "value": (int(heads), int(dim))}
+            sizes = {name: (self._batch, *pair[0 if self._has_heads else 1 :]) for name, pair in pairs.items()}
+            checks.check_like_buffers(ops, self._keys, sizes, self._length_axis, arrays)
 
     def _prepared(self, key: Array, head_axis: int) -> tuple[Array, Any]:
         """Return keys as the score of the cache prepares them, and the score that is left."""
@@ -677,7 +653,7 @@ class KeyValueCache:
         """Write keys and values to the slots of their positions."""
         if appended.count:
             self._keys, self._values = (
-                storage.written(ops, buffer, x, appended, is_saved=self._is_saved)
+                storage.written(ops, buffer, x, appended, self._is_saved)
                 for buffer, x in zip((self._keys, self._values), pair, strict=True)
             )
             self._is_saved = False

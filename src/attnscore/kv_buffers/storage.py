@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, final
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
 
@@ -18,61 +19,39 @@ from attnscore import backends
 from attnscore.backends.base import Array, Backend, HostArray
 from attnscore.kv_buffers.slots import AppendedPositions
 
-A = TypeVar("A")
-
-
-class Storage(ABC):
-    """What differs between frameworks whose caches change in place and those whose caches are functional."""
-
-    is_in_place: bool
-
-    @abstractmethod
-    def index_ops(self, ops: Backend) -> Backend:
-        """Return the backend that computes with lengths and positions."""
-
-    @abstractmethod
-    def index_like(self, x: Array) -> Array:
-        """Return an array of that backend, on the device of `x`."""
-
-    @abstractmethod
-    def scope(self, ops: Backend) -> AbstractContextManager[Any]:
-        """Return the context in which buffers change."""
-
-    @abstractmethod
-    def written(
-        self, ops: Backend, buffer: Array, block: Array, appended: AppendedPositions, *, is_saved: bool
-    ) -> Array:
-        """Return the buffer with entries of `block` (batch, head, count, dim) in their slots."""
-
-    @abstractmethod
-    def taken(self, ops: Backend, buffer: Array, indices: Array, *, is_saved: bool) -> Array:
-        """Return the sequences `indices` of a buffer."""
+Written = Callable[[Backend, Array, Array, AppendedPositions, bool], Array]
 
 
 @final
-class InPlace(Storage):
-    """Buffers that are written to; lengths on the host."""
+@dataclass(frozen=True)
+class Storage:
+    """What differs between frameworks whose caches change in place and those whose caches are functional."""
 
-    is_in_place = True
+    is_in_place: bool
+    written: Written
+    """Returns the buffer with entries of a block (batch, head, count, dim) in their slots.
+
+    The last argument says whether autograd holds the buffer: then a copy is written to.
+    """
 
     def index_ops(self, ops: Backend) -> Backend:
-        return backends.load("numpy")
+        """Return the backend that computes with lengths and positions."""
+        return backends.load("numpy") if self.is_in_place else ops
 
     def index_like(self, x: Array) -> Array:
-        return np.empty(0)
+        """Return an array of that backend, on the device of `x`."""
+        return np.empty(0) if self.is_in_place else x
 
     def scope(self, ops: Backend) -> AbstractContextManager[Any]:
-        return nullcontext()
+        """Return the context in which buffers change."""
+        return nullcontext() if self.is_in_place else ops.numeric_scope()
 
-    def written(
-        self, ops: Backend, buffer: Array, block: Array, appended: AppendedPositions, *, is_saved: bool
-    ) -> Array:
-        """Write to the buffer, or to a copy where autograd holds it (`is_saved`) or records the append."""
-        return moved(ops, buffer, block, appended.slots(), appended.is_real(), is_saved=is_saved)
+    def taken(self, ops: Backend, buffer: Array, indices: Array, is_saved: bool) -> Array:
+        """Return the sequences `indices` of a buffer.
 
-    def taken(self, ops: Backend, buffer: Array, indices: HostArray, *, is_saved: bool) -> Array:
-        """Return the sequences; as many as the buffer has are moved within its own memory, unless autograd holds it."""
-        if len(indices) != len(buffer) or is_saved or ops.needs_grad(buffer):
+        In place, as many as the buffer has are moved within its own memory, unless autograd holds it.
+        """
+        if not self.is_in_place or len(indices) != len(buffer) or is_saved or ops.needs_grad(buffer):
             return ops.take(buffer, ops.asarray(indices, buffer), 0)
         changed = np.flatnonzero(indices != np.arange(len(buffer)))
         if len(changed):
@@ -80,66 +59,39 @@ class InPlace(Storage):
         return buffer
 
 
-class Functional(Storage):
-    """Buffers that are never written to; lengths beside them, in the same framework."""
-
-    is_in_place = False
-
-    @final
-    def index_ops(self, ops: Backend) -> Backend:
-        return ops
-
-    @final
-    def index_like(self, x: Array) -> Array:
-        return x
-
-    @final
-    def scope(self, ops: Backend) -> AbstractContextManager[Any]:
-        return ops.numeric_scope()
-
-    @final
-    def taken(self, ops: Backend, buffer: Array, indices: Array, *, is_saved: bool) -> Array:
-        return ops.take(buffer, ops.asarray(indices, buffer), 0)
+def _in_place(ops: Backend, buffer: Array, block: Array, appended: AppendedPositions, is_saved: bool) -> Array:
+    return moved(ops, buffer, block, appended.slots(), appended.is_real(), is_saved=is_saved)
 
 
-@final
-class Selecting(Functional):
-    """Every slot takes an appended entry or keeps what it holds."""
-
-    def written(
-        self, ops: Backend, buffer: Array, block: Array, appended: AppendedPositions, *, is_saved: bool
-    ) -> Array:
-        batch, heads, count, dim = block.shape
-        entries = appended.entries()
-        is_new = ops.reshape(entries >= 0, (batch, 1, -1, 1))
-        if count > 1:
-            # Of all sequences and heads at once, as the rows of one matrix.
-            first = ops.reshape(ops.positions(0, batch * heads, entries) * count, (batch, heads, 1))
-            rows = first + ops.reshape(ops.maximum(entries, 0), (batch, 1, -1))
-            block = ops.take(ops.reshape(block, (-1, dim)), rows, 0)
-        return ops.where(is_new, block, buffer)
+def _selected(ops: Backend, buffer: Array, block: Array, appended: AppendedPositions, is_saved: bool) -> Array:
+    """Let every slot take an appended entry or keep what it holds."""
+    batch, heads, count, dim = block.shape
+    entries = appended.entries()
+    is_new = ops.reshape(entries >= 0, (batch, 1, -1, 1))
+    if count > 1:
+        # Of all sequences and heads at once, as the rows of one matrix.
+        first = ops.reshape(ops.positions(0, batch * heads, entries) * count, (batch, heads, 1))
+        rows = first + ops.reshape(ops.maximum(entries, 0), (batch, 1, -1))
+        block = ops.take(ops.reshape(block, (-1, dim)), rows, 0)
+    return ops.where(is_new, block, buffer)
 
 
-@final
-class Scattering(Functional):
-    """Appended entries are written to their slots, by JAX's indexed updates."""
-
-    def written(
-        self, ops: Backend, buffer: Array, block: Array, appended: AppendedPositions, *, is_saved: bool
-    ) -> Array:
-        rows = ops.reshape(ops.positions(0, buffer.shape[0], appended.starts), (-1, 1))
-        # What is not new gets a slot past the end, to which nothing is written.
-        nowhere = ops.zeros((), appended.starts, ops.dtype(appended.starts)) + appended.size
-        slots = ops.where(appended.is_real(), appended.slots(), nowhere)
-        return buffer.at[rows, :, slots].set(ops.swap_axes(block, 1, 2), mode="drop")
+def _scattered(ops: Backend, buffer: Array, block: Array, appended: AppendedPositions, is_saved: bool) -> Array:
+    """Write appended entries to their slots, by JAX's indexed updates."""
+    rows = ops.reshape(ops.positions(0, buffer.shape[0], appended.starts), (-1, 1))
+    # What is not new gets a slot past the end, to which nothing is written.
+    nowhere = ops.zeros((), appended.starts, ops.dtype(appended.starts)) + appended.size
+    slots = ops.where(appended.is_real(), appended.slots(), nowhere)
+    return buffer.at[rows, :, slots].set(ops.swap_axes(block, 1, 2), mode="drop")
 
 
+IN_PLACE, SELECTING = Storage(True, _in_place), Storage(False, _selected)
 STORAGE: dict[str, Storage] = {
-    "numpy": InPlace(),
-    "torch": InPlace(),
-    "jax": Scattering(),
-    "tensorflow": Selecting(),
-    "mxnet": Selecting(),
+    "numpy": IN_PLACE,
+    "torch": IN_PLACE,
+    "jax": Storage(False, _scattered),
+    "tensorflow": SELECTING,
+    "mxnet": SELECTING,
 }
 
 
