@@ -25,7 +25,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -230,11 +230,7 @@ def _known_suffix(path: Path, *, several: bool = False) -> str:
 
 
 def _read_npy(path: Path) -> dict[str, Array]:
-    with path.open("rb") as file:
-        held = os.fstat(file.fileno()).st_size
-        _check_npy_header(path, path.stem, file, held)
-        file.seek(0)
-        return {path.stem: np.lib.format.read_array(file, allow_pickle=False)}
+    return {path.stem: _from_npy(path, path.stem, path.read_bytes())}
 
 
 def _read_npz(path: Path) -> dict[str, Array]:
@@ -250,7 +246,7 @@ def _read_npz(path: Path) -> dict[str, Array]:
             raise FileError(f"{path}: not a .npz file, or one with pickled objects, which are never read")
         with zipfile.ZipFile(file) as archive:
             members = _members(path, archive, held)
-            return {name: _read_member(path, archive, name, member) for name, member in members.items()}
+            return {name: _from_npy(path, _printable(name), archive.read(each)) for name, each in members.items()}
 
 
 def _members(path: Path, archive: zipfile.ZipFile, held: int) -> dict[str, zipfile.ZipInfo]:
@@ -275,35 +271,27 @@ def _members(path: Path, archive: zipfile.ZipFile, held: int) -> dict[str, zipfi
     return found
 
 
-def _read_member(path: Path, archive: zipfile.ZipFile, name: str, member: zipfile.ZipInfo) -> Array:
-    with archive.open(member) as file:
-        _check_npy_header(path, _printable(name), file, member.file_size)
-    with archive.open(member) as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
-
-
-def _check_npy_header(path: Path, name: str, file: IO[bytes], held: int) -> None:
-    """Raise unless a header is whole, says numbers, and describes exactly the `held` bytes of its file."""
-    start = file.read(len(_NPY_START) + 2)
-    if not start.startswith(_NPY_START):
+def _from_npy(path: Path, name: str, content: bytes) -> Array:
+    """Return the array of a .npy file; raise unless its header says numbers, and describes exactly what follows it."""
+    held = len(content)
+    if not content.startswith(_NPY_START):
         if path.suffix.lower() == ".npz":
             raise FileError(f"{path}: {name} is not an array")
-        if start.startswith(b"PK"):
+        if content.startswith(b"PK"):
             raise FileError(f"{path}: its contents are not those of a .npy file")
-        if start:
+        if content:
             raise FileError(f"{path}: not a .npy file, or one with pickled objects, which are never read")
         raise EOFError("no data in it")
-    version = start[-2:]
+    version = content[len(_NPY_START) :][:2]
     if version not in _NPY_LENGTHS:
         raise NotImplementedError(f".npy format {version[0]}.{version[-1]}")
-    kind = _NPY_LENGTHS[version]
-    size = file.read(struct.calcsize(kind))
-    (length,) = struct.unpack(kind, size)
-    before = len(start) + len(size) + length
+    kind, at = _NPY_LENGTHS[version], len(_NPY_START) + 2
+    (length,) = struct.unpack_from(kind, content, at)
+    before = at + struct.calcsize(kind) + length
     if before > held:
         raise ValueError(f"the header of {name} claims {length} bytes, and there are {held}")
     read_header = np.lib.format.read_array_header_1_0 if kind == "<H" else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read_header(io.BytesIO(size + file.read(length)))
+    shape, is_fortran, dtype = read_header(io.BytesIO(content[at:before]))
     _check_numbers(path, name, dtype)
     if min(shape, default=0) < 0:
         raise ValueError(f"the header of {name} has the shape {shape}")
@@ -311,11 +299,12 @@ def _check_npy_header(path: Path, name: str, file: IO[bytes], held: int) -> None
     claimed = math.prod(map(int, shape)) * dtype.itemsize
     if claimed != held - before:
         raise ValueError(f"the header of {name} claims {claimed} bytes of numbers, and there are {held - before}")
+    return np.frombuffer(content, dtype, offset=before).reshape(shape, order="F" if is_fortran else "C")
 
 
 def _read_safetensors(path: Path) -> dict[str, Array]:
     content = path.read_bytes()
-    tensors = _safetensors().deserialize(content)
+    tensors = require("safetensors", ".safetensors", _INSTALL).deserialize(content)
     (length,) = struct.unpack("<Q", content[:8])
     # The package takes the last of two tensors of one name.
     json.loads(content[8 : 8 + length], object_pairs_hook=lambda pairs: _once(path, pairs))
@@ -360,8 +349,7 @@ def _from_bytes(path: Path, name: str, tensor: Mapping[str, Any]) -> Array:
     if kind is None:
         raise FileError(f"{path}: {name} has dtype {tensor['dtype']}, which is not supported")
     dtype = bfloat16() if kind == "bfloat16" else np.dtype(kind).newbyteorder("<")
-    array: Array = np.frombuffer(tensor["data"], dtype=dtype).reshape(tensor["shape"])
-    return array
+    return np.frombuffer(tensor["data"], dtype=dtype).reshape(tensor["shape"])
 
 
 def _safetensors_bytes(path: Path, arrays: Mapping[str, Array]) -> bytes:
@@ -373,10 +361,6 @@ def _safetensors_bytes(path: Path, arrays: Mapping[str, Array]) -> bytes:
         if array.dtype.name not in _SAFETENSORS_TYPES.values():
             raise FileError(f"{path}: .safetensors cannot hold {name} of dtype {array.dtype}")
     return bytes(save(plain))
-
-
-def _safetensors() -> Any:
-    return require("safetensors", ".safetensors", _INSTALL)
 
 
 def bfloat16() -> np.dtype[Any]:

@@ -40,7 +40,7 @@ class CacheFile:
         missing = {each.name for each in fields(cls) if each.default is MISSING} - arrays.keys()
         if missing:
             raise FileError(f"{path}: no cache of keys and values: lacks {', '.join(sorted(missing))}")
-        found = {each.name: arrays[each.name] for each in fields(cls) if each.name in arrays}
+        found: dict[str, Any] = {each.name: arrays[each.name] for each in fields(cls) if each.name in arrays}
         keys, values, lens = found["keys"], found["values"], found["lens"]
         numbers = found.keys() & {"slots", "has_heads", "head_axis", "sinks", "window"}
         fits = (
@@ -54,7 +54,7 @@ class CacheFile:
         )
         if not fits:
             raise FileError(f"{path}: no cache of keys and values: arrays that do not belong together")
-        return cls(**{name: int(x) if name in numbers else x for name, x in found.items()})
+        return cls(**found | {name: int(found[name]) for name in numbers})
 
 
 def host_array(ops: Backend, x: Array) -> HostArray:
