@@ -128,14 +128,24 @@ def dot_product_attention(
 
     parts: list[Mask] = [] if mask is None else [Dense(mask)]
     parts += [Causal(offset=0)] if is_causal else []
-    parts += [] if local_window_size is None else _window(local_window_size)
-    parts += _padding(query_lens, key_lens, query_len, key_len)
+    if local_window_size is not None:
+        both = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+        left, right = map(_whole, both)
+        # Any sign, arrays too: the first key is i - left where the keys before it are those of a causal mask.
+        parts += [Causal(offset=right), ~Causal(offset=-left - 1)]
+    stop = None if key_lens is None else jnp.clip(key_lens, 0, key_len)
+    if query_lens is not None:
+        stop = jnp.full_like(query_lens, key_len) if stop is None else stop
+        parts.append(ValidLens(stop, jnp.clip(query_lens, 0, query_len)))
+    elif stop is not None:
+        parts.append(ValidLens(stop))
     whole = all_of(parts)
-    options: dict[str, Any] = {"head_axis": -2, "return_stats": ("log_sum_exp",) if return_residual or strict else ()}
     dtype = jnp.promote_types(q.dtype, np.float32)
     bias = None if bias is None else bias.astype(dtype)
-    found = attend(q, k, v, score=ScaledDot(_scale(scale, dtype)), mask=whole, bias=bias, **options)
-    out, residual = (found[0], found[1].log_sum_exp) if options["return_stats"] else (found, None)
+    stats = ("log_sum_exp",) if return_residual or strict else ()
+    score = ScaledDot(_scale(scale, dtype))
+    found = attend(q, k, v, score=score, mask=whole, bias=bias, head_axis=-2, return_stats=stats)
+    out, residual = (found[0], found[1].log_sum_exp) if stats else (found, None)
     if strict and key_len:
         out, residual = _with_masked_keys(q, k, v, whole, out, residual)
         if query_lens is not None:
@@ -179,24 +189,10 @@ def _scale(scale: Any, dtype: Any) -> Any:
     return jnp.reshape(array, ()) if isinstance(array, jax.core.Tracer) else array.item()
 
 
-def _window(size: Any) -> list[Mask]:
-    left, right = (size, size) if isinstance(size, int) else size
-    # Any sign, arrays too: the first key is i - left where the keys before it are those of a causal mask.
-    return [Causal(offset=_whole(right)), ~Causal(offset=-_whole(left) - 1)]
-
-
 def _whole(width: Any) -> Any:
     if isinstance(width, (jax.Array, np.ndarray)):
         return jnp.floor(width).astype(np.int32)
     return math.floor(width)
-
-
-def _padding(query_lens: Array | None, key_lens: Array | None, query_len: int, key_len: int) -> list[Mask]:
-    """Return the mask of the lengths of queries and keys, which may be out of range."""
-    if query_lens is None:
-        return [] if key_lens is None else [ValidLens(jnp.clip(key_lens, 0, key_len))]
-    stop = jnp.full_like(query_lens, key_len) if key_lens is None else jnp.clip(key_lens, 0, key_len)
-    return [ValidLens(stop, jnp.clip(query_lens, 0, query_len))]
 
 
 def _check(name: str, x: Array | None, shape: tuple[int | None, ...], dtype: Any = None) -> None:

@@ -110,7 +110,8 @@ def scaled_dot_product_attention(
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "strict": strict}
     if query.is_nested or key.is_nested or value.is_nested:
         _check_nested(query, key, value, attn_mask)
-        differs_in_length = _differs_in_length(query)
+        ragged = _OPS.ragged(query)
+        differs_in_length = ragged is not None and ragged.axis == -2
         if differs_in_length and not enable_gqa:
             _check_heads_of_jagged(query, key, value)
         if not differs_in_length or (strict and dropout_p > 0):
@@ -126,10 +127,8 @@ def scaled_dot_product_attention(
         _check_heads(query, key, value)
         if query.dim() == 3:
             # Three axes are (batch, length, dim) to `attend`.
-            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-            return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options).squeeze(
-                0
-            )
+            alone = (x.unsqueeze(0) for x in (query, key, value))
+            return scaled_dot_product_attention(*alone, attn_mask, dropout_p, is_causal, **options).squeeze(0)
         # `attend` takes fewer heads, the same number of key and of value; the product with weights takes all.
         heads = query.shape[-3] if strict else math.lcm(key.shape[-3], value.shape[-3])
         key, value = (
@@ -156,11 +155,6 @@ def scaled_dot_product_attention(
     return _attend(query, key, value, dropout_p, with_weights, score=ScaledDot(scale), mask=mask, bias=bias)[0]
 
 
-def _differs_in_length(query: Tensor) -> bool:
-    ragged = _OPS.ragged(query)
-    return ragged is not None and ragged.axis == -2
-
-
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, with_weights: bool, *, nan: bool = False, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -185,10 +179,7 @@ def _attend(
         is_empty = (weights == 0).all(-1, keepdim=True)
         out, weights = (x.masked_fill(is_empty, torch.nan) for x in (out, weights))
     if dropout:
-        try:
-            weights = F.dropout(weights, dropout)
-        except ValueError as error:
-            raise RuntimeError(str(error)) from error
+        weights = torch.dropout(weights, dropout, train=True)
         out = weights @ value
     return out, weights
 
