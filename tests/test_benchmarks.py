@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from attnscore.cli import timing
-from attnscore.cli.timing import Effort, alternate, exponent, summary
+from attnscore.cli.timing import Effort, alternate, summary
 from attnscore.errors import ArgumentError, FileError
 from bench import cases, charts, inputs, machine, measure, models, reports, results, runner
 from bench.baselines import BASELINES, Baseline
@@ -30,6 +30,7 @@ from bench.cases import CASES, Case, Target
 from bench.inputs import Side, draw
 from bench.models import MODELS, Pair
 from bench.reference import WrongResult, reference
+from bench.runner import exponent
 from few_modules import few_modules
 
 ROOT = Path(__file__).parents[1]

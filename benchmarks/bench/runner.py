@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import attnscore as ats
-from attnscore.cli.timing import QUICK, QUICK_SHAPE, SHAPE, Effort, exponent
+from attnscore.cli.timing import Effort
 from bench import machine
 from bench.cases import GROWTH_TARGET, MEMORY_TARGET, Case
 from bench.measure import Row, can_measure_memory
@@ -26,8 +28,19 @@ from bench.results import SCHEMA
 
 # Bytes of the naive matrices; beyond, their growth is known well enough.
 _MOST_NAIVE = 6 * 10**9
+_QUICK = Effort(least=3, most=21, seconds=0.5)
+# Of each shape of a case of many, which are some hundred pairs of sides.
+_SHAPE = Effort(least=7, most=21, seconds=0.15)
+_QUICK_SHAPE = Effort(least=3, most=3, seconds=0.0)
 _QUICK_LENGTHS = 2
 _QUICK_SHAPES = 4  # every fourth
+
+
+def exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:
+    """Fit the p of value ~ length^p, by least squares over logarithms; None from fewer than two points."""
+    if len(lengths) < 2 or min(values) <= 0:
+        return None
+    return float(np.polyfit(np.log(np.asarray(lengths, np.float64)), np.log(np.asarray(values, np.float64)), 1)[0])
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,7 @@ def run(
     cases: Sequence[Case], threads: Sequence[int], *, quick: bool = False, tell: Tell = lambda text, at, of: None
 ) -> dict[str, Any]:
     """Measure the cases; `tell` is called with what is being measured, its number, and of how many."""
-    effort, shape_effort = (QUICK, QUICK_SHAPE) if quick else (Effort(), SHAPE)
+    effort, shape_effort = (_QUICK, _QUICK_SHAPE) if quick else (Effort(), _SHAPE)
     requests = [request for case in cases for request in _requests(case, threads, quick)]
     rows: list[Row] = []
     points: dict[str, list[Row]] = {}

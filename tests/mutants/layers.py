@@ -39,7 +39,7 @@ FAULTS: list[Fault] = [
     Fault(
         "report-data-ends-its-script",
         "src/attnscore/diagnostics/inspection/report.py",
-        "_page",
+        "write",
         'A.replace("<", "\\\\u003c")',
         'A.replace("</", "<\\\\/")',
         "tests/test_inspect.py -k no_markup",

@@ -54,11 +54,11 @@ def look(
     for name, drawn in (("--place", place), ("--zoom", zoom)):
         if drawn is not None and plot is None:
             raise ArgumentError(message(name, "--plot beside it, whose picture it is about", "no --plot"))
-    shape = pair("--bins", bins, "x")
-    if min(shape) < 1:
+    rows, columns = numbers("--bins", bins, "x", 2)
+    if min(rows, columns) < 1:
         raise ArgumentError(message("--bins", "two whole numbers above 0 with 'x' between them", repr(bins)))
     where = () if place is None else numbers("--place", place, ",")
-    middle = None if zoom is None else pair("--zoom", zoom, ",")
+    middle = None if zoom is None else numbers("--zoom", zoom, ",", 2)
     if out is not None:
         given.keep_inputs("--out", out)
     call = given.read(("query", "key"))
@@ -78,7 +78,7 @@ def look(
     if out is not None:
         with error_console().status("looking for the largest weights"):
             found = ats.top_weights(k=max(1, min(top, mass.shape[-1])), **call)
-            pooled = ats.pooled_weights(bins=shape, **call)
+            pooled = ats.pooled_weights(bins=(rows, columns), **call)
         names = ("pooled_weights", "key_mass", "top_weights", "top_index")
         write_arrays(out, dict(zip(names, (pooled, mass, *found), strict=True)))
         console().print(Text(f"Numbers: {out}"), soft_wrap=True)
@@ -87,7 +87,7 @@ def look(
         from attnscore import plotting
 
         with error_console().status("drawing"):
-            figure = plotting.show_long_attention(bins=shape, links=top, place=where, zoom=middle, **call)
+            figure = plotting.show_long_attention(bins=(rows, columns), links=top, place=where, zoom=middle, **call)
             with replacing(plot) as file:
                 figure.savefig(file, format=plot.suffix[1:].lower(), dpi=140)
         console().print(Text(f"Picture: {plot}"), soft_wrap=True)
@@ -115,27 +115,22 @@ def check_place(place: tuple[int, ...], lead: tuple[int, ...]) -> None:
     raise ArgumentError(message("--place", expected, got, hint=hint))
 
 
-def check_zoom(middle: tuple[int, int] | None, lengths: tuple[int, int]) -> None:
+def check_zoom(middle: tuple[int, ...] | None, lengths: tuple[int, int]) -> None:
     """Refuse, before much is computed, a middle that lies outside."""
     if middle is not None and not all(0 <= at < length for at, length in zip(middle, lengths, strict=True)):
         raise ArgumentError(message("--zoom", f"a query and a key within {lengths}", ",".join(map(str, middle))))
 
 
-def numbers(option: str, text: str, between: str, expected: str = "whole numbers") -> tuple[int, ...]:
-    """Read the whole numbers of an option."""
+def numbers(option: str, text: str, between: str, count: int | None = None) -> tuple[int, ...]:
+    """Read the whole numbers of an option, `count` of them."""
     try:
-        return tuple(int(part) for part in text.lower().split(between))
+        found = tuple(int(part) for part in text.lower().split(between))
     except ValueError:
-        raise ArgumentError(message(option, f"{expected} with {between!r} between them", repr(text))) from None
-
-
-def pair(option: str, text: str, between: str) -> tuple[int, int]:
-    """Read the two whole numbers of an option."""
-    expected = "two whole numbers"
-    found = numbers(option, text, between, expected)
-    if len(found) != 2:
+        found = ()
+    if not found or count not in (None, len(found)):
+        expected = "whole numbers" if count is None else "two whole numbers"
         raise ArgumentError(message(option, f"{expected} with {between!r} between them", repr(text)))
-    return found[0], found[1]
+    return found
 
 
 def say(mass: Array) -> None:

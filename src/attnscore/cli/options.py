@@ -149,7 +149,7 @@ class CallOptions:
             if path is not None:
                 put(name, _single(path), f"--{name}")
         if self.sink is not None:
-            put("sink", _number_or_array("--sink", self.sink), "--sink")
+            put("sink", _value_or_array("--sink", self.sink, float), "--sink")
         for text in self.param or []:
             put(*_param(text), "--param")
         missing = [name for name in needed if name not in arrays]
@@ -157,7 +157,10 @@ class CallOptions:
             there = f"{self.inputs} holds {', '.join(arrays) or 'nothing'}" if self.inputs else "no input file given"
             raise ArgumentError(f"no {' and no '.join(missing)}: {there}")
         if self.valid_lens is not None:
-            put("valid_lens", _lengths(self.valid_lens, arrays["query"]), "--valid-lens")
+            expected = "whole numbers with ',' between them"
+            lens = _value_or_array("--valid-lens", self.valid_lens, _whole_numbers, expected)
+            # Two axes are one sequence without a batch: a single length is then a number.
+            put("valid_lens", lens[0] if arrays["query"].ndim == 2 and lens.shape == (1,) else lens, "--valid-lens")
         return arrays
 
     def _make_score(self, arrays: dict[str, Any]) -> Any:
@@ -232,29 +235,21 @@ def _param(text: str) -> tuple[str, Any]:
     if not equals or name not in _ALL_PARAMETERS:
         expected = f"NAME=FILE or NAME=NUMBER, NAME one of {sorted(_ALL_PARAMETERS)}"
         raise ArgumentError(message("--param", expected, repr(text)))
-    return name, _number_or_array(f"--param {name}", value)
+    return name, _value_or_array(f"--param {name}", value, float)
 
 
-def _number_or_array(name: str, text: str) -> float | Array:
-    """Read the value of an option: a number, or the one array of a file."""
+def _value_or_array(name: str, text: str, parse: Callable[[str], Any], expected: str = "a number") -> Any:
+    """Read the value of an option, or the one array of a file."""
     try:
-        return float(text)
+        return parse(text)
     except ValueError:
         if Path(text).suffix.lower() not in SUFFIXES:
-            raise ArgumentError(message(name, f"a number, or a file ({', '.join(SUFFIXES)})", repr(text))) from None
+            raise ArgumentError(message(name, f"{expected}, or a file ({', '.join(SUFFIXES)})", repr(text))) from None
         return _single(Path(text))
 
 
-def _lengths(text: str, query: Array) -> Array:
-    try:
-        numbers = np.array([int(part) for part in text.split(",")])
-    except ValueError:
-        if Path(text).suffix.lower() not in SUFFIXES:
-            expected = f"whole numbers with ',' between them, or a file ({', '.join(SUFFIXES)})"
-            raise ArgumentError(message("--valid-lens", expected, repr(text))) from None
-        return _single(Path(text))
-    # Two axes are one sequence without a batch: a single length is then a number.
-    return numbers[0] if query.ndim == 2 and len(numbers) == 1 else numbers
+def _whole_numbers(text: str) -> Array:
+    return np.array([int(part) for part in text.split(",")])
 
 
 def _converted(array: Array, name: str, dtype: str) -> Array:

@@ -36,12 +36,6 @@ class Effort:
     seconds: float = 4.0
 
 
-QUICK = Effort(least=3, most=21, seconds=0.5)
-# Of each shape of a case of many, which are some hundred pairs of sides.
-SHAPE = Effort(least=7, most=21, seconds=0.15)
-QUICK_SHAPE = Effort(least=3, most=3, seconds=0.0)
-
-
 def alternate(ours: Callable[[], Any], theirs: Callable[[], Any], effort: Effort) -> tuple[list[float], list[float]]:
     """Return the seconds per call of both sides, one of each for every round."""
     sides = (ours, theirs)
@@ -98,10 +92,3 @@ def summary(numbers: Sequence[float]) -> Summary:
     """Return median and quartiles."""
     q1, median, q3 = np.quantile(np.asarray(numbers, np.float64), (0.25, 0.5, 0.75))
     return {"median": float(median), "q1": float(q1), "q3": float(q3)}
-
-
-def exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:
-    """Fit the p of value ~ length^p, by least squares over logarithms; None from fewer than two points."""
-    if len(lengths) < 2 or min(values) <= 0:
-        return None
-    return float(np.polyfit(np.log(np.asarray(lengths, np.float64)), np.log(np.asarray(values, np.float64)), 1)[0])

@@ -131,60 +131,34 @@ def attention_forward(
     observer: Observer | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute one attention layer, as transformers calls it.
+    """Return the output (batch, query, head, value_dim) of one attention layer, as transformers calls it, and weights.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The attention layer; its `training` flag decides about dropout.
-    query : Tensor (batch, head, query, dim)
-    key : Tensor (batch, key_head, key, dim)
-        The heads of key and value may be fewer.
-    value : Tensor (batch, key_head, key, value_dim)
-    attention_mask : Mask, boolean Tensor (True: may attend), float Tensor (added to the scores) or None
-        A `StructuredMask` counts as the object that it holds.
-    scaling : float, optional
-        Factor of the scores; None: 1/sqrt(dim).
-    dropout : float
-        Probability, used in training only.
-    is_causal : bool, optional
-        Applies when there is no mask. None: every key, as in eager attention. Causal layers get a mask, and the
-        module's flag is wrong in some models (Align, BridgeTower).
-    softcap : float, optional
-        Scores become ``softcap * tanh(score / softcap)``.
-    s_aux : Tensor (head,), optional
-        Sinks: a further logit per head without a value.
-    position_bias : Tensor, optional
-        Added to the scores.
-    cu_seq_lens_q, cu_seq_lens_k : Tensor (sequences + 1,), optional
-        Cumulative lengths of a flattened batch: queries attend to the keys of their own sequence.
-    indices : Tensor (batch, query, selected), optional
-        Keys that each query attends, of those that the mask leaves.
-    output_attentions : bool, optional
-        Return the weights too.
-    observer : callable, optional
-        Called with an `AttentionCall`.
-    **others
-        What other implementations need; an option that would change the result is refused.
+    Query, key and value are (batch, head, length, dim), with as many heads or fewer of key and value.
 
-    Returns
-    -------
-    (Tensor (batch, query, head, value_dim), Tensor (batch, head, query, key) or None)
-
-    Raises
-    ------
-    ArgumentError
-        An option that is not supported, or cumulative lengths of more than one row.
+    - `attention_mask` is a mask object, a boolean tensor (True: may attend) or a float one, which is added to the
+      scores. Where it is None, `is_causal` counts, of which None is False: causal layers get a mask, and the module's
+      own flag is wrong in some models (Align, BridgeTower).
+    - `s_aux` are sinks: a further logit per head (head,) without a value.
+    - `cu_seq_lens_q` and `cu_seq_lens_k` are cumulative lengths of a flattened batch of one row, whose queries attend
+      to the keys of their own sequence.
+    - `indices` (batch, query, selected) are the keys that each query attends to, of those that the mask leaves.
+    - `dropout` is that of a module in training. Of `others`, one that would change the result is an ArgumentError.
     """
     for option in _UNSUPPORTED:
         if others.get(option) is not None:
             expected, hint = "None; attnscore does not support it", 'model.set_attn_implementation("eager")'
             raise ArgumentError(message(option, expected, type(others[option]).__name__, hint=hint))
     score = ats.ScaledDot(scaling)
-    packed = None if cu_seq_lens_q is None else _packed(query, cu_seq_lens_q, cu_seq_lens_k)
+    packed = None
+    if cu_seq_lens_q is not None:
+        if query.shape[0] != 1:
+            expected = "a batch of one row, in which the sequences follow one another"
+            raise ArgumentError(message("cu_seq_lens_q", expected, f"{query.shape[0]} rows"))
+        packed = ats.Packed(cu_seq_lens_q, None if cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k)
     mask, bias = _mask_and_bias(query, attention_mask, is_causal, position_bias, packed)
     if indices is not None:
-        mask = _both(_selected(indices, key.shape[-2]), mask)
+        none = indices.new_zeros((*indices.shape[:-1], key.shape[-2]), dtype=torch.bool)
+        mask = _both(ats.Dense(none.scatter(-1, indices.long(), True).unsqueeze(1)), mask)
     shared: dict[str, Any] = {
         "score": ats.SoftCap(score, softcap) if softcap is not None else score,
         "mask": mask,
@@ -205,20 +179,6 @@ def attention_forward(
         layer = getattr(module, "layer_idx", None)
         observer(AttentionCall(module, layer, more[-1], {"query": query, "key": key, **shared}))
     return out.transpose(1, 2).contiguous(), more[0] if output_attentions else None
-
-
-def _packed(query: Tensor, cu_query: Tensor, cu_key: Tensor | None) -> ats.Packed:
-    """Return the mask of a flattened batch."""
-    if query.shape[0] != 1:
-        expected = "a batch of one row, in which the sequences follow one another"
-        raise ArgumentError(message("cu_seq_lens_q", expected, f"{query.shape[0]} rows"))
-    return ats.Packed(cu_query, None if cu_key is cu_query else cu_key)
-
-
-def _selected(indices: Tensor, keys: int) -> ats.Dense:
-    """Return the mask of the keys that each query selects."""
-    none = indices.new_zeros((*indices.shape[:-1], keys), dtype=torch.bool)
-    return ats.Dense(none.scatter(-1, indices.long(), True).unsqueeze(1))
 
 
 def _both(first: Mask, second: Mask | Tensor | None) -> Mask:

@@ -9,7 +9,6 @@ Requirements:
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import attnscore as ats
+from attnscore.base.arguments import check_choice
 from attnscore.diagnostics.inspection.head_metrics import SETTINGS, statistics_of, under
 from attnscore.diagnostics.inspection.pretrained import MINILM, MINILM_NAME, load, read, require_transformers
 from attnscore.errors import ArgumentError, AttnscoreError, message
@@ -50,7 +50,8 @@ class Layer:
     @property
     def scale(self) -> float:
         """Factor of the products of query and key."""
-        scale = _dot_of(self.inputs["score"]).scale
+        score = self.inputs["score"]
+        scale = (score.score if isinstance(score, ats.SoftCap) else score).scale
         return float(self.inputs["query"].shape[-1]) ** -0.5 if scale is None else float(scale)
 
     def of(self, head: int) -> Layer:
@@ -73,9 +74,7 @@ class Layer:
         scale = 1.0 if temperature is None else self.scale / temperature
         score = self.inputs["score"]
         changed = ats.ScaledDot(scale)
-        return self.inputs | {
-            "score": dataclasses.replace(score, score=changed) if isinstance(score, ats.SoftCap) else changed
-        }
+        return self.inputs | {"score": ats.SoftCap(changed, score.cap) if isinstance(score, ats.SoftCap) else changed}
 
     def apply(self, function: Callable[..., Any], *more: Any, setting: str | None = None, **options: Any) -> Any:
         """Call `function` of query, key and `more` with the other inputs as options; None: the model's own scale."""
@@ -132,17 +131,14 @@ class Inspection:
         ArgumentError
             A layer, head or setting that does not exist.
         """
-        self._check(layer, head)
-        if setting not in SETTINGS:
-            raise ArgumentError(message("setting", f"one of {', '.join(SETTINGS)}", repr(setting)))
+        check_choice("setting", setting, [*SETTINGS])
         block = {"query_index": query_index, "key_index": key_index}
-        found = self.layers[layer].of(head).apply(ats.attention_weights, setting=setting, **block)
+        found = self._head(layer, head).apply(ats.attention_weights, setting=setting, **block)
         return np.asarray(found[0, 0].double())
 
     def top_links(self, layer: int, head: int, k: int = 10) -> list[tuple[int, int, float]]:
         """Return the k largest weights of a head as (query, key, weight), the largest first; none of 0 or NaN."""
-        self._check(layer, head)
-        found = self.layers[layer].of(head).apply(ats.top_weights, min(k, len(self.tokens)))
+        found = self._head(layer, head).apply(ats.top_weights, min(k, len(self.tokens)))
         weights, index = (np.asarray(x[0, 0]) for x in found)
         order = np.argsort(-weights, axis=None, kind="stable")[:k]
         rows, places = np.unravel_index(order, weights.shape)
@@ -151,8 +147,7 @@ class Inspection:
 
     def key_mass(self, layer: int, head: int) -> Array:
         """Return the weight that each token receives from all queries of a head."""
-        self._check(layer, head)
-        return np.asarray(self.layers[layer].of(head).apply(ats.key_mass)[0, 0].double())
+        return np.asarray(self._head(layer, head).apply(ats.key_mass)[0, 0].double())
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per head: what pandas.DataFrame takes."""
@@ -189,11 +184,12 @@ class Inspection:
 
         return write(self, Path(path), megabytes)
 
-    def _check(self, layer: int, head: int) -> None:
+    def _head(self, layer: int, head: int) -> Layer:
         if not 0 <= layer < len(self.layers):
             raise ArgumentError(message("layer", f"0 to {len(self.layers) - 1}", repr(layer)))
         if not 0 <= head < self.layers[layer].heads:
             raise ArgumentError(message("head", f"0 to {self.layers[layer].heads - 1}", repr(head)))
+        return self.layers[layer].of(head)
 
 
 def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: int = MOST_TOKENS) -> Inspection:
@@ -228,7 +224,15 @@ def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: 
     >>> found = inspect_model("minilm", "The cat sat on the mat.")  # doctest: +SKIP
     >>> found.to_html("report.html")  # doctest: +SKIP
     """
-    name, model, tokenizer = _loaded(model, tokenizer)
+    if isinstance(model, (str, Path)):
+        name = MINILM_NAME if str(model) == MINILM else Path(model).resolve().name
+        own, model = load(model)
+        tokenizer = tokenizer or own
+    else:
+        name = type(model).__name__
+        require_transformers("inspect")
+        if tokenizer is None:
+            raise ArgumentError(message("tokenizer", "the model's tokenizer, given a model", "None"))
     found = read(model, tokenizer, text, most_tokens)
     calls = _calls(model, found.inputs)
     if not calls:
@@ -261,20 +265,6 @@ def _kept(inputs: dict[str, Any]) -> dict[str, Any]:
         return x.detach().float() if x.is_floating_point() and x.element_size() < 4 else x.detach()
 
     return {name: kept(x) for name, x in inputs.items()}
-
-
-def _dot_of(score: Any) -> Any:
-    return score.score if isinstance(score, ats.SoftCap) else score
-
-
-def _loaded(model: Any, tokenizer: Any) -> tuple[str, Any, Any]:
-    if isinstance(model, (str, Path)):
-        found, loaded = load(model)
-        return (MINILM_NAME if str(model) == MINILM else Path(model).resolve().name), loaded, tokenizer or found
-    require_transformers("inspect")
-    if tokenizer is None:
-        raise ArgumentError(message("tokenizer", "the model's tokenizer, given a model", "None"))
-    return type(model).__name__, model, tokenizer
 
 
 def _calls(model: Any, inputs: dict[str, Any]) -> list[AttentionCall]:

@@ -26,7 +26,7 @@ from attnscore.diagnostics.inspection.head_metrics import SETTINGS, STATISTICS
 from attnscore.io import replacing, require
 
 if TYPE_CHECKING:
-    from attnscore.diagnostics.inspection.inspection import Inspection, Layer
+    from attnscore.diagnostics.inspection.inspection import Inspection
 
 # Strongest edges of each head in its table.
 _EDGES = 10
@@ -37,13 +37,6 @@ _DEEPEST, _LOG_STEPS = 16.0, 2**16 - 1
 
 def write(inspection: Inspection, path: Path, megabytes: float) -> Path:
     """Write the report to `path`, whole or not at all."""
-    page = _page(inspection, megabytes)
-    with replacing(path) as file:
-        file.write(page.encode("utf-8"))
-    return path
-
-
-def _page(inspection: Inspection, megabytes: float) -> str:
     offline = require("plotly.offline", "report", "pip install 'attnscore[inspect]'")
     folder = resources.files("attnscore.diagnostics.inspection")
     page, style, script = (folder.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
@@ -60,7 +53,10 @@ def _page(inspection: Inspection, megabytes: float) -> str:
         "script": script,
     }
     pieces = page.split("%%")
-    return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+    whole = "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+    with replacing(path) as file:
+        file.write(whole.encode("utf-8"))
+    return path
 
 
 def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
@@ -104,7 +100,7 @@ def _drawn(inspection: Inspection, megabytes: float) -> set[tuple[int, int]]:
     order = np.argsort(entropy, axis=None, kind="stable")[: np.isfinite(entropy).sum()]
     for layer, head in zip(*np.unravel_index(order, entropy.shape), strict=True):
         inputs = inspection.layers[layer].inputs
-        width = length if _as_weights(inspection.layers[layer]) else 2 * int(inputs["query"].shape[-1])
+        width = 2 * int(inputs["query"].shape[-1]) if inputs["bias"] is None else length
         # Keys that heads share are counted for each of them: the sum is an upper bound.
         left -= 2 * length * width
         if left < 0:
@@ -113,15 +109,11 @@ def _drawn(inspection: Inspection, megabytes: float) -> set[tuple[int, int]]:
     return found
 
 
-def _as_weights(layer: Layer) -> bool:
-    """Return whether the map needs weights: a bias for each pair takes as much as they do."""
-    return layer.inputs["bias"] is not None
-
-
 def _maps(inspection: Inspection, place: int, heads: list[int]) -> dict[str, Any]:
     """Return the data from which the page draws the maps of a layer's heads."""
     layer = inspection.layers[place]
-    if _as_weights(layer):
+    if layer.inputs["bias"] is not None:
+        # A bias for each pair takes as much as the weights.
         return {"weights": {str(head): _log_weights(inspection.weights(place, head)) for head in heads}}
     inputs = layer.inputs
     query, key = (np.asarray(inputs[name][0].double()) for name in ("query", "key"))
