@@ -273,8 +273,8 @@ def test_wrong_numbers_of_arrays(count: int) -> None:
     with pytest.raises(ValueError, match=f"inputs: expected 14 arrays, got {count}"):
         native.forward(score, (None,) * count, [row] * 14, 1)
     with pytest.raises(ValueError, match=f"rows: expected 14 arrays, got {count}"):
-        native.forward(score, (None,) * 15, [row] * count, 1)
-    inputs = (case.query, case.key, case.value, *(None,) * 12)
+        native.forward(score, (None,) * 14, [row] * count, 1)
+    inputs = (case.query, case.key, case.value, *(None,) * 11)
     with pytest.raises(ValueError, match=f"rows: expected 11 arrays, got {count}"):
         native.backward(score, inputs, (None,) * count, "float32", (None,) * 9, 1)
     with pytest.raises(ValueError, match=f"gradients: expected 9 arrays, got {count}"):

@@ -24,43 +24,21 @@ from typing import Any
 
 import numpy as np
 
+import attnscore as ats
 from attnscore import __version__, backends, kernels
 from attnscore.analysis.explain import available
 from attnscore.analysis.weights import attention_scores
 from attnscore.api import attend, attend_vjp
 from attnscore.backends.base import Array, Backend
 from attnscore.backends.numpy import detached
-from attnscore.errors import ArgumentError, message
+from attnscore.base.arguments import check_choice
 from attnscore.kernels import Kernel, SinglePlan, tiling
 from attnscore.kernels.triton import is_interpreted
-from attnscore.masks import (
-    Causal,
-    Dense,
-    Documents,
-    KeyPadding,
-    KeyRange,
-    Mask,
-    MaskFunction,
-    Neighbours,
-    Packed,
-    PrefixLM,
-    SlidingWindow,
-    ValidLens,
-)
+from attnscore.masks import Mask
 from attnscore.problem.online_softmax import STATISTICS
 from attnscore.problem.problem import Problem, build_problem
 from attnscore.problem.results import Result, RowGradients
-from attnscore.scores import (
-    Additive,
-    Bilinear,
-    Combination,
-    Gaussian,
-    SoftCap,
-    Temperature,
-    arrays_of,
-    registered,
-    resolve,
-)
+from attnscore.scores import arrays_of, registered, resolve
 from attnscore.scores.activations import NAMES as ACTIVATIONS
 from attnscore.scores.arrays import with_arrays
 
@@ -136,9 +114,6 @@ def check_score(
     inputs = {name: _native(ops, rng.standard_normal(shape), home) for name, shape in shapes.items()}
     before = {name: _native(ops, _values_of(ops, x), x) for name, x in inputs.items()}
 
-    def call(**arrays: Array) -> Array:
-        return attend(arrays["query"], arrays["key"], arrays["value"], score=_with_arrays(score, arrays))
-
     whole = attention_scores(inputs["query"], inputs["key"], score=score)
     for name, x in inputs.items():
         _same(ops, f"{name} was changed by the call", x, before[name])
@@ -150,7 +125,7 @@ def check_score(
     has_gradient = ops.has_autodiff or _has_gradient(score)
     if has_gradient:
         found = _gradients(ops, score, leaves, None)
-        _check_differences(ops, "score", call, leaves, found, rng)
+        _check_differences(ops, "score", lambda **arrays: _attended(score, arrays), leaves, found, rng)
     _check_masked(ops, score, leaves, has_gradient)
     for name, x in inputs.items():
         _same(ops, f"{name} was changed by the gradient", x, before[name])
@@ -173,21 +148,19 @@ def _has_gradient(score: Any) -> bool:
     """Return whether a score, or the one that it wraps, has a gradient of its own."""
     if hasattr(score, "tile_gradient"):
         return True
-    inner = score.scores if isinstance(score, Combination) else filter(None, [getattr(score, "score", None)])
+    inner = score.scores if isinstance(score, ats.Combination) else filter(None, [getattr(score, "score", None)])
     return hasattr(score, "lower_pullback") and all(_has_gradient(resolve(each)) for each in inner)
 
 
 def _check_masked(ops: Backend, score: Any, leaves: Mapping[str, Array], has_gradient: bool) -> None:
     """Check that NaN in masked keys and values changes no result and no gradient, and gets gradient 0."""
-    lens = ValidLens([4, 0])
+    lens = ats.ValidLens([4, 0])
     with_nan = dict(leaves)
     for name in ("key", "value"):
         x = np.array(_values_of(ops, leaves[name]))
         x[0, :, 4:] = x[1] = np.nan
         with_nan[name] = _native(ops, x, leaves[name])
-    vectors = ([each[name] for name in ("query", "key", "value")] for each in (leaves, with_nan))
-    own = _with_arrays(score, leaves)
-    out, of_nan = (_values_of(ops, attend(*each, score=own, mask=lens)) for each in vectors)
+    out, of_nan = (_values_of(ops, _attended(score, each, mask=lens)) for each in (leaves, with_nan))
     _close("NaN in a masked key propagates to the result", of_nan, out)
     if not has_gradient:
         return
@@ -253,8 +226,7 @@ def _against_triton(score: Any, dim: int, heads: int, seed: int, device: str) ->
     found = []
     for kernel, dtype in (("triton", torch.float32), ("streaming", torch.float64)):
         leaves = {n: torch.tensor(x, dtype=dtype, device=device, requires_grad=True) for n, x in values.items()}
-        own = _with_arrays(score, leaves)
-        out = attend(leaves["query"], leaves["key"], leaves["value"], score=own, valid_lens=[4, 0], kernel=kernel)
+        out = _attended(score, leaves, valid_lens=[4, 0], kernel=kernel)
         # `ops.vjp` would differentiate the forward by PyTorch, not run the kernel's backward.
         grads = torch.autograd.grad(out, list(leaves.values()), _native(ops, _fixed_weights(tuple(out.shape)), out))
         results = zip(("out", *leaves), (out, *grads), strict=True)
@@ -294,9 +266,7 @@ def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int =
     >>> check_kernel("streaming")
     """
     if isinstance(kernel, str):
-        if kernel not in kernels.table():
-            raise ArgumentError(message("kernel", "one of " + ", ".join(kernels.table()), repr(kernel)))
-        kernel = kernels.table()[kernel]
+        kernel = kernels.table()[check_choice("kernel", kernel, [*kernels.table()])]
     reasons = _check_problems(kernel, np.zeros(1) if like is None else like, seed)
     if reasons:
         raise AssertionError(f"{kernel.name}: nothing was checked, it can run none of the problems: {reasons[0]}")
@@ -350,13 +320,13 @@ def _problems(
     masking = np.where(rng.random((2, 1, 5, 7)) < 0.3, -np.inf, 0.5)
     yield "one query, one key", sizes(1, 1), {}
     yield "grouped heads", sizes(5, 7, 4, 2), {"score": "dot"}
-    yield "causal, fully masked queries", sizes(7, 5, 2, 2), {"mask": Causal("bottom_right")}
+    yield "causal, fully masked queries", sizes(7, 5, 2, 2), {"mask": ats.Causal("bottom_right")}
     yield "lengths, sink", sizes(5, 7, 4, 2), {"valid_lens": [0, 4], "sink": numbers(4)}
-    graph = Neighbours([0, 2, 2, 5, 6, 8], [6, 0, 1, 4, 2, 5, 3, 1])
+    graph = ats.Neighbours([0, 2, 2, 5, 6, 8], [6, 0, 1, 4, 2, 5, 3, 1])
     yield "neighbours", sizes(5, 7, 2, 2), {"mask": graph}
-    yield "array mask", sizes(5, 7), {"mask": Dense(rng.random((2, 1, 5, 7)) < 0.5), "score": Gaussian(0.8)}
+    yield "array mask", sizes(5, 7), {"mask": ats.Dense(rng.random((2, 1, 5, 7)) < 0.5), "score": ats.Gaussian(0.8)}
     yield "bias that masks", sizes(5, 7, 2, 1), {"bias": _native(ops, masking, home), "score": "cosine"}
-    yield "additive", sizes(5, 7, 2, 2), {"score": Additive(numbers(3), numbers(3, 4), numbers(3, 4))}
+    yield "additive", sizes(5, 7, 2, 2), {"score": ats.Additive(numbers(3), numbers(3, 4), numbers(3, 4))}
     yield "dropout", sizes(5, 7, 2, 2), {"dropout": 0.4, "seed": 3}
 
 
@@ -426,11 +396,11 @@ def check_framework(like: Array, *, seed: int = 0) -> None:
             arrays[0][0, 0, :3] = 0.0, np.nan, -np.inf
             got = call(ops, *(_native(ops, x, like) for x in arrays))
             _close(f"{ops.name}: {name}", _values_of(ops, got), np.asarray(call(plain, *arrays)))
-    score = Additive(rng.standard_normal(3), rng.standard_normal((3, 4)), rng.standard_normal((3, 4)))
+    score = ats.Additive(rng.standard_normal(3), rng.standard_normal((3, 4)), rng.standard_normal((3, 4)))
     shapes = {"query": (2, 4, 5, 4), "key": (2, 2, 7, 4), "value": (2, 2, 7, 3)}
     inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items()} | arrays_of(score)
     own = {name: _native(ops, x, like) for name, x in inputs.items()}
-    for label, mask in (("no mask", None), ("lengths", ValidLens([0, 5])), ("causal", Causal("bottom_right"))):
+    for label, mask in (("no mask", None), ("lengths", ats.ValidLens([0, 5])), ("causal", ats.Causal("bottom_right"))):
         wanted = _gradients(plain, score, inputs, mask)
         for name, grad in _gradients(ops, score, own, mask).items():
             _close(f"{ops.name}: {label}: gradient of {name}", grad, wanted[name])
@@ -546,7 +516,7 @@ def _refused() -> dict[str, str]:
     x = np.zeros((1, 1))
     # A graph, as one of the kernels takes no other mask.
     with backends.load("numpy").numeric_scope():
-        problem, _ = build_problem(x, x, x, mask=Neighbours([0, 1], [0]))
+        problem, _ = build_problem(x, x, x, mask=ats.Neighbours([0, 1], [0]))
     here = [kernel for kernel in kernels.table().values() if kernel.missing() is None]
     return {kernel.name: reasons[0] for kernel in here if (reasons := kernel.reasons_against(problem))}
 
@@ -556,30 +526,30 @@ def _every_score() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     found = {name: resolve(name) for name in registered()}
     w_v, w_q, w_k = (rng.standard_normal(shape) for shape in ((3,), (3, 4), (3, 4)))
-    found |= {f"additive {name}": Additive(w_v, w_q, w_k, activation=name) for name in ACTIVATIONS}
-    found["bilinear"] = Bilinear(rng.standard_normal((4, 4)))
-    found["combination"] = Combination(("scaled_dot", found["bilinear"]), (0.5, 1.0))
-    return found | {"softcap": SoftCap("scaled_dot", 2.0), "temperature": Temperature("scaled_dot", 2.0)}
+    found |= {f"additive {name}": ats.Additive(w_v, w_q, w_k, activation=name) for name in ACTIVATIONS}
+    found["bilinear"] = ats.Bilinear(rng.standard_normal((4, 4)))
+    found["combination"] = ats.Combination(("scaled_dot", found["bilinear"]), (0.5, 1.0))
+    return found | {"softcap": ats.SoftCap("scaled_dot", 2.0), "temperature": ats.Temperature("scaled_dot", 2.0)}
 
 
 def _every_mask() -> dict[str, Mask | None]:
     """Return one mask of each kind, and combined ones, for 2 batches, 2 heads, 5 queries and 7 keys."""
     rng = np.random.default_rng(1)
     masks = (
-        ValidLens([0, 5]),
-        KeyRange([1, 0], [4, 2]),
-        KeyPadding(rng.random((2, 7)) < 0.6),
-        Causal("bottom_right"),
-        SlidingWindow(1, 1, align="top_left"),
-        PrefixLM(2),
-        Documents([0, 0, 1, 1, 2], [0, 1, 1, 1, 2, 2, 3]),
-        Packed([0, 2, 5], [0, 3, 7]),
-        Neighbours([0, 2, 2, 5, 6, 8], [6, 0, 1, 4, 2, 5, 3, 1]),
-        Dense(rng.random((2, 1, 5, 7)) < 0.5),
-        MaskFunction(lambda batch, head, query, key: (query + key + head) % 3 > 0),
-        Causal("bottom_right") & ValidLens([2, 7]),
-        Causal("bottom_right") | Documents([0, 0, 1, 1, 2], [0, 1, 1, 1, 2, 2, 3]),
-        ~SlidingWindow(1, 1, align="bottom_right"),
+        ats.ValidLens([0, 5]),
+        ats.KeyRange([1, 0], [4, 2]),
+        ats.KeyPadding(rng.random((2, 7)) < 0.6),
+        ats.Causal("bottom_right"),
+        ats.SlidingWindow(1, 1, align="top_left"),
+        ats.PrefixLM(2),
+        ats.Documents([0, 0, 1, 1, 2], [0, 1, 1, 1, 2, 2, 3]),
+        ats.Packed([0, 2, 5], [0, 3, 7]),
+        ats.Neighbours([0, 2, 2, 5, 6, 8], [6, 0, 1, 4, 2, 5, 3, 1]),
+        ats.Dense(rng.random((2, 1, 5, 7)) < 0.5),
+        ats.MaskFunction(lambda batch, head, query, key: (query + key + head) % 3 > 0),
+        ats.Causal("bottom_right") & ats.ValidLens([2, 7]),
+        ats.Causal("bottom_right") | ats.Documents([0, 0, 1, 1, 2], [0, 1, 1, 1, 2, 2, 3]),
+        ~ats.SlidingWindow(1, 1, align="bottom_right"),
     )
     return {"no mask": None} | {repr(mask): mask for mask in masks}
 
@@ -612,13 +582,9 @@ def _check_rounding(kernel: Kernel, score: Any, mask: Mask | None, inputs: Seque
     exact = {name: x.astype(np.float64) for name, x in leaves.items()}
     outs, gradients = {}, {}
     for which, arrays, run in (("got", leaves, kernel.name), ("dense", leaves, "dense"), ("exact", exact, "dense")):
-        call = {"score": _with_arrays(score, arrays), "mask": mask}
-        vectors = arrays["query"], arrays["key"], arrays["value"]
-        outs[which] = np.asarray(attend(*vectors, kernel=run, **call), np.float64)
+        outs[which] = np.asarray(_attended(score, arrays, mask=mask, kernel=run), np.float64)
         if which != "dense":
-            _, pullback = attend_vjp(*vectors, kernel=kernel.name, **call)
-            grads = pullback(_fixed_weights(outs[which].shape).astype(dtype))
-            gradients[which] = {"query": grads.query, "key": grads.key, "value": grads.value, **grads.score}
+            gradients[which] = _numpy_gradients(score, arrays, dtype, mask=mask, kernel=kernel.name)
     rounding = float(np.finfo(dtype).eps)
     own = np.abs(outs["dense"] - outs["exact"]).max(initial=0)
     allowed = 4 * rounding + 2 * float(own) / max(1.0, float(np.abs(outs["exact"]).max(initial=0)))
@@ -651,15 +617,27 @@ def _gradients(ops: Backend, score: Any, leaves: Mapping[str, Array], mask: Mask
     """Return the gradient of sum(out * cos(position)) for every leaf."""
 
     def call(*arrays: Array) -> Array:
-        named = dict(zip(leaves, arrays, strict=True))
-        return attend(named["query"], named["key"], named["value"], score=_with_arrays(score, named), mask=mask)
+        return _attended(score, dict(zip(leaves, arrays, strict=True)), mask=mask)
 
     if ops.has_autodiff:
         out, pullback = ops.vjp(call, tuple(leaves.values()))
         found = pullback(_native(ops, _fixed_weights(tuple(out.shape)), out))
         return {name: _values_of(ops, grad) for name, grad in zip(leaves, found, strict=True)}
-    out, numpy_pullback = attend_vjp(leaves["query"], leaves["key"], leaves["value"], score=score, mask=mask)
-    grads = numpy_pullback(_fixed_weights(out.shape))
+    return _numpy_gradients(score, leaves, mask=mask)
+
+
+def _attended(score: Any, arrays: Mapping[str, Array], **options: Any) -> Array:
+    """Return `attend` of arrays by name, those of the score among them."""
+    return attend(arrays["query"], arrays["key"], arrays["value"], score=_with_arrays(score, arrays), **options)
+
+
+def _numpy_gradients(
+    score: Any, arrays: Mapping[str, Array], dtype: Any = np.float64, **options: Any
+) -> dict[str, _HostArray]:
+    """Return the gradient of sum(out * cos(position)) by `attend_vjp`, the cosines rounded to a dtype."""
+    vectors = (arrays[name] for name in ("query", "key", "value"))
+    out, pullback = attend_vjp(*vectors, score=_with_arrays(score, arrays), **options)
+    grads = pullback(_fixed_weights(out.shape).astype(dtype))
     return {"query": grads.query, "key": grads.key, "value": grads.value, **grads.score}
 
 

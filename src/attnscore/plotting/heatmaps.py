@@ -21,24 +21,8 @@ import numpy as np
 
 from attnscore.base.arguments import shown
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.plotting.drawing import (
-    WEIGHT,
-    Matrix,
-    colour_bar,
-    columns,
-    draw_head_map,
-    draw_map,
-    labelled_panels,
-    limits_of,
-    new_figure,
-    short_number,
-    size_for_tokens,
-    to_matrix,
-    to_panels,
-    to_texts,
-    two_decimals,
-    write_numbers,
-)
+from attnscore.plotting import drawing
+from attnscore.plotting.drawing import WEIGHT, Matrix
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,14 +77,14 @@ def show_heatmaps(
     rows, cols = maps.shape[:2]
     captions = _captions(titles, rows, cols)
     tall = min(2.0, max(0.4, maps.shape[2] / max(1, maps.shape[3])))
-    figure = new_figure(figsize or (2.2 * cols + 1.0, (2.2 * tall + 0.4) * rows + 0.4))
-    axes = labelled_panels(figure, rows * cols, cols, captions, xlabel, ylabel, title_points=10)
-    limits = limits_of(maps)
+    figure = drawing.new_figure(figsize or (2.2 * cols + 1.0, (2.2 * tall + 0.4) * rows + 0.4))
+    axes = drawing.labelled_panels(figure, rows * cols, cols, captions, xlabel, ylabel, title_points=10)
+    limits = drawing.limits_of(maps)
     for place, (axis, matrix) in enumerate(zip(axes, maps.reshape(rows * cols, *maps.shape[2:]), strict=True)):
-        image = draw_map(axis, matrix, cmap=cmap, limits=limits)
+        image = drawing.draw_map(axis, matrix, cmap=cmap, limits=limits)
         axis.tick_params(labelleft=place % cols == 0, labelbottom=place + cols >= rows * cols)
     if axes:
-        colour_bar(figure, image, axes, label)
+        drawing.colour_bar(figure, image, axes, label)
     return figure
 
 
@@ -162,29 +146,29 @@ def show_attention(
     >>> [text.get_text() for text in figure.axes[0].get_xticklabels()]
     ['the', 'cat']
     """
-    panels = to_panels("weights", weights, "query, key")
+    panels = drawing.to_panels("weights", weights, "query, key")
     if key_tokens is None and panels.shape[1] == panels.shape[2]:
         key_tokens = query_tokens
     given = {"titles": titles, "query_tokens": query_tokens, "key_tokens": key_tokens}
     titles, query_tokens, key_tokens = (
-        to_texts(argument, names, length, panels.shape, "weights")
+        drawing.to_texts(argument, names, length, panels.shape, "weights")
         for (argument, names), length in zip(given.items(), panels.shape, strict=True)
     )
-    cols = columns(max_cols, len(panels))
+    cols = drawing.columns(max_cols, len(panels))
     rows = -(-len(panels) // cols)
-    size = figsize or size_for_tokens(
+    size = figsize or drawing.size_for_tokens(
         panels.shape, rows, cols, query_tokens, key_tokens, titles, label, numbers=numbers
     )
-    figure = new_figure(size, title=suptitle)
-    axes = labelled_panels(figure, len(panels), cols, titles, xlabel, ylabel)
-    limits = limits_of(panels)
+    figure = drawing.new_figure(size, title=suptitle)
+    axes = drawing.labelled_panels(figure, len(panels), cols, titles, xlabel, ylabel)
+    limits = drawing.limits_of(panels)
     for place, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
-        image = draw_map(axis, panel, query_tokens, key_tokens, cmap=cmap, limits=limits)
+        image = drawing.draw_map(axis, panel, query_tokens, key_tokens, cmap=cmap, limits=limits)
         axis.tick_params(labelleft=place % cols == 0, labelbottom=place + cols >= len(panels))
         if numbers:
-            write_numbers(axis, image, panel, two_decimals)
+            drawing.write_numbers(axis, image, panel, drawing.two_decimals)
     if axes:
-        colour_bar(figure, image, axes, label)
+        drawing.colour_bar(figure, image, axes, label)
     return figure
 
 
@@ -237,22 +221,22 @@ def show_head_grid(
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['1.5', '2.0', '0.25', '12']
     """
-    panels = to_panels("values", values, "layer, head")
-    titles = to_texts("titles", titles, len(panels), panels.shape, "values")
+    panels = drawing.to_panels("values", values, "layer, head")
+    titles = drawing.to_texts("titles", titles, len(panels), panels.shape, "values")
     count, layers, heads = panels.shape
     cols = 1 if count == 1 else 2
     rows = max(1, -(-count // cols))
     size = figsize or (cols * max(3.2, 0.46 * heads + 1.2), rows * max(2.0, 0.42 * layers + 1.0))
-    figure = new_figure(size, title=suptitle)
-    for axis, panel in zip(labelled_panels(figure, count, cols, titles, xlabel, ylabel), panels, strict=True):
-        image = draw_head_map(axis, panel, cmap=cmap)
-        write_numbers(axis, image, panel, functools.partial(short_number, digits=digits))
-        colour_bar(figure, image, [axis])
+    figure = drawing.new_figure(size, title=suptitle)
+    for axis, panel in zip(drawing.labelled_panels(figure, count, cols, titles, xlabel, ylabel), panels, strict=True):
+        image = drawing.draw_head_map(axis, panel, cmap=cmap)
+        drawing.write_numbers(axis, image, panel, functools.partial(drawing.short_number, digits=digits))
+        drawing.colour_bar(figure, image, [axis])
     return figure
 
 
 def _grid_of_maps(matrices: Any) -> Matrix:
-    maps = to_matrix(matrices)
+    maps = drawing.to_matrix(matrices)
     if not 2 <= maps.ndim <= 4:
         hint = "reshape to (rows, cols, query, key)"
         raise ShapeError(message("matrices", "axes (rows, cols, query, key)", f"shape {maps.shape}", hint=hint))

@@ -23,19 +23,7 @@ from attnscore.analysis.weights import attention_scores, attention_weights
 from attnscore.base.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.plotting import drawing
-from attnscore.plotting.drawing import (
-    WEIGHT,
-    Indices,
-    Matrix,
-    colour_bar,
-    columns,
-    label,
-    labelled_panels,
-    new_figure,
-    to_matrix,
-    to_panels,
-    to_texts,
-)
+from attnscore.plotting.drawing import WEIGHT, Indices, Matrix
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,22 +96,22 @@ def show_pooled_weights(
     >>> figure.axes[0].get_xlim() == (0, 400)
     True
     """
-    panels = to_panels("pooled", pooled, "rows, columns")
-    titles = to_texts("titles", titles, len(panels), panels.shape, "pooled")
+    panels = drawing.to_panels("pooled", pooled, "rows, columns")
+    titles = drawing.to_texts("titles", titles, len(panels), panels.shape, "pooled")
     for name, length, bins in (("query_len", query_len, panels.shape[1]), ("key_len", key_len, panels.shape[2])):
         if not is_whole(length) or length < (bins if bins > 1 else 0):
             raise ArgumentError(message(name, f"a whole number, at least the number of bins ({bins})", shown(length)))
     means = drawing.mean_over_queries(panels, query_len)
-    cols = columns(max_cols, len(panels))
+    cols = drawing.columns(max_cols, len(panels))
     rows = max(1, -(-len(panels) // cols))
     lengths = int(query_len), int(key_len)
-    figure = new_figure(figsize or (3.6 * cols + 1.1, (3.4 * drawing.box_aspect(lengths) + 0.7) * rows))
-    axes = labelled_panels(figure, len(panels), cols, titles, "keys", "queries")
+    figure = drawing.new_figure(figsize or (3.6 * cols + 1.1, (3.4 * drawing.box_aspect(lengths) + 0.7) * rows))
+    axes = drawing.labelled_panels(figure, len(panels), cols, titles, "keys", "queries")
     limits = drawing.decade_limits(means)
     for axis, mean in zip(axes, means, strict=True):
         image = drawing.draw_bins(axis, mean, lengths, limits, cmap, logarithmic=logarithmic)
     if axes:
-        colour_bar(figure, image, axes, _WEIGHT_OF_A_BIN)
+        drawing.colour_bar(figure, image, axes, _WEIGHT_OF_A_BIN)
     return figure
 
 
@@ -175,18 +163,18 @@ def show_key_mass(
     >>> [text.get_text() for text in figure.axes[1].get_yticklabels()]
     ['0  [CLS]', '2  cat']
     """
-    panels = to_panels("mass", mass, "key")
-    tokens = to_texts("tokens", tokens, panels.shape[1], panels.shape, "mass")
-    titles = to_texts("titles", titles, len(panels), panels.shape, "mass")
+    panels = drawing.to_panels("mass", mass, "key")
+    tokens = drawing.to_texts("tokens", tokens, panels.shape[1], panels.shape, "mass")
+    titles = drawing.to_texts("titles", titles, len(panels), panels.shape, "mass")
     if not is_whole(heaviest) or heaviest < 0:
         raise ArgumentError(message("heaviest", "a whole number, 0 or more", shown(heaviest)))
     count = max(1, len(panels))
-    figure = new_figure(figsize or (9.0, 0.5 + count * max(1.9, 0.19 * heaviest + 0.5)))
+    figure = drawing.new_figure(figsize or (9.0, 0.5 + count * max(1.9, 0.19 * heaviest + 0.5)))
     axes = figure.subplots(count, 2, squeeze=False, width_ratios=(3, 1))
     for place, (pair, masses) in enumerate(zip(axes, panels, strict=False)):
         drawing.draw_key_mass(pair, masses, heaviest, tokens, logarithmic=logarithmic)
-        label(pair[0], titles[place] if titles else "", "keys" if place + 1 == count else "", _RECEIVED)
-        label(pair[1], "heaviest keys" if place == 0 else "")
+        drawing.label(pair[0], titles[place] if titles else "", "keys" if place + 1 == count else "", _RECEIVED)
+        drawing.label(pair[1], "heaviest keys" if place == 0 else "")
     return figure
 
 
@@ -258,16 +246,16 @@ def show_top_weights(
     lengths = queries, max(reach, len(key_tokens or ()))
     if max(lengths) <= _MOST_LINED:
         names = query_tokens, key_tokens
-        figure = new_figure(figsize or drawing.size_of_lines(names, max(lengths)))
+        figure = drawing.new_figure(figsize or drawing.size_of_lines(names, max(lengths)))
         axis = figure.subplots()
         image = drawing.draw_lines(axis, weights, index, places, lengths, names, cmap)
-        label(axis, title)
+        drawing.label(axis, title)
     else:
-        figure = new_figure(figsize or (5.6, 4.4 * drawing.box_aspect(lengths) + 0.7))
+        figure = drawing.new_figure(figsize or (5.6, 4.4 * drawing.box_aspect(lengths) + 0.7))
         axis = figure.subplots()
         image = drawing.draw_points(axis, weights, index, places, lengths, cmap)
-        label(axis, title, "keys", "queries")
-    colour_bar(figure, image, [axis], WEIGHT)
+        drawing.label(axis, title, "keys", "queries")
+    drawing.colour_bar(figure, image, [axis], WEIGHT)
     return figure
 
 
@@ -275,12 +263,12 @@ def _edges(found: Any, query_index: Any) -> tuple[Matrix, Indices, Indices]:
     """Return weights and keys (query, k), and the indices (query,) of the queries."""
     if not isinstance(found, (tuple, list)) or len(found) != 2:
         raise ShapeError(message("found", "weights and their index, as top_weights gives them", shown(type(found))))
-    weights, index = (to_matrix(x) for x in found)
+    weights, index = (drawing.to_matrix(x) for x in found)
     if weights.ndim != 2 or weights.shape != index.shape:
         got = f"shapes {weights.shape} and {index.shape}"
         hint = "choose one head: (found.weights[0, 3], found.index[0, 3])"
         raise ShapeError(message("found", "weights and index of axes (query, k)", got, hint=hint))
-    places = np.arange(len(index)) if query_index is None else to_matrix(query_index).astype(np.int64)
+    places = np.arange(len(index)) if query_index is None else drawing.to_matrix(query_index).astype(np.int64)
     if places.shape != (len(index),):
         raise ShapeError(message("query_index", f"{len(index)} of them", f"shape {places.shape}"))
     return weights, index.astype(np.int64), places
@@ -352,7 +340,9 @@ def show_long_attention(
     >>> [axis.get_title() for axis in figure.axes[:2]]
     ['500 × 500 weights in 25 × 25 bins', '48 × 48 exact weights in the ring']
     """
-    figure = new_figure(figsize, title=title)  # first: a missing matplotlib is reported before anything is computed
+    figure = drawing.new_figure(
+        figsize, title=title
+    )  # first: a missing matplotlib is reported before anything is computed
     figure.set_layout_engine("constrained", h_pad=0.07, w_pad=0.07)  # compressed, labels would go over the edge
     for name, number in (("links", links), ("zoom_size", zoom_size)):
         if not is_whole(number) or number < 1:
@@ -361,7 +351,7 @@ def show_long_attention(
     at = _place(place, tuple(lead))
 
     def chosen(found: Any) -> Matrix:
-        matrix: Matrix = to_matrix(found)[at]
+        matrix: Matrix = drawing.to_matrix(found)[at]
         return matrix
 
     def block(rows: Any, cols: Any = None) -> Matrix:
@@ -369,7 +359,7 @@ def show_long_attention(
 
     mass = chosen(key_mass(query, key, **arguments))
     lengths = int(query_len), len(mass)
-    tokens = to_texts("tokens", tokens, lengths[1], mass.shape, "mass")
+    tokens = drawing.to_texts("tokens", tokens, lengths[1], mass.shape, "mass")
     pooled = drawing.mean_over_queries(chosen(pooled_weights(query, key, bins, **arguments)), lengths[0])
     rows = np.unique(np.linspace(0, max(0, lengths[0] - 1), min(_SAMPLED, lengths[0])).astype(np.int64))
     step = max(1, _MOST_HELD // (max(1, math.prod(lead)) * max(1, lengths[1])))
@@ -384,16 +374,16 @@ def show_long_attention(
     places = (above[0], above[1], below[0], below[1], below[2])
     whole, near, line, bars, points = (figure.add_subplot(part) for part in places)
     image = drawing.draw_bins(whole, pooled, lengths, drawing.decade_limits(pooled), cmap)
-    colour_bar(figure, image, [whole], _WEIGHT_OF_A_BIN)
+    drawing.colour_bar(figure, image, [whole], _WEIGHT_OF_A_BIN)
     sizes, in_bins = (" × ".join(f"{n:,}" for n in numbers) for numbers in (lengths, pooled.shape))
-    label(whole, f"{sizes} weights in {in_bins} bins", "keys", "queries", title_points=9)
+    drawing.label(whole, f"{sizes} weights in {in_bins} bins", "keys", "queries", title_points=9)
     _draw_block(figure, near, exact, whole, spans, cmap)
     drawing.draw_key_mass((line, bars), mass, _NAMED, tokens)
-    label(line, "", "keys", _RECEIVED)
-    label(bars, "heaviest keys")
+    drawing.label(line, "", "keys", _RECEIVED)
+    drawing.label(bars, "heaviest keys")
     dots = drawing.draw_points(points, *found, rows, lengths, cmap)
-    label(points, f"{found[0].shape[1]} strongest keys of {len(rows)} queries", "keys", "queries")
-    colour_bar(figure, dots, [points], WEIGHT)
+    drawing.label(points, f"{found[0].shape[1]} strongest keys of {len(rows)} queries", "keys", "queries")
+    drawing.colour_bar(figure, dots, [points], WEIGHT)
     return figure
 
 
@@ -408,9 +398,9 @@ def _draw_block(
     shape = rows[1] - rows[0], cols[1] - cols[0]
     image = drawing.draw_bins(near, exact, shape, drawing.decade_limits(exact), cmap)
     image.set_extent((cols[0], max(cols[1], cols[0] + 1), max(rows[1], rows[0] + 1), rows[0]))
-    colour_bar(figure, image, [near], WEIGHT)
+    drawing.colour_bar(figure, image, [near], WEIGHT)
     title = f"{shape[0]} × {shape[1]} exact weights in the ring"
-    label(near, title if exact.size else "", "keys", "queries")
+    drawing.label(near, title if exact.size else "", "keys", "queries")
     near.title.set_color(drawing.BLUE)
 
 

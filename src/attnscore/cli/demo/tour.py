@@ -18,18 +18,8 @@ from attnscore.cli.console import table
 from attnscore.cli.report import Report
 from attnscore.diagnostics.lab.panels import weights_and_jacobians
 from attnscore.diagnostics.lab.sharpening import LOGITS, WEIGHTS
-from attnscore.plotting import show_attention, show_heatmaps
-from attnscore.plotting.drawing import (
-    BLUE,
-    LABEL_POINTS,
-    RED,
-    WEIGHT,
-    draw_map,
-    label,
-    labelled_panels,
-    legend,
-    new_figure,
-)
+from attnscore.plotting import drawing, show_attention, show_heatmaps
+from attnscore.plotting.drawing import BLUE, LABEL_POINTS, RED, WEIGHT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -229,20 +219,13 @@ def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     """Show operations, bytes and parameters of one head, from shapes alone."""
     del rng
     dim, hidden, lengths = 64, 64, (512, 1024, 2048, 4096, 8192, 16384)
-    made = {
-        "dot": "dot",
-        "scaled dot": "scaled_dot",
-        "cosine": "cosine",
-        "Gaussian": "gaussian",
-        "bilinear": "bilinear",
-        "additive": "additive",
-    }
 
-    def cost_of(score: str, length: int) -> ats.Cost:
-        own = {"num_hiddens": hidden} if score == "additive" else {}
-        return ats.cost(score, query_len=length, key_len=length, dim=dim, **own)
+    def cost_of(name: str, length: int) -> ats.Cost:
+        own = {"num_hiddens": hidden} if name == "additive" else {}
+        return ats.cost(name.lower().replace(" ", "_"), query_len=length, key_len=length, dim=dim, **own)
 
-    found = {name: {length: cost_of(score, length) for length in lengths} for name, score in made.items()}
+    names = ("dot", "scaled dot", "cosine", "Gaussian", "bilinear", "additive")
+    found = {name: {length: cost_of(name, length) for length in lengths} for name in names}
     rows = [
         (
             name,
@@ -279,10 +262,10 @@ def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
 def _mask_gallery(masks: Mapping[str, Array], cols: int = 4) -> Figure:
     """Draw boolean matrices (query, key) as squares: filled where the query may attend."""
     title = "Masks: a filled square means that the query may attend to the key"
-    figure = new_figure((2.3 * cols, 2.4 * -(-len(masks) // cols) + 0.3), title=title)
-    axes = labelled_panels(figure, len(masks), cols, list(masks), "Keys", "Queries", title_points=9)
+    figure = drawing.new_figure((2.3 * cols, 2.4 * -(-len(masks) // cols) + 0.3), title=title)
+    axes = drawing.labelled_panels(figure, len(masks), cols, list(masks), "Keys", "Queries", title_points=9)
     for axis, unmasked in zip(axes, masks.values(), strict=True):
-        draw_map(axis, unmasked.astype(float), cmap="Blues", limits=(0.0, 1.35))
+        drawing.draw_map(axis, unmasked.astype(float), cmap="Blues", limits=(0.0, 1.35))
         axis.set_xticks(np.arange(unmasked.shape[1] + 1) - 0.5, minor=True)
         axis.set_yticks(np.arange(unmasked.shape[0] + 1) - 0.5, minor=True)
         axis.grid(which="minor", color="white", linewidth=1.2)
@@ -293,7 +276,7 @@ def _mask_gallery(masks: Mapping[str, Array], cols: int = 4) -> Figure:
 
 def _draw_growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, ats.Cost]]) -> Figure:
     """Draw operations and bytes against the length, both axes logarithmic."""
-    figure = new_figure((9.6, 3.5))
+    figure = drawing.new_figure((9.6, 3.5))
     left, right = figure.subplots(1, 2)
     for (name, by_length), colour in zip(costs.items(), (BLUE, RED), strict=True):
         line = [by_length[length] for length in lengths]
@@ -306,10 +289,10 @@ def _draw_growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, ats.Co
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=LABEL_POINTS)
-        label(axis, title, "queries and keys")
+        drawing.label(axis, title, "queries and keys")
         axis.grid(which="major", color="#8c8c8c", alpha=0.25, linewidth=0.7)
         axis.spines[["top", "right"]].set_visible(False)
-        legend(axis)
+        drawing.legend(axis)
     return figure
 
 

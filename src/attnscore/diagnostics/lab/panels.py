@@ -13,19 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnscore.diagnostics.lab.experiment import Array
-from attnscore.plotting.drawing import (
-    BLUE,
-    RED,
-    WEIGHT,
-    Limits,
-    colour_bar,
-    draw_map,
-    legend,
-    new_figure,
-    style_lines,
-    two_decimals,
-    write_numbers,
-)
+from attnscore.plotting import drawing
+from attnscore.plotting.drawing import BLUE, RED, WEIGHT, Limits, two_decimals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,18 +50,18 @@ def draw_numbered_maps(
     """Draw maps with their numbers and one colour scale; `labels` are those of keys, queries and the colour bar."""
     xlabel, ylabel, unit = labels
     for axis, matrix, title in zip(axes, matrices, titles, strict=True):
-        image = draw_map(axis, matrix, limits=limits, every=True)
-        write_numbers(axis, image, matrix, text)
+        image = drawing.draw_map(axis, matrix, limits=limits, every=True)
+        drawing.write_numbers(axis, image, matrix, text)
         axis.set_title(title, fontsize=10)
         axis.set(xlabel=xlabel, ylabel=ylabel if axis is axes[0] else "")
-    colour_bar(figure, image, list(axes), unit)
+    drawing.colour_bar(figure, image, list(axes), unit)
 
 
 def two_weight_maps(
     matrices: tuple[Array, Array], titles: tuple[str, str], keys: str, queries: str, height: float
 ) -> Figure:
     """Draw two maps of weights side by side with one colour scale."""
-    figure = new_figure((8.2, height))
+    figure = drawing.new_figure((8.2, height))
     limits = 0.0, float(max(matrix.max() for matrix in matrices))
     draw_numbered_maps(figure, figure.subplots(1, 2), matrices, titles, (keys, queries, WEIGHT), limits=limits)
     return figure
@@ -89,7 +78,7 @@ def weights_and_jacobians(
     """Draw each row of weights as bars beside those of the other rows, and Jacobians of the softmax as maps."""
     from matplotlib import colormaps
 
-    figure = new_figure((9.2, 3.1))
+    figure = drawing.new_figure((9.2, 3.1))
     bars, *maps = figure.subplots(1, 1 + len(jacobians), width_ratios=[1.5] + [1.0] * len(jacobians))
     each = 0.84 / len(weights)
     # Neither the palest nor the darkest blues: they vanish on a white or on a dark page.
@@ -99,9 +88,9 @@ def weights_and_jacobians(
         bars.bar(at, row, each * 0.92, color=colour, label=name)
     bars.set_xticks(range(len(logits)), [f"{logit:g}" for logit in logits])
     bars.set_ylim(0, 1)
-    style_lines(bars, title, "logit in y", "weight")
+    drawing.style_lines(bars, title, "logit in y", "weight")
     bars.grid(axis="x", visible=False)
-    legend(bars, loc="upper left", ncols=2)
+    drawing.legend(bars, loc="upper left", ncols=2)
     largest = max(float(np.abs(jacobian).max()) for jacobian in jacobians.values())
     draw_numbered_maps(
         figure,

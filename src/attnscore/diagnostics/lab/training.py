@@ -23,18 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscore.base.arguments import check_choice, shown
-from attnscore.diagnostics.lab import runs
-from attnscore.diagnostics.lab.experiment import (
-    NAMES,
-    SCORES,
-    Array,
-    Check,
-    Estimate,
-    Result,
-    Row,
-    check_sizes,
-    estimate,
-)
+from attnscore.diagnostics.lab import experiment, runs
+from attnscore.diagnostics.lab.experiment import NAMES, SCORES, Array, Check, Estimate, Result, Row
 from attnscore.diagnostics.lab.panels import COLOURS, SPREAD
 from attnscore.diagnostics.lab.runs import Settings, TrainingRun
 from attnscore.errors import ArgumentError, message
@@ -110,8 +100,8 @@ class Plan:
     def __post_init__(self) -> None:
         """Refuse sizes that are not whole, and dimensions that do not divide the width."""
         sizes = (self.seeds, self.steps, self.width, self.batch, self.context)
-        check_sizes("head_dims", self.head_dims)
-        check_sizes("seeds, steps, width, batch, context", sizes)
+        experiment.check_sizes("head_dims", self.head_dims)
+        experiment.check_sizes("seeds, steps, width, batch, context", sizes)
         if any(self.width % dim for dim in self.head_dims):
             raise ArgumentError(message("head_dims", f"divisors of the width {self.width}", shown(self.head_dims)))
 
@@ -154,7 +144,7 @@ class TrainingRuns(Result):
     def gap(self, head_dim: int) -> Estimate:
         """Estimate the loss on held-back text without the scale less that with it, over pairs of runs of one seed."""
         pairs = zip(*(self.of(score, head_dim) for score in SCORES), strict=True)
-        return estimate([without.held_back_loss - scaled.held_back_loss for without, scaled in pairs])
+        return experiment.estimate([without.held_back_loss - scaled.held_back_loss for without, scaled in pairs])
 
     def to_rows(self) -> list[Row]:
         """Return a row per run: its settings, the last statistics, the loss on held-back text."""

@@ -16,18 +16,8 @@ import numpy as np
 
 import attnscore as ats
 from attnscore.base.arguments import check_choice
-from attnscore.diagnostics.lab.experiment import (
-    NAMES,
-    SCORES,
-    Array,
-    Check,
-    Estimate,
-    Result,
-    Row,
-    check_sizes,
-    estimate,
-    exponent,
-)
+from attnscore.diagnostics.lab import experiment
+from attnscore.diagnostics.lab.experiment import NAMES, SCORES, Array, Check, Estimate, Result, Row
 from attnscore.diagnostics.lab.panels import COLOURS, DIMENSION, LAW, powers_of_two
 from attnscore.errors import ArgumentError, message
 from attnscore.plotting.drawing import legend, new_figure, style_lines, two_decimals
@@ -114,7 +104,7 @@ class LogitVariance(Result):
     def exponent(self, kind: str, score: str) -> Estimate:
         """Fit the b of variance ~ d^b; the errors of `of`."""
         line = self.of(kind, score)
-        return exponent([point.dim for point in line], [point.measured.value for point in line])
+        return experiment.exponent([point.dim for point in line], [point.measured.value for point in line])
 
     def to_rows(self) -> list[Row]:
         return [
@@ -226,8 +216,8 @@ def logit_variance(
     >>> round(found.exponent("mean 0, variance 1", "dot").value, 1)
     1.0
     """
-    check_sizes("dims", dims, least=2)
-    check_sizes("pairs, repeats", (pairs, repeats))
+    experiment.check_sizes("dims", dims, least=2)
+    experiment.check_sizes("pairs, repeats", (pairs, repeats))
     if pairs < 2:
         raise ArgumentError(message("pairs", "2 or more: the score of one has no variance", pairs))
     rng = np.random.default_rng(seed)
@@ -239,8 +229,7 @@ def logit_variance(
                 query, key = kind.draw(rng, pairs, dim)
                 for score, found in samples.items():
                     found.append(float(ats.attention_scores(query, key, score=score).var(ddof=1)))
-            points += [
-                VariancePoint(kind.name, score, dim, estimate(found), kind.law(dim) / (dim if score != "dot" else 1))
-                for score, found in samples.items()
-            ]
+            for score, found in samples.items():
+                law = kind.law(dim) / (dim if score != "dot" else 1)
+                points.append(VariancePoint(kind.name, score, dim, experiment.estimate(found), law))
     return LogitVariance(tuple(points), tuple(kinds))

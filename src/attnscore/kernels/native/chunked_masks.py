@@ -23,7 +23,7 @@ import numpy as np
 from attnscore.backends.base import Array, HostArray
 from attnscore.kernels.native import marshalling
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS
-from attnscore.kernels.tiled import Result, RowGradients, operands
+from attnscore.problem.results import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import And, Mask, lowering
 from attnscore.problem.problem import Problem
@@ -347,7 +347,7 @@ def staged_backward(
 ) -> dict[str, Array]:
     """Run `call` on each chunk, and sum the gradients."""
     problem, ops = loop.problem, loop.problem.ops
-    arrays = {name: x for name, x in operands(problem).items() if name in wanted}
+    arrays = {name: x for name, x in problem.operands().items() if name in wanted}
     roles = {name: problem.form.role(name) for name in problem.form.arrays()}
     of_rows = {name for name, x in arrays.items() if (name == "bias" or roles.get(name) == "query") and x.shape[-2] > 1}
     is_relative = problem.has_relative_bias
