@@ -238,18 +238,10 @@ def key_mass(
 def _detached(problem: Problem) -> Problem:
     """Return the problem without gradients."""
     ops = problem.ops
-
-    def detached(x: Array | None) -> Array | None:
-        return None if x is None else ops.stop_gradient(x)
-
     form = problem.form.with_arrays({name: ops.stop_gradient(x) for name, x in problem.form.arrays().items()})
-    return dataclasses.replace(
-        problem,
-        form=form,
-        value=ops.stop_gradient(problem.value),
-        bias=detached(problem.bias),
-        sink=detached(problem.sink),
-    )
+    others = {name: getattr(problem, name) for name in ("value", "bias", "sink")}
+    stopped = {name: ops.stop_gradient(x) for name, x in others.items() if x is not None}
+    return dataclasses.replace(problem, form=form, **stopped)
 
 
 def _with_value(problem: Problem, value: Array) -> Problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.text import Text
@@ -13,9 +13,6 @@ from attnscore.cli.options import keep_input
 from attnscore.errors import FileError
 from attnscore.io import check_writable, read_text
 from attnscore.plotting.drawing import short_number
-
-if TYPE_CHECKING:
-    from attnscore.diagnostics.inspection.inspection import Inspection
 
 Model = typer.Argument(help="A local folder of a Hugging Face model, or 'minilm', the small model of the demo.")
 TextFile = typer.Option("--text", metavar="FILE", help="The text (UTF-8).")
@@ -52,7 +49,10 @@ def inspect(
     with error_console().status("running the model"):
         found = inspect_model(model, content, most_tokens=tokens)
     with error_console().status("writing the report"):
-        _write(found, out, megabytes)
+        try:
+            found.to_html(out, megabytes=megabytes)
+        except OSError as error:
+            raise FileError(f"{out}: cannot be written: {error.strerror}") from error
     names = ("entropy", "effective_keys", "largest_weight", "logit_variance", "first_key")
     rows = sorted(found.to_rows(), key=lambda row: row["entropy"])
     few = [*rows[:4], *rows[-2:]] if len(rows) > 6 else rows
@@ -61,10 +61,3 @@ def inspect(
     console().print(table("The sharpest heads, and the two that are broadest", columns, cells, left=2))
     size = out.stat().st_size / 10**6
     console().print(Text(f"{found.facts} Report ({size:.1f} MB): {out}"))
-
-
-def _write(found: Inspection, out: Path, megabytes: float) -> None:
-    try:
-        found.to_html(out, megabytes=megabytes)
-    except OSError as error:
-        raise FileError(f"{out}: cannot be written: {error.strerror}") from error

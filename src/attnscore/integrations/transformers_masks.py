@@ -124,32 +124,21 @@ def attention_mask(
         # The cache updates it in place. Reading it from a device would synchronise.
         q_offset = int(q_offset) if q_offset.is_cpu else q_offset.clone()
 
-    if not boolean:
-        additive: Tensor | None = masking_utils.eager_mask(
-            *(batch_size, q_length, kv_length, q_offset, kv_offset, pattern, attention_mask),
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-            use_vmap=use_vmap,
-            device=device,
-            **others,
-        )
-        return additive
-
-    def made(causal_skip: bool = False, bidirectional_skip: bool = False) -> Tensor | None:
-        dense: Tensor | None = masking_utils.sdpa_mask(
-            *(batch_size, q_length, kv_length, q_offset, kv_offset, pattern, attention_mask),
-            allow_is_causal_skip=causal_skip,
-            allow_is_bidirectional_skip=bidirectional_skip,
-            use_vmap=use_vmap,
-            device=device,
-            **others,
-        )
+    def made(bidirectional_skip: bool = False, **options: Any) -> Tensor | None:
+        make = masking_utils.sdpa_mask if boolean else masking_utils.eager_mask
+        arguments = batch_size, q_length, kv_length, q_offset, kv_offset, pattern, attention_mask
+        options |= {"allow_is_bidirectional_skip": bidirectional_skip, "use_vmap": use_vmap, "device": device}
+        dense: Tensor | None = make(*arguments, **options, **others)
         return dense
 
+    if not boolean:
+        return made(allow_is_bidirectional_skip)
+
     if any(map(masking_utils.is_tracing, (None, q_offset, attention_mask))):
-        return made()
+        return made(allow_is_causal_skip=False)
     if q_length == 1:
         # As small as the padding, and what generate() gives to a model that it compiles.
-        return made(allow_is_causal_skip, allow_is_bidirectional_skip)
+        return made(allow_is_bidirectional_skip, allow_is_causal_skip=allow_is_causal_skip)
     place = _Place(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     parts, complete = _parts(pattern, place)
     if not complete:
@@ -160,7 +149,9 @@ def attention_mask(
     if not parts and allow_is_bidirectional_skip:
         return None
     structure = reduce(lambda a, b: a & b, parts) if parts else ats.SlidingWindow(align="top_left")
-    found: Tensor = StructuredMask(structure, made, (batch_size, 1, q_length, kv_length), device)
+    found: Tensor = StructuredMask(
+        structure, lambda: made(allow_is_causal_skip=False), (batch_size, 1, q_length, kv_length), device
+    )
     return found
 
 

