@@ -51,7 +51,12 @@ def lab(
     with report.step(scaling.TRAINING, live=False), _training(screen, plan) as tell:
         runs = scaling.training_runs(plan, out / "runs", tell=tell, fresh=fresh)
     sections.append(_tell(report, "training_runs", runs))
-    report.summary["training_runs"]["curves"] = [_curve(run) for run in runs.runs]
+    names = ("step", "loss", "logit_variance", "entropy", "saturated", "jacobian_trace")
+    report.summary["training_runs"]["curves"] = [
+        {"score": run.settings.score, "d": run.settings.head_dim, "seed": run.settings.seed}
+        | {name: [getattr(look, name) for look in run.looks] for name in names}
+        for run in runs.runs
+    ]
     report.summary["training_runs"]["gap"] = {str(dim): runs.gap(dim) for dim in runs.head_dims}
     facts = f"{len(sections)} experiments, {'quick' if quick else 'in full'}, by attnscore lab."
     sections.append(
@@ -87,14 +92,6 @@ def _tell(report: Any, name: str, found: Any) -> Section:
             for kind in found.kinds
         }
     return part
-
-
-def _curve(run: Any) -> dict[str, Any]:
-    """A run's statistics over its steps, a list for each."""
-    settings = run.settings
-    found: dict[str, Any] = {"score": settings.score, "d": settings.head_dim, "seed": settings.seed}
-    names = ("step", "loss", "logit_variance", "entropy", "saturated", "jacobian_trace")
-    return found | {name: [getattr(look, name) for look in run.looks] for name in names}
 
 
 @contextlib.contextmanager

@@ -241,7 +241,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     if isinstance(score, (str, scores.Wrapper)) and _is_registered(score):
         arguments["score"] = scores.resolve(score)
     is_possible = all(isinstance(x, Tensor) and not x.is_nested for x in (query, key, value))
-    is_possible = is_possible and _has_operator(arguments)
+    # Operators would silently lose the tangents of forward mode, and have no rule for torch.func.
+    is_possible = is_possible and private.dual_levels._current_level < 0 and not private.are_transforms_active()
+    is_possible = is_possible and all(can_be_written(x) for x in arguments.values())
     if torch_export.is_active() and (torch.onnx.is_in_onnx_export() or not is_possible):
         return torch_export.attend(query, key, value, **arguments)
     if torch.onnx.is_in_onnx_export():
@@ -250,7 +252,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     if not is_possible:
         if torch.compiler.is_compiling():
             return _outside(query, key, value, **arguments)
-        _check_not_traced(query)
+        if isinstance(query, Tensor):
+            expected = "a call that one operator can stand for, while torch.jit.trace records"
+            got = "a score or mask of your own, a jagged tensor, an array of another framework, or torch.func"
+            raise FrameworkError(
+                message("attend", expected, got, hint="torch.compile breaks its graph there and goes on")
+            )
         with private.outside_trace():
             return api.attend(query, key, value, **arguments)
     has_weights = check_flag("return_weights", arguments.pop("return_weights"))
@@ -289,29 +296,9 @@ def _is_registered(score: Any) -> bool:
     return not isinstance(score, str) or score in scores.registered()
 
 
-def _has_operator(arguments: dict[str, Any]) -> bool:
-    # Operators would silently lose the tangents of forward mode, and have no rule for torch.func.
-    if private.dual_levels._current_level >= 0 or private.are_transforms_active():
-        return False
-    return all(can_be_written(x) for x in arguments.values())
-
-
 @torch.compiler.disable(reason="attnscore: no operator for a custom score or mask, jagged tensors, and torch.func")  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own
 def _outside(*arrays: Tensor, **arguments: Any) -> Any:
     return api.attend(*arrays, **arguments)
-
-
-def _check_not_traced(query: Any) -> None:
-    """Raise FrameworkError for a PyTorch call without an operator while `torch.jit.trace` records."""
-    if isinstance(query, Tensor):
-        raise FrameworkError(
-            message(
-                "attend",
-                "a call that one operator can stand for, while torch.jit.trace records",
-                "a score or mask of your own, a jagged tensor, an array of another framework, or torch.func",
-                hint="torch.compile breaks its graph there and goes on",
-            )
-        )
 
 
 backends.COMPILED["torch"] = attend

@@ -149,13 +149,19 @@ def attention_forward(
             expected, hint = "None; attnscore does not support it", 'model.set_attn_implementation("eager")'
             raise ArgumentError(message(option, expected, type(others[option]).__name__, hint=hint))
     score = ats.ScaledDot(scaling)
-    packed = None
+    packed: ats.Packed | None = None
+    mask: Mask | Tensor | None
     if cu_seq_lens_q is not None:
         if query.shape[0] != 1:
             expected = "a batch of one row, in which the sequences follow one another"
             raise ArgumentError(message("cu_seq_lens_q", expected, f"{query.shape[0]} rows"))
         packed = ats.Packed(cu_seq_lens_q, None if cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k)
-    mask, bias = _mask_and_bias(query, attention_mask, is_causal, position_bias, packed)
+    if packed is not None and attention_mask is None:
+        # As FlashAttention aligns sequences.
+        mask, bias = packed.causal("bottom_right") if is_causal else packed, position_bias
+    else:
+        mask, bias = _mask_and_bias(query, attention_mask, is_causal, position_bias)
+        mask = mask if packed is None else _both(packed, mask)
     if indices is not None:
         none = indices.new_zeros((*indices.shape[:-1], key.shape[-2]), dtype=torch.bool)
         mask = _both(ats.Dense(none.scatter(-1, indices.long(), True).unsqueeze(1)), mask)
@@ -187,19 +193,9 @@ def _both(first: Mask, second: Mask | Tensor | None) -> Mask:
 
 
 def _mask_and_bias(
-    query: Tensor,
-    mask: Mask | Tensor | None,
-    is_causal: bool | None,
-    position_bias: Tensor | None,
-    packed: ats.Packed | None,
+    query: Tensor, mask: Mask | Tensor | None, is_causal: bool | None, position_bias: Tensor | None
 ) -> tuple[Mask | Tensor | None, Tensor | None]:
-    if packed is not None and mask is not None:
-        mask, bias = _mask_and_bias(query, mask, is_causal, position_bias, None)
-        return _both(packed, mask), bias
     if mask is None:
-        if packed is not None:
-            # As FlashAttention aligns sequences.
-            return packed.causal("bottom_right") if is_causal else packed, position_bias
         # One query is a decoding step and attends to all keys; else transformers' functions align at the top left.
         return ats.Causal(align="top_left") if is_causal and query.shape[-2] > 1 else None, position_bias
     if isinstance(mask, StructuredMask):
