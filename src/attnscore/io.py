@@ -158,15 +158,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     _check_replaceable(path)
     target = _target(path)
+    # A new file gets the mode of any other. One that replaces a private file is private until it has the same mode.
+    mode = target.stat().st_mode & 0o777 if target.exists() else None
     # Named before it is made, so that it is removed whenever it exists.
     # The start of the name only: names have a largest length.
     temporary = target.parent / f".{target.name[:40]}.{secrets.token_hex(8)}.part"
     try:
-        with open(temporary, "xb", opener=_private) as file:
+        with open(temporary, "xb", opener=None if mode is None else _private) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(_usual_mode(target))
+        if mode is not None:
+            temporary.chmod(mode)
         temporary.replace(target)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -199,26 +202,7 @@ def plain(value: Any, digits: int, *, names: bool = False) -> Any:
 
 
 def _private(name: str, flags: int) -> int:
-    # The file that it replaces may be private: until it has the same mode, it is readable by its owner alone.
     return os.open(name, flags, 0o600)
-
-
-def _usual_mode(path: Path) -> int:
-    # A result should be as readable as the file it replaces, or as any file that the user creates.
-    if path.exists():
-        return path.stat().st_mode & 0o777
-    return 0o666 & ~_umask()
-
-
-def _umask() -> int:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    # Elsewhere it can be read only by setting it, for a moment, for all threads.
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _known_suffix(path: Path, *, several: bool = False) -> str:

@@ -419,7 +419,10 @@ class KeyValueCache:
             mask = self.mask(count, causal=causal) & (mask if isinstance(mask, Mask) else Dense(mask))
             lens = None
         elif lens is None:
-            mask = self._window_mask(count, query)
+            mask = self.mask(count)
+            if self._storage.is_in_place and self._batch * count * self.slots <= _FEW_PAIRS:
+                array = mask.materialize(count, self.slots, self._batch)
+                mask = self._ops.asarray(array[:, None] if self._has_heads else array, query)
         if self._storage.is_in_place and backends.of({"query": query}).needs_grad(query):
             self._is_saved = True
         arguments = {"key": keys, "value": values, "mask": mask, "valid_lens": lens, "head_axis": self.head_axis}
@@ -441,14 +444,6 @@ class KeyValueCache:
             return ValidLens(lens)
         start = self._first_positions(query_len)
         return RollingWindow(start, self._lens, int(self.window or 0), self.sinks)
-
-    def _window_mask(self, count: int, query: Array) -> Any:
-        """Return the mask of a window as `attend` takes it: as an array where it has few pairs."""
-        mask, batch = self.mask(count), self._batch
-        if not self._storage.is_in_place or batch * count * self.slots > _FEW_PAIRS:
-            return mask
-        array = mask.materialize(count, self.slots, batch)
-        return self._ops.asarray(array[:, None] if self._has_heads else array, query)
 
     @_in_scope
     def _lens_per_query(self, count: int, causal: bool) -> Array | None:
@@ -617,19 +612,15 @@ class KeyValueCache:
     def _allocate(self, ops: Backend, storage: Storage, pair: Sequence[Array]) -> None:
         """Make the buffers, which hold no position yet."""
         batch, _, count, _ = pair[1].shape
-        index, like, size = storage.index_ops(ops), storage.index_like(pair[1]), self._first_size(storage, count)
+        index, like, size = storage.index_ops(ops), storage.index_like(pair[1]), int(self.capacity or 0)
+        if self.capacity is None and not storage.is_in_place:
+            if self.window is None:
+                hint = "only the buffers of NumPy and PyTorch grow"
+                raise ArgumentError(message("capacity", "a number of positions", None, hint=hint))
+            size = self._most_slots(count)
         self._lens = index.zeros((batch,), like, "int64")
         self._oldest = np.zeros(batch, np.int64) if storage.is_in_place else None
         self._keys, self._values = (ops.zeros((*x.shape[:2], size, x.shape[3]), x) for x in pair)
-
-    def _first_size(self, storage: Storage, count: int) -> int:
-        """Return the number of slots to begin with."""
-        if storage.is_in_place or self.capacity is not None:
-            return int(self.capacity or 0)
-        if self.window is None:
-            hint = "only the buffers of NumPy and PyTorch grow"
-            raise ArgumentError(message("capacity", "a number of positions", None, hint=hint))
-        return self._most_slots(count)
 
     def _most_slots(self, count: int) -> int:
         """Return the slots that a window needs while `count` positions are appended."""

@@ -208,7 +208,10 @@ def attend_ragged(
             hint = "attend takes it with the values of jagged tensors, and the mask Packed(x.offsets())"
             raise ArgumentError(message(name, "nothing, as query is a jagged tensor", shown(x), hint=hint))
     query, key = parts["query"], parts["key"]
-    _check_same(key.offsets, parts["value"].offsets)
+    if (offsets := parts["value"].offsets) is not key.offsets:
+        ends = [backends.host(x) for x in (key.offsets, offsets)]
+        if any(x is None for x in ends) or not np.array_equal(*ends):  # type: ignore[arg-type]  # neither is None
+            raise ShapeError(message("value", "the lengths of key", "others, or some that the host cannot compare"))
     packed = Packed(query.offsets, None if key.offsets is query.offsets else key.offsets)
     values = (ops.expand_dims(part.values, 0) for part in parts.values())
     result = attend(*values, mask=_per_sequence(mask, packed), head_axis=head_axis, **options)
@@ -232,15 +235,6 @@ def _per_sequence(mask: Any, packed: Packed) -> Mask:
     expected = "Causal or SlidingWindow without an offset, joined by & or |, as query is a jagged tensor"
     hint = "attend takes any mask with the values of jagged tensors: Packed(x.offsets()) & mask"
     raise MaskError(message("mask", expected, shown(mask), hint=hint))
-
-
-def _check_same(key: Any, value: Any) -> None:
-    """Raise ShapeError unless key and value have the same offsets, as far as the host can tell."""
-    if value is key:
-        return
-    ends = [backends.host(x) for x in (key, value)]
-    if any(x is None for x in ends) or not np.array_equal(*ends):  # type: ignore[arg-type]  # neither is None
-        raise ShapeError(message("value", "the lengths of key", "others, or some that the host cannot compare"))
 
 
 # ---- checks

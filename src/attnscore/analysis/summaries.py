@@ -87,19 +87,16 @@ def top_weights(
             weights, index = topk.topk_by_blocks(problem, int(k))
         else:
             step = max(1, _MAX_WEIGHTS // (_matrices(problem) * score_shape.key_len))
-            starts = range(0, max(1, score_shape.query_len), step)
-            parts = [_top_of_queries(problem, slice(first, first + step), int(k)) for first in starts]
+            parts = []
+            for first in range(0, max(1, score_shape.query_len), step):
+                rows = slice(first, first + step)
+                cols = _unmasked_keys(problem, rows, int(k))
+                found, index = ops.top_k(matrix_of(sliced(sliced(problem, rows, None), None, cols), "weights"), int(k))
+                parts.append((found, index if cols is None else index + cols.start))
             weights, index = (ops.concat(list(found), -2) for found in zip(*parts, strict=True))
         weights = ops.astype(weights, problem.dtype)
         from_canonical = problem.layout.scores_from_canonical
         return TopWeights(from_canonical(ops, weights), from_canonical(ops, ops.where(weights > 0, index, -1)))
-
-
-def _top_of_queries(problem: Problem, rows: slice, k: int) -> tuple[Array, Array]:
-    cols = _unmasked_keys(problem, rows, k)
-    block = sliced(sliced(problem, rows, None), None, cols)
-    weights, index = problem.ops.top_k(matrix_of(block, "weights"), k)
-    return weights, index if cols is None else index + cols.start
 
 
 def _unmasked_keys(problem: Problem, rows: slice, k: int) -> slice | None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -58,7 +58,7 @@ def look(
     if min(rows, columns) < 1:
         raise ArgumentError(message("--bins", "two whole numbers above 0 with 'x' between them", repr(bins)))
     where = () if place is None else numbers("--place", place, ",")
-    middle = None if zoom is None else numbers("--zoom", zoom, ",", 2)
+    middle: Any = None if zoom is None else numbers("--zoom", zoom, ",", 2)
     if out is not None:
         given.keep_inputs("--out", out)
     call = given.read(("query", "key"))

@@ -151,7 +151,11 @@ class CallOptions:
         if self.sink is not None:
             put("sink", _value_or_array("--sink", self.sink, float), "--sink")
         for text in self.param or []:
-            put(*_param(text), "--param")
+            name, equals, value = text.partition("=")
+            if not equals or name not in _ALL_PARAMETERS:
+                expected = f"NAME=FILE or NAME=NUMBER, NAME one of {sorted(_ALL_PARAMETERS)}"
+                raise ArgumentError(message("--param", expected, repr(text)))
+            put(name, _value_or_array(f"--param {name}", value, float), "--param")
         missing = [name for name in needed if name not in arrays]
         if missing:
             there = f"{self.inputs} holds {', '.join(arrays) or 'nothing'}" if self.inputs else "no input file given"
@@ -228,14 +232,6 @@ def _single(path: Path) -> Array:
     if len(arrays) != 1:
         raise FileError(f"{path}: expected a single array, got {', '.join(arrays) or 'none'}")
     return next(iter(arrays.values()))
-
-
-def _param(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or name not in _ALL_PARAMETERS:
-        expected = f"NAME=FILE or NAME=NUMBER, NAME one of {sorted(_ALL_PARAMETERS)}"
-        raise ArgumentError(message("--param", expected, repr(text)))
-    return name, _value_or_array(f"--param {name}", value, float)
 
 
 def _value_or_array(name: str, text: str, parse: Callable[[str], Any], expected: str = "a number") -> Any:

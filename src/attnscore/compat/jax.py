@@ -124,7 +124,9 @@ def dot_product_attention(
     if k.dtype.name not in DTYPES:
         raise ValueError(message("query, key, value", f"one of {', '.join(DTYPES)}", k.dtype.name))
     for name, x in (("mask", mask), ("bias", bias)):
-        _check_broadcast(name, x, scores)
+        if x is not None and any(n not in (1, full) for n, full in zip(x.shape, scores, strict=True)):
+            kind = AssertionError if x.shape[1] not in (1, heads) else TypeError
+            raise kind(message(name, f"a shape that broadcasts to (batch, heads, query, key) = {scores}", x.shape))
 
     parts: list[Mask] = [] if mask is None else [Dense(mask)]
     parts += [Causal(offset=0)] if is_causal else []
@@ -136,9 +138,8 @@ def dot_product_attention(
     stop = None if key_lens is None else jnp.clip(key_lens, 0, key_len)
     if query_lens is not None:
         stop = jnp.full_like(query_lens, key_len) if stop is None else stop
-        parts.append(ValidLens(stop, jnp.clip(query_lens, 0, query_len)))
-    elif stop is not None:
-        parts.append(ValidLens(stop))
+    if stop is not None:
+        parts.append(ValidLens(stop, None if query_lens is None else jnp.clip(query_lens, 0, query_len)))
     whole = all_of(parts)
     dtype = jnp.promote_types(q.dtype, np.float32)
     bias = None if bias is None else bias.astype(dtype)
@@ -206,10 +207,3 @@ def _check(name: str, x: Array | None, shape: tuple[int | None, ...], dtype: Any
     if any(wanted not in (None, n) for wanted, n in zip(shape, x.shape, strict=True)):
         expected = f"shape ({', '.join('any' if n is None else str(n) for n in shape)})"
         raise ValueError(message(name, expected, x.shape))
-
-
-def _check_broadcast(name: str, x: Array | None, scores: tuple[int, ...]) -> None:
-    if x is None or all(n in (1, full) for n, full in zip(x.shape, scores, strict=True)):
-        return
-    kind = AssertionError if x.shape[1] not in (1, scores[1]) else TypeError
-    raise kind(message(name, f"a shape that broadcasts to (batch, heads, query, key) = {scores}", x.shape))

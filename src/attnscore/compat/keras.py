@@ -468,9 +468,10 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
 
         # More axes than one, or others: those to attend over are moved behind the rest and joined into one.
         rank, count = len(query.shape), len(axes)
-        order = (*(i for i in range(rank - 1) if i not in axes), *axes, rank - 1)
-        moved = [ops.transpose(x, order) for x in (query, key, value)]
-        lead, (query_lens, key_lens) = rank - 1 - count, (ops.shape(x)[rank - 1 - count : -1] for x in moved[:2])
+        lead = rank - 1 - count
+        last = tuple(range(lead, rank - 1))
+        moved = [ops.moveaxis(x, axes, last) for x in (query, key, value)]
+        query_lens, key_lens = (ops.shape(x)[lead:-1] for x in moved[:2])
         flat = [ops.reshape(x, (*ops.shape(x)[:lead], -1, x.shape[-1])) for x in moved]
         if use_causal_mask:
             causal = self._compute_causal_mask(query, value)
@@ -485,7 +486,7 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
         out = ops.reshape(out, (*ops.shape(moved[0])[:-1], value.shape[-1]))
         if weights is not None:
             weights = ops.reshape(weights, (*ops.shape(weights)[:lead], *query_lens, *key_lens))
-        return ops.transpose(out, [order.index(i) for i in range(rank)]), weights
+        return ops.moveaxis(out, last, axes), weights
 
 
 @_registered

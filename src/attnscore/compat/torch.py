@@ -127,8 +127,9 @@ def scaled_dot_product_attention(
         _check_heads(query, key, value)
         if query.dim() == 3:
             # Three axes are (batch, length, dim) to `attend`.
-            alone = (x.unsqueeze(0) for x in (query, key, value))
-            return scaled_dot_product_attention(*alone, attn_mask, dropout_p, is_causal, **options).squeeze(0)
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            out = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            return out.squeeze(0)
         # `attend` takes fewer heads, the same number of key and of value; the product with weights takes all.
         heads = query.shape[-3] if strict else math.lcm(key.shape[-3], value.shape[-3])
         key, value = (

@@ -38,25 +38,26 @@ def write_page(path: str | Path, title: str, facts: str, sections: Iterable[Sect
     """Write sections under a title and a line of facts, and return the path."""
     from attnscore import __version__
 
-    parts = [*sections]
+    folder, parts = resources.files("attnscore.diagnostics"), [*sections]
+    page, style = (folder.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css"))
     links = [f'<li><a href="#part-{place}">{_safe(part.title)}</a></li>' for place, part in enumerate(parts, 1)]
-    style = resources.files("attnscore.diagnostics").joinpath("page.css").read_text("utf-8")
-    page = "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">',
-            f"<title>{_safe(title)}</title>\n<style>{style}</style>\n</head>\n<body>",
-            f"<header><h1>{_safe(title)}</h1><p>{_safe(facts)}</p></header>",
-            *(["<nav><ol>", *links, "</ol></nav>"] if len(parts) > 1 else []),
-            "<main>",
-            *(_section(place, part) for place, part in enumerate(parts, 1)),
-            f"</main>\n<footer><p>Made by attnscore {_safe(__version__)}.</p></footer>\n</body>\n</html>\n",
-        ]
-    )
-    target = Path(path)
+    pieces = {
+        "title": _safe(title),
+        "style": style,
+        "facts": _safe(facts),
+        "links": "\n".join(["<nav><ol>", *links, "</ol></nav>"] if len(parts) > 1 else []),
+        "sections": "\n".join(_section(place, part) for place, part in enumerate(parts, 1)),
+        "version": _safe(__version__),
+    }
+    return write_template(path, page, pieces)
+
+
+def write_template(path: str | Path, template: str, pieces: Mapping[str, str]) -> Path:
+    """Write a page in which each %%name%% of a template is one of the pieces, and return the path."""
+    parts = template.split("%%")
+    target, whole = Path(path), "".join(pieces[part] if place % 2 else part for place, part in enumerate(parts))
     with replacing(target) as file:
-        file.write(page.encode("utf-8"))
+        file.write(whole.encode("utf-8"))
     return target
 
 

@@ -1,14 +1,10 @@
 """Heat maps of attention: keys across, queries down.
 
-Requirements:
-- matplotlib is imported inside the functions, and a missing one is a clear error that names the extra;
-- figures are built without pyplot, so nothing is registered globally, no window opens, no backend is chosen,
-  and a machine without a screen needs no setting; a notebook shows the returned figure all the same;
-- matrices may be NumPy arrays, tensors of any framework (also ones that require a gradient or live on
-  another device) or nested lists; nothing is changed in place;
-- one colour scale per figure, so that panels can be compared, with 0 in the middle of signed numbers; cells that hold
-  no number (NaN, or -inf of a masked score) are grey;
-- labels stay legible: the figure grows with the tokens, tokens are rotated, and long axes are thinned.
+- Matrices may be NumPy arrays, tensors of any framework (also ones that require a gradient or live on another device)
+  or nested lists; nothing is changed in place.
+- One colour scale per figure, so that panels can be compared.
+- Labels stay legible: the figure grows with the tokens.
+- Figures follow the requirements of `drawing`.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import numpy as np
 from attnscore.base.arguments import shown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.plotting import drawing
-from attnscore.plotting.drawing import WEIGHT, Matrix
+from attnscore.plotting.drawing import WEIGHT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +69,11 @@ def show_heatmaps(
     >>> len(figure.axes)  # the map and the colour bar
     2
     """
-    maps = _grid_of_maps(matrices)
+    maps = drawing.to_matrix(matrices)
+    if not 2 <= maps.ndim <= 4:
+        hint = "reshape to (rows, cols, query, key)"
+        raise ShapeError(message("matrices", "axes (rows, cols, query, key)", f"shape {maps.shape}", hint=hint))
+    maps = maps.reshape((1,) * (4 - maps.ndim) + maps.shape)
     rows, cols = maps.shape[:2]
     captions = _captions(titles, rows, cols)
     tall = min(2.0, max(0.4, maps.shape[2] / max(1, maps.shape[3])))
@@ -233,14 +233,6 @@ def show_head_grid(
         drawing.write_numbers(axis, image, panel, functools.partial(drawing.short_number, digits=digits))
         drawing.colour_bar(figure, image, [axis])
     return figure
-
-
-def _grid_of_maps(matrices: Any) -> Matrix:
-    maps = drawing.to_matrix(matrices)
-    if not 2 <= maps.ndim <= 4:
-        hint = "reshape to (rows, cols, query, key)"
-        raise ShapeError(message("matrices", "axes (rows, cols, query, key)", f"shape {maps.shape}", hint=hint))
-    return maps.reshape((1,) * (4 - maps.ndim) + maps.shape)
 
 
 def _captions(titles: Sequence[str] | Sequence[Sequence[str]] | None, rows: int, cols: int) -> list[str]:

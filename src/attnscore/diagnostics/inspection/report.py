@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 import attnscore as ats
 from attnscore.diagnostics.inspection.head_metrics import SETTINGS, STATISTICS
-from attnscore.io import replacing, require
+from attnscore.diagnostics.page import write_template
+from attnscore.io import require
 
 if TYPE_CHECKING:
     from attnscore.diagnostics.inspection.inspection import Inspection
@@ -52,11 +53,7 @@ def write(inspection: Inspection, path: Path, megabytes: float) -> Path:
         "data": data,
         "script": script,
     }
-    pieces = page.split("%%")
-    whole = "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
-    with replacing(path) as file:
-        file.write(whole.encode("utf-8"))
-    return path
+    return write_template(path, page, parts)
 
 
 def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:

@@ -44,21 +44,15 @@ def _additive(dim: int, rng: np.random.Generator) -> ats.Additive:
     return ats.Additive(rng.standard_normal(HIDDEN) / HIDDEN**0.5, w_q, w_k)
 
 
-def _bilinear(dim: int, rng: np.random.Generator) -> ats.Bilinear:
-    return ats.Bilinear(rng.standard_normal((dim, dim)) / dim**0.5)
-
-
 _SCALE = attrgetter("scale")
 KINDS: dict[str, Kind] = {
     "dot": Kind(lambda d, rng: ats.Dot(), 1, "a sum of d products"),
     "scaled dot": Kind(lambda d, rng: ats.ScaledDot(), 0, "the same over √d"),
-    "bilinear": Kind(_bilinear, 1, "a dot product with Wᵀq"),
+    "bilinear": Kind(lambda d, rng: ats.Bilinear(rng.standard_normal((d, d)) / d**0.5), 1, "a dot product with Wᵀq"),
     "Gaussian, σ = 1": Kind(lambda d, rng: ats.Gaussian(), 1, "|q - k|² is a sum of d squares"),
     "Gaussian, σ² = √d": Kind(lambda d, rng: ats.Gaussian(d**0.25), 0, "the same over √d"),
     "cosine": Kind(lambda d, rng: ats.Cosine(), -1, "a cosine; in high dimensions nearly 0", _SCALE),
-    "cosine, scale √d": Kind(
-        lambda d, rng: ats.Cosine(d**0.5), 0, "nearly the scaled dot product", attrgetter("scale")
-    ),
+    "cosine, scale √d": Kind(lambda d, rng: ats.Cosine(d**0.5), 0, "nearly the scaled dot product", _SCALE),
     "additive": Kind(_additive, 0, "|tanh| is at most 1, so at most Σ|w_v|", lambda score: np.abs(score.w_v).sum()),
 }
 

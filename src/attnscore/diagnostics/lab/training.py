@@ -208,6 +208,8 @@ class TrainingRuns(Result):
 
     def plot(self) -> Figure:
         """Draw a column per d: the loss with the spread of the seeds, and below it the statistics that explain it."""
+        from matplotlib.ticker import NullFormatter, ScalarFormatter
+
         dims = self.head_dims
         seeds = len(self.of("dot", dims[0]))
         spread = f"; {seeds} seeds: thick their mean, thin each" if seeds > 1 else ""
@@ -224,7 +226,11 @@ class TrainingRuns(Result):
             if scale == "linear":
                 line[0].set_ylim(0, 1)
         legend(grid[0][-1], loc="upper right")
-        _show_plain_losses(grid[0][0])
+        # Losses as numbers, not as powers of ten.
+        losses = grid[0][0].yaxis
+        losses.set_ticks([1.5, 2, 2.5, 3, 4, 5])
+        losses.set_major_formatter(ScalarFormatter())
+        losses.set_minor_formatter(NullFormatter())
         return figure
 
     def _draw_curve(self, axis: Axes, score: str, dim: int, name: str) -> None:
@@ -238,15 +244,6 @@ class TrainingRuns(Result):
             axis.plot(steps, values.T, color=colour, linewidth=0.6, alpha=0.5)
             axis.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=SPREAD, linewidth=0)
         axis.plot(steps, values.mean(0), color=colour, linewidth=1.6, label=NAMES[score])
-
-
-def _show_plain_losses(axis: Axes) -> None:
-    """Label a logarithmic axis of losses with numbers, not with powers of ten."""
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
-
-    axis.set_yticks([1.5, 2, 2.5, 3, 4, 5])
-    axis.yaxis.set_major_formatter(ScalarFormatter())
-    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def training_runs(
@@ -286,20 +283,16 @@ def training_runs(
     for settings in plan.settings():
         run = None if folder is None or fresh else runs.read(settings, name, folder)
         if run is None:
-            run = _make(settings, numbers, name, tell)
+            require("torch", "training_runs", "pip install 'attnscore[torch]'")
+            from attnscore.diagnostics.lab import torch_language_model
+
+            start = time.perf_counter()
+            report = (lambda step: None) if tell is None else functools.partial(tell, settings)
+            looks, loss = torch_language_model.train(settings, numbers, SYMBOLS, report)
+            run = TrainingRun(settings, name, tuple(looks), loss, round(time.perf_counter() - start, 2))
             if folder is not None:
                 runs.write(run, folder)
         elif tell is not None:
             tell(settings, settings.steps)
         made.append(run)
     return TrainingRuns(tuple(made))
-
-
-def _make(settings: Settings, numbers: NDArray[np.int64], text: str, tell: Progress | None) -> TrainingRun:
-    require("torch", "training_runs", "pip install 'attnscore[torch]'")
-    from attnscore.diagnostics.lab import torch_language_model
-
-    start = time.perf_counter()
-    report = (lambda step: None) if tell is None else functools.partial(tell, settings)
-    looks, loss = torch_language_model.train(settings, numbers, SYMBOLS, report)
-    return TrainingRun(settings, text, tuple(looks), loss, round(time.perf_counter() - start, 2))
