@@ -541,7 +541,7 @@ class KeyValueCache:
             cache._keys, cache._values = (files.buffer_of(ops, x, held.slots, like) for x in (held.keys, held.values))
             lens = held.lens.astype(np.int64)
             host = lens, np.zeros_like(lens)
-            cache._lens, cache._starts = (index.asarray(x, storage.index_like(like), "int64") for x in host)
+            cache._lens, cache._starts = (index.asarray(x, like, "int64") for x in host)
             if storage.is_in_place:
                 oldest = np.maximum(0, lens - (held.slots - held.sinks))
                 cache._oldest = oldest if held.oldest is None else held.oldest
@@ -612,13 +612,13 @@ class KeyValueCache:
     def _allocate(self, ops: Backend, storage: Storage, pair: Sequence[Array]) -> None:
         """Make the buffers, which hold no position yet."""
         batch, _, count, _ = pair[1].shape
-        index, like, size = storage.index_ops(ops), storage.index_like(pair[1]), int(self.capacity or 0)
+        index, size = storage.index_ops(ops), int(self.capacity or 0)
         if self.capacity is None and not storage.is_in_place:
             if self.window is None:
                 hint = "only the buffers of NumPy and PyTorch grow"
                 raise ArgumentError(message("capacity", "a number of positions", None, hint=hint))
             size = self._most_slots(count)
-        self._lens = index.zeros((batch,), like, "int64")
+        self._lens = index.zeros((batch,), pair[1], "int64")
         self._oldest = np.zeros(batch, np.int64) if storage.is_in_place else None
         self._keys, self._values = (ops.zeros((*x.shape[:2], size, x.shape[3]), x) for x in pair)
 

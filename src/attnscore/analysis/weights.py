@@ -14,7 +14,8 @@ from attnscore.backends.base import FLOATING, Array, Backend
 from attnscore.base.arguments import CallArguments, is_number, is_whole, shown
 from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
-from attnscore.masks import Intervals, IntervalSet, Mask
+from attnscore.masks import IntervalSet, Mask
+from attnscore.masks.base import IntervalSetMask
 from attnscore.plans import plan as plans
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.online_softmax import NEG_INF, log_weights
@@ -212,7 +213,7 @@ def sliced(problem: Problem, query_index: Any, key_index: Any) -> Problem:
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class SlicedMask(Mask):
+class SlicedMask(IntervalSetMask):
     """A mask at some queries and keys."""
 
     mask: Mask
@@ -226,10 +227,6 @@ class SlicedMask(Mask):
         if self.cols is not None:
             cols = ops.reshape(ops.take(ops.asarray(self.cols, cols), ops.reshape(cols, (-1,)), 0), (1, -1))
         return self.mask.visible(ops, self.score_shape, rows, cols)
-
-    def intervals(self, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
-        found = self.interval_set(query_len, key_len, batch)
-        return None if found is None else found.single
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         found = self.mask.interval_set(self.score_shape.query_len, self.score_shape.key_len, batch)

@@ -501,10 +501,9 @@ class GroupedQueryAttention(_ManyHeads, keras.layers.GroupQueryAttention):  # ty
     ----------
     head_dim, num_query_heads, num_key_value_heads : int
     dropout, use_bias, sliding_window, flash_attention, use_gate, seed, strict, kwargs
-        As in `MultiHeadAttention`.
     kernel_initializer, bias_initializer, kernel_regularizer, bias_regularizer, activity_regularizer
     kernel_constraint, bias_constraint
-        Those of the projections, as in ``keras.layers.Dense``.
+        As in `MultiHeadAttention`.
 
     Raises
     ------

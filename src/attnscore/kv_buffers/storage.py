@@ -38,10 +38,6 @@ class Storage:
         """Return the backend that computes with lengths and positions."""
         return backends.load("numpy") if self.is_in_place else ops
 
-    def index_like(self, x: Array) -> Array:
-        """Return an array of that backend, on the device of `x`."""
-        return np.empty(0) if self.is_in_place else x
-
     def scope(self, ops: Backend) -> AbstractContextManager[Any]:
         """Return the context in which buffers change."""
         return nullcontext() if self.is_in_place else ops.numeric_scope()

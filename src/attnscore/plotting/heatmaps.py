@@ -191,16 +191,8 @@ def show_head_grid(
     ----------
     values : array, tensor or nested lists (layer, head) or (panel, layer, head)
         The numbers; each statistic gets a panel.
-    titles : sequence of str, optional
-        One per statistic.
-    suptitle : str, optional
-        Title of the figure.
-    xlabel, ylabel : str
-        Labels of the head axis and of the layer axis.
-    figsize : (float, float), optional
-        Size in inches.
-    cmap : str, optional
-        Name of a matplotlib colour map; by default "Reds", and "RdBu_r" with 0 in its middle for signed numbers.
+    titles, suptitle, xlabel, ylabel, figsize, cmap
+        As in `show_attention`: a title for each statistic, heads across and layers down.
     digits : int
         Significant digits of the numbers in the cells.
 

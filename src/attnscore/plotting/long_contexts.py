@@ -20,7 +20,7 @@ import numpy as np
 
 from attnscore.analysis.summaries import key_mass, pooled_weights
 from attnscore.analysis.weights import attention_scores, attention_weights
-from attnscore.base.arguments import is_whole, shown
+from attnscore.base.arguments import check_count, is_whole, shown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.plotting import drawing
 from attnscore.plotting.drawing import WEIGHT, Indices, Matrix
@@ -64,16 +64,10 @@ def show_pooled_weights(
         Sums of weights, as `pooled_weights` gives them.
     query_len, key_len : whole numbers
         How many queries and keys the bins hold.
-    titles : sequence of str, optional
-        One per panel.
     logarithmic : bool
         A logarithmic scale of colours, over at most four powers of ten.
-    figsize : (float, float), optional
-        Size in inches.
-    cmap : str
-        Name of a matplotlib colour map.
-    max_cols : int
-        Panels per row.
+    titles, figsize, cmap, max_cols
+        As in `show_attention`.
 
     Returns
     -------
@@ -137,12 +131,10 @@ def show_key_mass(
         The keys' tokens, written after the numbers of the heaviest.
     heaviest : int
         How many keys are named.
-    titles : sequence of str, optional
-        One per panel.
     logarithmic : bool
         A logarithmic axis of weights.
-    figsize : (float, float), optional
-        Size in inches.
+    titles, figsize
+        As in `show_attention`.
 
     Returns
     -------
@@ -166,8 +158,7 @@ def show_key_mass(
     panels = drawing.to_panels("mass", mass, "key")
     tokens = drawing.to_texts("tokens", tokens, panels.shape[1], panels.shape, "mass")
     titles = drawing.to_texts("titles", titles, len(panels), panels.shape, "mass")
-    if not is_whole(heaviest) or heaviest < 0:
-        raise ArgumentError(message("heaviest", "a whole number, 0 or more", shown(heaviest)))
+    check_count("heaviest", heaviest)
     count = max(1, len(panels))
     figure = drawing.new_figure(figsize or (9.0, 0.5 + count * max(1.9, 0.19 * heaviest + 0.5)))
     axes = figure.subplots(count, 2, squeeze=False, width_ratios=(3, 1))
@@ -206,10 +197,8 @@ def show_top_weights(
         The number of keys; by default that of the tokens, or up to the last key of an edge.
     title : str
         Title of the picture.
-    figsize : (float, float), optional
-        Size in inches.
-    cmap : str
-        Name of a matplotlib colour map.
+    figsize, cmap
+        As in `show_attention`.
 
     Returns
     -------
@@ -311,10 +300,8 @@ def show_long_attention(
         The keys' tokens, for the names of the heaviest.
     title : str
         Title of the figure.
-    figsize : (float, float)
-        Size in inches.
-    cmap : str
-        Name of a matplotlib colour map.
+    figsize, cmap
+        As in `show_attention`.
     **arguments
         ``score``, ``mask``, ``valid_lens``, ``bias``, ``sink`` and ``head_axis``, as in `attention_weights`.
 
