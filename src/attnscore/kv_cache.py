@@ -252,7 +252,14 @@ class KeyValueCache:
                 _, heads, _, dim = with_heads_first(ops, key, self.head_axis).shape
                 cache._has_heads, cache._key_sizes = len(key.shape) == 4, (int(heads), int(dim))
                 cache._allocate(ops, storage, pair)
-            cache._write(ops, storage, pair, cache._placed(added, count))
+            appended = cache._placed(added, count)
+            if count:
+                cache._keys, cache._values = (
+                    storage.written(ops, buffer, x, appended, cache._is_saved)
+                    for buffer, x in zip((cache._keys, cache._values), pair, strict=True)
+                )
+                cache._is_saved = False
+            cache._starts, cache._lens = appended.starts, appended.ends
         if storage.is_in_place:
             cache._appended, cache._checked = count, signature
             cache._oldest = np.maximum(cache._oldest, cache._lens - (cache.slots - cache.sinks))
@@ -639,16 +646,6 @@ class KeyValueCache:
             expected = f"at least sinks + window + n - 1 = {self._most_slots(count)} for n = {count}"
             raise ArgumentError(message("capacity", expected, self.slots))
         return AppendedPositions(index, self._lens, ends, count, self.sinks, self.slots)
-
-    def _write(self, ops: Backend, storage: Storage, pair: Sequence[Array], appended: AppendedPositions) -> None:
-        """Write keys and values to the slots of their positions."""
-        if appended.count:
-            self._keys, self._values = (
-                storage.written(ops, buffer, x, appended, self._is_saved)
-                for buffer, x in zip((self._keys, self._values), pair, strict=True)
-            )
-            self._is_saved = False
-        self._starts, self._lens = appended.starts, appended.ends
 
     def _reserve(self, ops: Backend, length: int, count: int) -> None:
         """Make room for sequences of `length` with the `count` positions that are appended; drop what is outside.

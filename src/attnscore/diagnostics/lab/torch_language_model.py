@@ -33,15 +33,8 @@ class Block(nn.Module):
         width = settings.width
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         heads = width // settings.head_dim
-        self.attention = MultiHeadAttention(
-            width,
-            heads,
-            score=settings.score,
-            query_size=width,
-            key_size=width,
-            value_size=width,
-            keep_last=False,
-        )
+        sizes: dict[str, Any] = dict.fromkeys(("query_size", "key_size", "value_size"), width)
+        self.attention = MultiHeadAttention(width, heads, score=settings.score, keep_last=False, **sizes)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.score, self.heads = settings.score, heads
         self.stats: ats.AttentionStats | None = None
