@@ -109,8 +109,6 @@ class Score:
     prepare: Callable[[np.ndarray, np.ndarray], None] | None = None
     smooth: bool = True
     """Twice differentiable near random inputs: not at the zero vector of a cosine, which `prepare` puts there."""
-    derived: bool = False
-    """Has no gradient but the framework's autodiff, so none in NumPy."""
 
     def sized(self, sizes: Sizes) -> Sizes:
         return dataclasses.replace(sizes, dim=self.dims[0], key_dim=self.dims[1])
@@ -286,15 +284,14 @@ SCORES = (
               oracle.dot(q, k) * oracle.per_head(a["weights.0"], 0) + oracle.gaussian(q, k, a["scores.1.bandwidth"])
               + oracle.soft_cap(oracle.scaled_dot(q, k), 1.5), 4.0),
           {"weights.0": ("H",), "scores.1.bandwidth": ()}, magnitude="distance"),
-    Score("own-tile", OwnAbsolute, oracle.distance_1, {"rate": ()}, magnitude="own", derived=True),
+    Score("own-tile", OwnAbsolute, oracle.distance_1, {"rate": ()}, magnitude="own"),
     Score("own-tile_gradient", OwnSquare, oracle.square_dot, {"gain": ()}, magnitude="own"),
-    Score("own-no-dataclass", OwnPlain, lambda q, k: oracle.dot(q, k * k * k), magnitude="own",
-          derived=True),
+    Score("own-no-dataclass", OwnPlain, lambda q, k: oracle.dot(q, k * k * k), magnitude="own"),
     Score("temperature-own-tile_gradient", lambda gain: ats.Temperature(OwnSquare(gain), 2.0),
           lambda q, k, gain: oracle.square_dot(q, k, gain) / 2.0, {"gain": ()}, magnitude="own"),
     Score("soft_cap-own-tile", lambda rate: ats.SoftCap(OwnAbsolute(rate), 2.0),
           lambda q, k, rate: oracle.soft_cap(oracle.distance_1(q, k, rate), 2.0), {"rate": ()}, magnitude="own",
-          smooth=False, derived=True),
+          smooth=False),
 )
 # fmt: on
 SCORE = {score.name: score for score in SCORES}

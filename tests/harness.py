@@ -253,10 +253,10 @@ class Call:
         return {"out": out, **stats._asdict(), **({"weights": weights[0]} if weighted else {})}
 
     def numpy(self, **options: Any) -> dict[str, Any]:
-        """attend_vjp; without gradients where the score has none in NumPy."""
+        """attend_vjp; without gradients where the kernel has none in NumPy."""
         keywords = self._keywords(lambda x: x, self.leaves) | options
         arrays = self.query, self.key, self.value
-        if self.score.derived or keywords.get("kernel") == "dense":
+        if keywords.get("kernel") == "dense":
             return self._attend(self.leaves, keywords)
         weighted = "weights" in self.seeds
         (out, *weights, stats), pullback = ats.attend_vjp(
@@ -333,7 +333,7 @@ class Call:
 
     def check(self, got: Mapping[str, Any], skip: tuple[str, ...] = ()) -> None:
         """Assert that every result is as accurate as ``numerics`` defines it, and of the right shape and dtype."""
-        assert set(got) == set(self.reference) or (self.score.derived or "grad.query" not in got)
+        assert set(got) == set(self.reference) or "grad.query" not in got
         problems = [text for name, x in got.items() if name not in skip and (text := self._problem(name, x))]
         assert not problems, "\n".join(problems)
 

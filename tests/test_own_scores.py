@@ -13,6 +13,7 @@ import tensorflow as tf
 import torch
 
 import attnscore as ats
+from own_scores import OwnSquare
 
 
 def _products(ops: Any, query: Any, key: Any) -> Any:
@@ -73,7 +74,23 @@ def _by_tensorflow(loss: Callable[..., Any], inputs: list[np.ndarray]) -> list[n
     return [x.numpy() for x in tape.gradient(found, leaves)]
 
 
-FRAMEWORKS = {"torch": _by_torch, "jax": _by_jax, "tensorflow": _by_tensorflow}
+def _by_numpy(loss: Callable[..., Any], inputs: list[np.ndarray]) -> list[np.ndarray]:
+    """By `attend_vjp`, which takes the place of `attend` in the loss."""
+    calls: list[Any] = []
+
+    def attend(*arrays: Any, score: Any) -> np.ndarray:
+        out, pullback = ats.attend_vjp(*arrays, score=score)
+        calls.append(pullback(2 * out))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ats, "attend", attend)
+        loss(*inputs)
+    (grads,) = calls
+    return [grads.query, grads.key, grads.value, *grads.score.values()]
+
+
+FRAMEWORKS = {"numpy": _by_numpy, "torch": _by_torch, "jax": _by_jax, "tensorflow": _by_tensorflow}
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, ats.SoftCap, ats.Temperature], ids=["alone", "capped", "divided"])
@@ -142,6 +159,23 @@ def test_a_gradient_that_tile_gradient_leaves_out_is_an_error() -> None:
     _, pullback = ats.attend_vjp(x, x, x, score=Forgets(ats.ScaledDot(np.array(1.0)), (np.array(1.0), np.array(2.0))))
     with pytest.raises(ats.ArgumentError, match=r"tile_gradient: .*'rates.0'.*got none of \['scale', 'rates.1'\]"):
         pullback(x)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: 2 * ats.SoftCap(x, 3.0) + ats.Dot()], ids=["alone", "in-a-sum"]
+)
+def test_a_number_in_a_field_has_no_gradient(wrap: Callable[..., Any]) -> None:
+    """Though `tile_gradient` returns one, as where the field is an array."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((2, n, 3)) for n in (5, 7, 7)]
+    found = ats.attend_vjp(*arrays, score=wrap(OwnSquare(0.5)))[1](arrays[0])
+    wanted = ats.attend_vjp(*arrays, score=wrap(OwnSquare(np.array(0.5))))[1](arrays[0])
+    assert not found.score
+    leaves = [torch.tensor(x, requires_grad=True) for x in arrays]
+    ats.attend(*leaves, score=wrap(OwnSquare(0.5))).backward(leaves[0].detach())
+    for x, y, z in zip(found[:3], wanted[:3], leaves, strict=True):
+        np.testing.assert_array_equal(x, y)
+        np.testing.assert_allclose(x, z.grad.numpy(), rtol=1e-9, atol=1e-12)
 
 
 def test_two_arrays_of_one_name_are_an_error() -> None:

@@ -32,6 +32,7 @@ from attnscore.api import attend, attend_vjp
 from attnscore.backends.base import Array, Backend
 from attnscore.backends.numpy import detached
 from attnscore.base.arguments import check_choice
+from attnscore.errors import FrameworkError
 from attnscore.kernels import Kernel, SinglePlan, tiling
 from attnscore.kernels.triton import is_interpreted
 from attnscore.masks import Mask
@@ -66,8 +67,8 @@ def check_score(
     1. The scores are floating, of shape (*batch, kv head, group, query, key), and chosen rows and columns of them are
        the same numbers.
     2. Computed tile by tile, the attention is that of the whole matrix of ``score.tile``.
-    3. The gradients of query, key and of each array of the score are those of finite differences. A score without
-       ``lower_pullback`` or ``tile_gradient`` has none in NumPy: pass ``like=`` a torch tensor to check it there.
+    3. The gradients of query, key and of each array of the score are those of finite differences. In NumPy a score has
+       none whose ``tile`` calls an operation without a known gradient: pass ``like=`` a torch tensor to check it there.
     4. NaN in a masked key propagates neither to the result nor to the gradients.
     5. No input is changed.
     6. The functions of its ``triton_tile()``, where it has that method and PyTorch and Triton are installed: output and
@@ -122,11 +123,15 @@ def check_score(
         problem, _ = build_problem(inputs["query"], inputs["key"], inputs["value"], score=score, statistics=STATISTICS)
         _against_dense(problem, kernels.table()["streaming"])
     leaves = {**inputs, **own}
-    has_gradient = ops.has_autodiff or _has_gradient(score)
-    if has_gradient:
+    try:
         found = _gradients(ops, score, leaves, None)
+    except FrameworkError:
+        if ops.has_autodiff:
+            raise
+        found = None
+    if found is not None:
         _check_differences(ops, "score", lambda **arrays: _attended(score, arrays), leaves, found, rng)
-    _check_masked(ops, score, leaves, has_gradient)
+    _check_masked(ops, score, leaves, found is not None)
     for name, x in inputs.items():
         _same(ops, f"{name} was changed by the gradient", x, before[name])
     if hasattr(getattr(problem.form, "score", None), "triton_tile") and dim == (key_dim or dim):
@@ -142,14 +147,6 @@ def _check_blocks(ops: Backend, score: Any, inputs: Mapping[str, Array], whole: 
     block = attention_scores(query, key, score=score, query_index=rows, key_index=cols)
     wanted = _values_of(ops, whole)[..., rows, :][..., cols]
     _close("tile: a block of rows and columns differs from the same part of the whole", _values_of(ops, block), wanted)
-
-
-def _has_gradient(score: Any) -> bool:
-    """Return whether a score, or the one that it wraps, has a gradient of its own."""
-    if hasattr(score, "tile_gradient"):
-        return True
-    inner = score.scores if isinstance(score, ats.Combination) else filter(None, [getattr(score, "score", None)])
-    return hasattr(score, "lower_pullback") and all(_has_gradient(resolve(each)) for each in inner)
 
 
 def _check_masked(ops: Backend, score: Any, leaves: Mapping[str, Array], has_gradient: bool) -> None:

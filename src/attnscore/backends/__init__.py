@@ -40,10 +40,14 @@ _TABLE = {
     "mxnet": _Entry("MxnetBackend", ("mxnet",), install="mxnet==1.9.1 'numpy<1.24'", numpy_below="1.24.0"),
 }
 # By package: the array class ("" for every class with a shape) and the framework. cupy is recognised so that the error
-# can say that it is not supported.
+# can say that it is not supported. Ours holds an array on a tape.
 _ARRAYS = {
     package: (kind, name)
-    for name, patterns in (*((name, entry.arrays) for name, entry in _TABLE.items()), ("cupy", ("cupy",)))
+    for name, patterns in (
+        *((name, entry.arrays) for name, entry in _TABLE.items()),
+        ("cupy", ("cupy",)),
+        ("numpy", ("attnscore.Variable",)),
+    )
     for package, _, kind in (pattern.partition(".") for pattern in patterns)
 }
 

@@ -576,11 +576,11 @@ class Backend(ABC):
         """Return `differentiable` of plain operands, some of which need a gradient."""
         return self.differentiable(run, operands)
 
-    @abstractmethod
     def vjp(
         self, function: Callable[..., Array], inputs: Sequence[Array]
     ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
-        """Return ``function(*inputs)`` and its VJP function, by the framework's autodiff."""
+        """Return ``function(*inputs)`` and its VJP function, by the framework's autodiff; `tape.vjp` needs none."""
+        raise NotImplementedError(f"{self.name} has no autodiff")
 
     @abstractmethod
     def stop_gradient(self, x: Array) -> Array: ...

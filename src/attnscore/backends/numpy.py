@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -16,7 +16,6 @@ import numpy as np
 
 from attnscore.backends import native
 from attnscore.backends.base import Array, Backend, DifferentiableOp, Signature
-from attnscore.errors import FrameworkError
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -187,17 +186,6 @@ class NumpyBackend(Backend):
 
     def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         return run.forward(operands)
-
-    def vjp(
-        self, function: Callable[..., Array], inputs: Sequence[Array]
-    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
-        def no_vjp(_: Array) -> tuple[Array, ...]:
-            raise FrameworkError(
-                "score: NumPy has no autodiff to derive the gradient of a score that defines only `tile`. "
-                "Hint: write `tile_gradient(ops, query, key, grad_scores)` beside it, or call it from PyTorch"
-            )
-
-        return function(*inputs), no_vjp
 
     def stop_gradient(self, x: Array) -> Array:
         return x

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import check_held, check_number
 from attnscore.errors import ShapeError, message
 from attnscore.scores.activations import activation
 from attnscore.scores.base import (
-    Pullback,
     Score,
-    ScoreGradients,
     per_head,
     per_key_head,
     projected,
-    weight_gradient,
     widen,
     with_nonfinite_rows_isolated,
-    zero_isolated_rows,
 )
 from attnscore.scores.forms import AdditiveForm, Form
 
@@ -86,30 +81,6 @@ class Additive(Score):
     def project_key(self, ops: Backend, key: Array) -> Array:
         """Return the key of `lower`, for parameters of all heads."""
         return _project_keys(ops, key, self.W_k)
-
-    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        def projection_vjp(name: str, x: Array, grad: Array, bias: Array | None, arrays: dict[str, Array]) -> Array:
-            # _sides: x @ W^T + bias
-            if getattr(self, name) is None and bias is None:
-                return grad
-            x, grad = zero_isolated_rows(ops, *widen(ops, x, grad))
-            if bias is not None:
-                arrays["bias"] = ops.reshape(sum_to(ops, grad, self._bias(ops, query, key).shape), bias.shape)
-            if getattr(self, name) is None:
-                return grad
-            weight = per_head(ops, name, getattr(self, name), query, key, 2)
-            x, grad, weight = widen(ops, x, grad, weight)
-            if len(weight.shape) == 2:  # a bias of each head makes rows for heads that share those of x
-                grad = sum_to(ops, grad, (*x.shape[:-1], grad.shape[-1]))
-            arrays[name] = weight_gradient(ops, grad, x, weight.shape, getattr(self, name).shape)
-            return ops.matmul(grad, weight)
-
-        def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
-            arrays = {"w_v": ops.reshape(grads["w_v"], self.w_v.shape)}
-            query_grad = projection_vjp("W_q", query, grads["query"], self.bias, arrays)
-            return ScoreGradients(query_grad, projection_vjp("W_k", key, grads["key"], None, arrays), arrays)
-
-        return self.lower(ops, query, key), vjp
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
         # There is no query yet: its dimension is the one that W_q takes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from attnscore import backends
@@ -71,6 +71,12 @@ def with_arrays(score: Any, change: Callable[[Array], Array]) -> Any:
                 found[name] = parts
     changed = {name: value for name, value in found.items() if value is not getattr(score, name)}
     return dataclasses.replace(score, **changed) if changed else score
+
+
+def with_new_arrays(score: Any, arrays: Iterable[Array]) -> Any:
+    """Return the score with other arrays, in the order of `arrays_of`."""
+    left = iter(arrays)
+    return with_arrays(score, lambda _: next(left))
 
 
 def _holds_arrays(x: Any) -> bool:

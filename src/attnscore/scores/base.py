@@ -4,7 +4,7 @@ A score is a frozen dataclass whose array fields are its parameters. It defines
 
 - ``tile(ops, query, key)``: its definition, for any block of queries and keys. A custom score needs this method alone.
 - ``lower(ops, query, key)``: the lowered form that fast kernels read, computed in the caller's framework so that its
-  autodiff carries the parameters; ``lower_pullback`` returns the VJP too, written by hand, for NumPy.
+  autodiff carries the parameters. NumPy, which has none, differentiates it by a tape.
 
 Arrays come on the canonical axes (*batch, head, group, query | key, dim): `head` counts KV heads, `group` the query
 heads that share one. A parameter may have one set per query head: a leading axis (heads,).
@@ -13,19 +13,19 @@ heads that share one. A parameter may have one set per query head: a leading axi
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import FLOATING, Array, Backend, accumulator, sum_to
+from attnscore.backends.base import FLOATING, Array, Backend, accumulator
+from attnscore.backends.tape import Tape, Variable, value_of
 from attnscore.base.arguments import check_positive
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
-from attnscore.scores.arrays import arrays_of, scores_in, with_arrays
-from attnscore.scores.forms import PARAMETER, Form, TileForm
+from attnscore.scores.arrays import arrays_of, scores_in, with_arrays, with_new_arrays
+from attnscore.scores.forms import Form, TileForm
 
 
 class ScoreGradients(NamedTuple):
@@ -38,10 +38,6 @@ class ScoreGradients(NamedTuple):
 
 Pullback = Callable[[Mapping[str, Array]], ScoreGradients]
 """VJP of a lowering: from gradients of the form's arrays, by name, to gradients of query, key and parameters."""
-
-
-TransformPullback = Callable[[Mapping[str, Array]], tuple[Mapping[str, Array], dict[str, Array]]]
-"""VJP of a wrapper: from gradients of its form's arrays to those of the inner form's arrays, and of its own arrays."""
 
 
 class Score(ABC):
@@ -90,10 +86,6 @@ class Score(ABC):
         return self.lower(ops, query, key)
 
     @abstractmethod
-    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        """Return the lowered form and its VJP."""
-
-    @abstractmethod
     def check(self, dim: int, key_dim: int) -> None:
         """Raise ShapeError or ArgumentError when the score cannot take queries and keys of these dimensions."""
 
@@ -122,10 +114,6 @@ class Wrapper(Score):
     def transform(self, ops: Backend, form: Form, query: Array) -> Form:
         """Return the lowered form of the inner score, transformed; `query` gives the dtype."""
 
-    def transform_pullback(self, ops: Backend, form: Form, query: Array) -> tuple[Form, TransformPullback]:
-        """Return ``transform`` and its VJP; the default is for a transformation without arrays."""
-        return self.transform(ops, form, query), lambda grads: (grads, {})
-
     @final
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         return self.transform(ops, lower(ops, self.score, query, key), query)
@@ -133,18 +121,6 @@ class Wrapper(Score):
     @final
     def lower_rowwise(self, ops: Backend, query: Array, key: Array) -> Form:
         return self.transform(ops, lower_rowwise(ops, self.score, query, key), query)
-
-    @final
-    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        inner, inner_vjp = lower_pullback(ops, self.score, query, key)
-        form, own_vjp = self.transform_pullback(ops, inner, query)
-
-        def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
-            grads, arrays = own_vjp(grads)
-            found = inner_vjp(grads)
-            return found._replace(arrays=found.arrays | arrays)
-
-        return form, vjp
 
     @final
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Any]:
@@ -267,16 +243,19 @@ def lower_rowwise(ops: Backend, score: Any, query: Array, key: Array) -> Form:
 
 
 def lower_pullback(ops: Backend, score: Any, query: Array, key: Array) -> tuple[Form, Pullback]:
-    """Return the lowered form of any score and its VJP."""
-    if hasattr(score, "lower_pullback"):
-        lowered: tuple[Form, Pullback] = score.lower_pullback(ops, query, key)
-        return lowered
-    form = generic_form(ops, score, query, key)
+    """Return the lowered form of any score and its VJP, by a tape in place of `ops`."""
+    tape: Any = Tape(ops)
+    own = arrays_of(score)
+    query, key, *parameters = variables = [Variable(tape, x) for x in (query, key, *own.values())]
+    form = lower(tape, with_new_arrays(score, parameters), query, key)
+    arrays = form.arrays()
 
-    def vjp(grads: Any) -> ScoreGradients:
-        return ScoreGradients(grads["query"], grads["key"], {name: grads[PARAMETER + name] for name in form.parameters})
+    def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
+        of_query, of_key, *found = tape.gradients([(x, grads[name]) for name, x in arrays.items()], variables)
+        found = [ops.reshape(grad, x.shape) for grad, x in zip(found, parameters, strict=True)]
+        return ScoreGradients(of_query, of_key, dict(zip(own, found, strict=True)))
 
-    return form, vjp
+    return form.with_arrays({name: value_of(x) for name, x in arrays.items()}), vjp
 
 
 def prepare_keys(ops: Backend, score: Any, key: Array) -> tuple[Array, Any]:
@@ -343,9 +322,9 @@ def with_nonfinite_rows_isolated(
     """
     if ops.known_finite(x):
         return function(x)
-    finite = finite_rows(ops, x)
+    nonfinite = nonfinite_rows(ops, x, keeps_infinity=False)
     isolated = ops.stop_gradient(function(x)) if keeps_infinity else float("nan")
-    return ops.where(finite, function(ops.where(finite, x, 0.0)), isolated)
+    return ops.where(nonfinite, isolated, function(ops.where(nonfinite, 0.0, x)))
 
 
 def projected(ops: Backend, x: Array, matrix: Array, *, keeps_infinity: bool = False) -> Array:
@@ -360,37 +339,6 @@ def projected(ops: Backend, x: Array, matrix: Array, *, keeps_infinity: bool = F
     return with_nonfinite_rows_isolated(ops, x, lambda x: ops.matmul(x, matrix), keeps_infinity=keeps_infinity)
 
 
-def finite_rows(ops: Backend, x: Array) -> Array:
-    """Return whether every entry of a row is finite, (..., length, 1)."""
-    return ~ops.any(~ops.isfinite(x), axis=-1, keepdims=True)
-
-
 def nonfinite_rows(ops: Backend, x: Array, keeps_infinity: bool) -> Array:
     """Return whether a row holds a NaN, or an infinity unless `keeps_infinity`, (..., length, 1)."""
-    return ops.any(ops.isnan(x), axis=-1, keepdims=True) if keeps_infinity else ~finite_rows(ops, x)
-
-
-def zero_nonfinite_rows(ops: Backend, x: Array) -> Array:
-    """Return `x` with 0 in rows that hold a NaN or an infinity: the factor in a hand-written VJP."""
-    return x if ops.known_finite(x) else ops.where(finite_rows(ops, x), x, 0.0)
-
-
-def zero_isolated_rows(ops: Backend, x: Array, grad: Array) -> tuple[Array, Array]:
-    """Return `x` and the gradient of its image with 0 in the rows of `x` that hold a NaN or an infinity.
-
-    The factors of the hand-written VJP of `with_nonfinite_rows_isolated`: such rows get and give no gradient.
-    """
-    if ops.known_finite(x):
-        return x, grad
-    finite = finite_rows(ops, x)
-    return ops.where(finite, x, 0.0), ops.where(finite, grad, 0.0)
-
-
-def weight_gradient(ops: Backend, x: Array, grad: Array, shape: Sequence[int], own: Sequence[int]) -> Array:
-    """Return the gradient of W in ``y = x @ W``, from `grad`, that of y; `own` is its shape with heads on one axis."""
-    if len(shape) == 2:
-        # One product in place of one for each element of the batch, whose sum follows.
-        count = math.prod(x.shape[:-1])
-        x, grad = ops.reshape(x, (count, shape[0])), ops.reshape(grad, (count, shape[1]))
-        return ops.matmul(ops.matrix_transpose(x), grad)
-    return ops.reshape(sum_to(ops, ops.matmul(ops.matrix_transpose(x), grad), shape), own)
+    return ops.any(ops.isnan(x) if keeps_infinity else ~ops.isfinite(x), axis=-1, keepdims=True)

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore.backends.base import Array, Backend
 from attnscore.base.sizes import broadcast
 from attnscore.errors import ShapeError, message
-from attnscore.scores.base import (
-    Pullback,
-    Score,
-    ScoreGradients,
-    per_head,
-    per_key_head,
-    projected,
-    weight_gradient,
-    widen,
-    zero_isolated_rows,
-)
+from attnscore.scores.base import Score, per_head, per_key_head, projected, widen
 from attnscore.scores.dot import Dot
 from attnscore.scores.forms import Form, InnerForm
 
@@ -81,23 +70,6 @@ class Bilinear(Score):
         queries, keys = (math.prod(shape[:-1]) for shape in shapes)
         of_query, of_key = _operations(queries, keys, pairs, shapes[0][-1], shapes[1][-1])
         return of_key < of_query
-
-    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
-            weight = per_head(ops, "W", self.W, query, key, 2)
-            if self._projects_key(query, key):
-                # lower: key @ W^T
-                x, grad, weight = widen(ops, key, grads["key"], weight)
-                x, grad = zero_isolated_rows(ops, x, grad)
-                arrays = {"W": weight_gradient(ops, grad, x, weight.shape, self.W.shape)}
-                return ScoreGradients(grads["query"], ops.matmul(grad, weight), arrays)
-            # lower: query @ W
-            x, grad, weight = widen(ops, query, grads["query"], weight)
-            x, grad = zero_isolated_rows(ops, x, grad)
-            arrays = {"W": weight_gradient(ops, x, grad, weight.shape, self.W.shape)}
-            return ScoreGradients(ops.matmul(grad, ops.matrix_transpose(weight)), grads["key"], arrays)
-
-        return self.lower(ops, query, key), vjp
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
         # q . (W k): the query is used as it is.

@@ -6,34 +6,20 @@ concatenated channels; the native kernel runs both. Other combinations are added
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import check_number, shown
 from attnscore.base.sizes import broadcast
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.activations import Activation
-from attnscore.scores.base import (
-    Pullback,
-    Score,
-    ScoreGradients,
-    check,
-    lower,
-    lower_pullback,
-    lower_rowwise,
-    operations_of,
-    widen,
-)
+from attnscore.scores.base import Score, check, lower, lower_rowwise, operations_of, widen
 from attnscore.scores.factors import learned, multiplied
 from attnscore.scores.forms import AdditiveForm, DistanceForm, Form, InnerForm, SumForm, checked_tile
 from attnscore.scores.gaussian import as_product
-
-Grads = Mapping[str, Array]
-JoinedPullback = Callable[[Grads], list[Grads]]
-"""VJP of `joined`: from gradients of its form's arrays to those of the arrays of each term's form."""
 
 
 @final
@@ -85,48 +71,20 @@ class Combination(Score):
         return total
 
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
-        return self._joined(ops, [lower(ops, score, query, key) for score in self.scores], query, key)[0]
+        return self._joined(ops, [lower(ops, score, query, key) for score in self.scores], query, key)
 
     def lower_rowwise(self, ops: Backend, query: Array, key: Array) -> Form:
         forms = [lower_rowwise(ops, score, query, key) for score in self.scores]
-        return self._joined(ops, forms, query, key, rowwise=True)[0]
+        return self._joined(ops, forms, query, key, rowwise=True)
 
-    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        lowered = [lower_pullback(ops, score, query, key) for score in self.scores]
-        form, joined_vjp = self._joined(ops, [form for form, _ in lowered], query, key)
-        # A term with parameters of each head has gradients of each head.
-        query_shape, key_shape = ops.shape(query), ops.shape(key)
-
-        def vjp(grads: Grads) -> ScoreGradients:
-            by_term, of_weights = joined_vjp(grads)
-            found = [term_vjp(given) for (_, term_vjp), given in zip(lowered, by_term, strict=True)]
-            arrays = {f"scores.{i}.{name}": x for i, each in enumerate(found) for name, x in each.arrays.items()}
-            query, *queries = [sum_to(ops, each.query, query_shape) for each in found]
-            key, *keys = [sum_to(ops, each.key, key_shape) for each in found]
-            return ScoreGradients(sum(queries, query), sum(keys, key), arrays | of_weights)
-
-        return form, vjp
-
-    def _joined(
-        self, ops: Backend, forms: list[Form], query: Array, key: Array, *, rowwise: bool = False
-    ) -> tuple[Form, Callable[[Grads], tuple[list[Grads], dict[str, Array]]]]:
-        """Return the form of the weighted sum, and its VJP: gradients of each form's arrays, and of the weights."""
-        numbers, factor_vjps = [], {}
+    def _joined(self, ops: Backend, forms: list[Form], query: Array, key: Array, *, rowwise: bool = False) -> Form:
+        """Return the form of the weighted sum."""
+        numbers = [1.0 if backends.is_array(weight) else float(weight) for weight in self.weights]
         for i, weight in enumerate(self.weights):
             if backends.is_array(weight):
                 factor = learned(ops, f"weights[{i}]", weight, query, key, forms[i].query)
-                forms[i], factor_vjps[i] = multiplied(ops, forms[i], factor)
-            numbers.append(1.0 if i in factor_vjps else float(weight))
-        form, joined_vjp = joined(ops, forms, numbers, rowwise=rowwise)
-
-        def vjp(grads: Grads) -> tuple[list[Grads], dict[str, Array]]:
-            by_term, of_weights = joined_vjp(grads), {}
-            for i, factor_vjp in factor_vjps.items():
-                by_term[i], grad = factor_vjp(by_term[i])
-                of_weights[f"weights.{i}"] = ops.reshape(grad, self.weights[i].shape)
-            return by_term, of_weights
-
-        return form, vjp
+                forms[i] = multiplied(ops, forms[i], factor)
+        return joined(ops, forms, numbers, rowwise=rowwise)
 
     def check(self, dim: int, key_dim: int) -> None:
         for i, (score, weight) in enumerate(zip(self.scores, self.weights, strict=True)):
@@ -159,39 +117,28 @@ def multiple(score: Any, factor: Any) -> Combination:
     return Combination(terms.scores, tuple(weights))
 
 
-def joined(
-    ops: Backend, forms: Sequence[Form], numbers: Sequence[float], *, rowwise: bool
-) -> tuple[Form, JoinedPullback]:
-    """Return the form of sum_i numbers[i] * scores of forms[i], and its VJP; `rowwise` as in `lower_rowwise`."""
+def joined(ops: Backend, forms: Sequence[Form], numbers: Sequence[float], *, rowwise: bool) -> Form:
+    """Return the form of sum_i numbers[i] * scores of forms[i]; `rowwise` as in `lower_rowwise`."""
     first: Any = forms[0]
     if not any(form.caps for form in forms):
         if (products := _products(ops, forms, rowwise)) is not None:
             return _joined_products(ops, products, numbers)
         if all(isinstance(form, AdditiveForm) and _is_same(form.activation, first.activation) for form in forms):
             return _joined_additive(ops, forms, numbers)
-
-    def vjp(grads: Grads) -> list[Grads]:
-        found: list[Grads] = []
-        for i, form in enumerate(forms):
-            found.append({name: grads[f"{i}.{name}"] for name in form.arrays()})
-        return found
-
     terms = tuple(form if number == 1 else form.scaled(number) for form, number in zip(forms, numbers, strict=True))
-    return SumForm(first.query, first.key, terms=terms), vjp
+    return SumForm(first.query, first.key, terms=terms)
 
 
-def _products(
-    ops: Backend, forms: Sequence[Form], rowwise: bool
-) -> list[tuple[InnerForm, Callable[[Grads], Grads]]] | None:
-    """Return the terms as inner products, each with its VJP; None where one is none."""
-    found: list[tuple[InnerForm, Callable[[Grads], Grads]]] = []
+def _products(ops: Backend, forms: Sequence[Form], rowwise: bool) -> list[InnerForm] | None:
+    """Return the terms as inner products; None where one is none."""
+    found: list[InnerForm] = []
     for form in forms:
-        if isinstance(form, InnerForm):
-            found.append((form, lambda grads: grads))
-        elif not rowwise and isinstance(form, DistanceForm) and (product := as_product(ops, form)) is not None:
-            found.append(product)
-        else:
+        product: Any = form
+        if not rowwise and isinstance(form, DistanceForm):
+            product = as_product(ops, form)
+        if not isinstance(product, InnerForm):
             return None
+        found.append(product)
     return found
 
 
@@ -209,21 +156,8 @@ def _concatenated(ops: Backend, arrays: Sequence[Array]) -> Array:
     )
 
 
-def _separated(ops: Backend, grad: Array, arrays: Sequence[Array]) -> list[Array]:
-    """Return the gradients of arrays from that of `_concatenated`."""
-    found, start = [], 0
-    for x in arrays:
-        stop = start + int(x.shape[-1])
-        found.append(sum_to(ops, grad[..., start:stop], x.shape))
-        start = stop
-    return found
-
-
-def _joined_products(
-    ops: Backend, products: Sequence[tuple[Any, Callable[[Grads], Grads]]], numbers: Sequence[float]
-) -> tuple[Form, JoinedPullback]:
+def _joined_products(ops: Backend, forms: Sequence[InnerForm], numbers: Sequence[float]) -> Form:
     """Return the product of concatenated queries and keys; factors that differ go into the queries."""
-    forms = [form for form, _ in products]
     factors = [number * form.scale for form, number in zip(forms, numbers, strict=True)]
     scale = factors[0] if len(set(factors)) == 1 else 1.0
     inner = [1.0 if scale == factor else factor for factor in factors]
@@ -235,39 +169,15 @@ def _joined_products(
         terms = [getattr(x, name) * n for x, n in zip(forms, numbers, strict=True) if getattr(x, name) is not None]
         if terms:
             biases[name] = sum(terms[1:], terms[0])
-
-    def vjp(grads: Grads) -> list[Grads]:
-        of_queries = _separated(ops, grads["query"], [form.query for form in forms])
-        of_keys = _separated(ops, grads["key"], [form.key for form in forms])
-        found: list[Grads] = []
-        for i, form in enumerate(forms):
-            own = {"query": of_queries[i] * inner[i], "key": of_keys[i]}
-            for name in biases:
-                if (x := getattr(form, name)) is not None:
-                    own[name] = sum_to(ops, grads[name] * numbers[i], x.shape)
-            found.append(products[i][1](own))
-        return found
-
     keys = _concatenated(ops, [form.key for form in forms])
-    return InnerForm(queries, keys, scale=scale, **biases), vjp
+    return InnerForm(queries, keys, scale=scale, **biases)
 
 
-def _joined_additive(ops: Backend, forms: Sequence[Any], numbers: Sequence[float]) -> tuple[Form, JoinedPullback]:
+def _joined_additive(ops: Backend, forms: Sequence[Any], numbers: Sequence[float]) -> Form:
     """Return the additive score of concatenated channels: the factors go into w_v."""
     weights = _concatenated(ops, [form.w_v * number for form, number in zip(forms, numbers, strict=True)])
     queries, keys = (_concatenated(ops, [getattr(form, name) for form in forms]) for name in ("query", "key"))
-
-    def vjp(grads: Grads) -> list[Grads]:
-        separated = {
-            name: _separated(ops, grads[name], [getattr(form, name) for form in forms])
-            for name in ("query", "key", "w_v")
-        }
-        return [
-            {"query": separated["query"][i], "key": separated["key"][i], "w_v": separated["w_v"][i] * numbers[i]}
-            for i in range(len(forms))
-        ]
-
-    return AdditiveForm(queries, keys, w_v=weights, activation=forms[0].activation), vjp
+    return AdditiveForm(queries, keys, w_v=weights, activation=forms[0].activation)
 
 
 Score._added, Score._multiple = staticmethod(added), staticmethod(multiple)

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import check_flag
-from attnscore.scores.base import (
-    Pullback,
-    Score,
-    ScoreGradients,
-    require_same_dim,
-    widen,
-    with_nonfinite_rows_isolated,
-)
+from attnscore.scores.base import Score, require_same_dim, widen, with_nonfinite_rows_isolated
 from attnscore.scores.forms import Form
 from attnscore.scores.scaled_dot import ScaledDot
 
@@ -54,18 +46,6 @@ class Cosine(Score):
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         return ScaledDot(self.scale).lower(ops, *self._units(ops, query, key))
 
-    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        units = self._units(ops, query, key)
-        form, inner_vjp = ScaledDot(self.scale).lower_pullback(ops, *units)
-
-        def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
-            inner = inner_vjp(grads)
-            x, y = widen(ops, query, key)
-            key_grad = inner.key if self.unit_keys else _unit_vjp(ops, y, units[1], inner.key)
-            return ScoreGradients(_unit_vjp(ops, x, units[0], inner.query), key_grad, inner.arrays)
-
-        return form, vjp
-
     def project_query(self, ops: Backend, query: Array) -> Array:
         """Return the query of `lower`."""
         return _isolated_unit(ops, query)
@@ -97,28 +77,13 @@ def _isolated_unit(ops: Backend, x: Array) -> Array:
     return with_nonfinite_rows_isolated(ops, x, lambda x: _unit(ops, x))
 
 
-def _rescale(ops: Backend, x: Array) -> tuple[Array, Array, Array]:
-    """Return x over its largest entry, the norm of that, and that entry: squares neither overflow nor underflow."""
-    if x.shape[-1] == 0:
-        ones = ops.full((*ops.shape(x)[:-1], 1), 1.0, x)
-        return x, ones, ones
-    largest = ops.stop_gradient(ops.max(ops.abs(x), axis=-1, keepdims=True))
-    largest = ops.where(largest == 0, 1.0, largest)
-    x = x / largest
-    squared = ops.sum(x * x, axis=-1, keepdims=True)
-    return x, ops.sqrt(ops.where(squared == 0, 1.0, squared)), largest
-
-
 def _unit(ops: Backend, x: Array) -> Array:
     """Return x / |x|; zero vectors stay zero."""
+    if x.shape[-1] == 0:
+        return x
+    # Squares of x over its largest entry neither overflow nor underflow.
+    largest = ops.stop_gradient(ops.max(ops.abs(x), axis=-1, keepdims=True))
     zero = ~ops.any(x != 0, axis=-1, keepdims=True)
-    x, norm, _ = _rescale(ops, x)
-    return ops.where(zero, 0.0, x / norm)
-
-
-def _unit_vjp(ops: Backend, x: Array, unit: Array, grad: Array) -> Array:
-    """Return the gradient of x from `grad`, that of ``unit = x / |x|``; isolated (NaN) and zero rows have none."""
-    _, norm, largest = _rescale(ops, x)
-    through = (grad - unit * ops.sum(unit * grad, axis=-1, keepdims=True)) / (norm * largest)
-    has_gradient = ops.any(unit != 0, axis=-1, keepdims=True) & ~ops.any(ops.isnan(unit), axis=-1, keepdims=True)
-    return ops.where(has_gradient, through, 0.0)
+    x = x / ops.where(largest == 0, 1.0, largest)
+    squared = ops.sum(x * x, axis=-1, keepdims=True)
+    return ops.where(zero, 0.0, x / ops.sqrt(ops.where(squared == 0, 1.0, squared)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from attnscore.backends.base import Array, Backend
-from attnscore.scores.base import Pullback, Score, ScoreGradients, require_same_dim
+from attnscore.scores.base import Score, require_same_dim
 from attnscore.scores.forms import Form, InnerForm
 
 
@@ -31,9 +31,6 @@ class Dot(Score):
 
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         return InnerForm(query, key)
-
-    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        return self.lower(ops, query, key), lambda grads: ScoreGradients(grads["query"], grads["key"], {})
 
     def check(self, dim: int, key_dim: int) -> None:
         require_same_dim("dot", dim, key_dim)

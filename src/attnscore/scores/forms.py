@@ -16,18 +16,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
 
 from attnscore import backends
+from attnscore.backends import tape
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator, sum_to
 from attnscore.base.sizes import broadcast, may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.scores.activations import Activation
-from attnscore.scores.arrays import with_arrays
+from attnscore.scores.arrays import with_new_arrays
 
 Role = Literal["query", "key", "shared"]
 PARAMETER = "score."
@@ -218,7 +219,7 @@ class DistanceForm(Form):
 
     def scaled(self, factor: float) -> Form:
         if self.caps or hasattr(self.scale, "shape"):
-            # A learned scale stays as it was lowered: the score's VJP expects the gradient of that array.
+            # A learned scale stays as it was lowered: the native kernels read its bandwidth.
             return super().scaled(factor)
         return dataclasses.replace(self, scale=self.scale * factor)
 
@@ -226,7 +227,7 @@ class DistanceForm(Form):
 @final
 @dataclass(frozen=True, eq=False)
 class TileForm(Form):
-    """A score given by ``tile`` alone; its VJP is its ``tile_gradient`` or the framework's autodiff."""
+    """A score given by ``tile`` alone; its VJP is its ``tile_gradient``, or the framework's autodiff or a tape."""
 
     score: Any
     parameters: Mapping[str, Array]
@@ -245,20 +246,18 @@ class TileForm(Form):
     def with_arrays(self, arrays: Mapping[str, Array]) -> Form:
         parameters = {name: arrays.get(PARAMETER + name, x) for name, x in self.parameters.items()}
         sides = {name: x for name, x in arrays.items() if name in self.roles}
-        return dataclasses.replace(self, parameters=parameters, **sides)
+        return dataclasses.replace(
+            self, score=with_new_arrays(self.score, parameters.values()), parameters=parameters, **sides
+        )
 
-    @staticmethod
-    def _prefixed(parameters: Mapping[str, Array]) -> dict[str, Array]:
-        return {PARAMETER + name: x for name, x in parameters.items()}
+    def _prefixed(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
+        return {PARAMETER + name: parameters[name] for name in self.parameters}
 
     def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
-        names = list(self.parameters)
+        def tile(ops: Backend, query: Array, key: Array, *parameters: Array) -> Array:
+            return checked_tile(ops, with_new_arrays(self.score, parameters), query, key)
 
-        def tile(query: Array, key: Array, *parameters: Array) -> Array:
-            return checked_tile(ops, _with(self.score, parameters), query, key)
-
-        inputs = (self.query, self.key, *self.parameters.values())
-        scores = tile(*inputs)
+        scores = checked_tile(ops, self.score, self.query, self.key)
         # Where query and key have 1 along a batch axis of the value, so have the scores, and their gradient has not.
         shape = _shape_of(scores)
 
@@ -266,12 +265,13 @@ class TileForm(Form):
             if shape is not None:
                 grad = sum_to(ops, grad, shape)
             if not hasattr(self.score, "tile_gradient"):
-                query, key, *found = ops.vjp(tile, inputs)[1](grad)
-                return {"query": query, "key": key, **self._prefixed(dict(zip(names, found, strict=True)))}
-            score = _with(self.score, self.parameters.values())
-            query, key, parameters = score.tile_gradient(ops, self.query, self.key, grad)
-            if missing := [name for name in names if name not in parameters]:
-                raise ArgumentError(message("tile_gradient", f"the gradients of {names}", f"none of {missing}"))
+                arrays = self.arrays()
+                return dict(zip(arrays, tape.vjp(ops, tile, tuple(arrays.values()))[1](grad), strict=True))
+            query, key, parameters = self.score.tile_gradient(ops, self.query, self.key, grad)
+            if missing := [name for name in self.parameters if name not in parameters]:
+                expected = f"the gradients of {list(self.parameters)}"
+                raise ArgumentError(message("tile_gradient", expected, f"none of {missing}"))
+            # A number that stands in a field for an array has no gradient, though `tile_gradient` may return one.
             return {"query": query, "key": key, **self._prefixed(parameters)}
 
         return scores, vjp
@@ -427,9 +427,3 @@ def _fits(shape: tuple[Any, ...], expected: tuple[Any, ...], leads: tuple[tuple[
             for n, whole, sides in zip(shape, expected, zip(*leads, strict=True), strict=False)
         )
     )
-
-
-def _with(score: Any, arrays: Iterable[Array]) -> Any:
-    """Return a score with other arrays, in the order of `arrays_of`."""
-    left = iter(arrays)
-    return with_arrays(score, lambda _: next(left))

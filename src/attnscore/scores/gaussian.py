@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import check_held, largest_of
 from attnscore.base.sizes import broadcast, is_unknown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.base import (
-    Pullback,
     Score,
-    ScoreGradients,
     per_head,
     require_positive,
     require_same_dim,
     widen,
     with_nonfinite_rows_isolated,
-    zero_nonfinite_rows,
 )
 from attnscore.scores.factors import learned
 from attnscore.scores.forms import DistanceForm, Form, InnerForm
@@ -95,28 +91,6 @@ class Gaussian(Score):
         # An inner product has the centre of all keys subtracted, and suits some norms only.
         query, key = self._in_bandwidths(ops, *widen(ops, query, key))
         return DistanceForm(query, key, self._scale(ops, query, key))
-
-    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        form = self.lower(ops, query, key)
-
-        def vjp(grads: Any) -> ScoreGradients:
-            if isinstance(form, InnerForm):
-                grads = _through_norms(form, grads)
-            arrays = {}
-            if self._is_per_dim():
-                # _in_bandwidths: x / bandwidth. The score does not depend on the centre that an inner form subtracts.
-                bandwidth = self._canonical(ops, query, key)
-                products = [sum_to(ops, zero_nonfinite_rows(ops, x) * grads[name], bandwidth.shape)
-                            for name, x in (("query", form.query), ("key", form.key))]  # fmt: skip
-                arrays["bandwidth"] = ops.reshape(-(products[0] + products[1]) / bandwidth, self.bandwidth.shape)
-                grads = {name: grads[name] / bandwidth for name in ("query", "key")}
-            elif backends.is_array(self.bandwidth):
-                bandwidth = self._canonical(ops, query, key)
-                grad = bandwidth_gradient(bandwidth, sum_to(ops, grads["scale"], bandwidth.shape))
-                arrays["bandwidth"] = ops.reshape(grad, self.bandwidth.shape)
-            return ScoreGradients(grads["query"], grads["key"], arrays)
-
-        return form, vjp
 
     def check(self, dim: int, key_dim: int) -> None:
         require_same_dim("Gaussian", dim, key_dim)
@@ -194,19 +168,9 @@ def _is_inner_faster(ops: Backend, query: Array, key: Array) -> bool:
     return bool(terms > elements)
 
 
-def as_product(ops: Backend, form: DistanceForm) -> tuple[InnerForm, Callable[[Any], dict[str, Array]]] | None:
-    """Return a distance as an inner product with squared norms, and its VJP; None where that would cancel."""
-    product = None if backends.is_array(form.scale) else _inner_form(ops, form.query, form.key, form.scale)
-    return None if product is None else (product, lambda grads: _through_norms(product, grads))
-
-
-def _through_norms(form: InnerForm, grads: Any) -> dict[str, Array]:
-    """Return the gradients of query and key from those of the arrays of `_inner_form`."""
-    # bias = -form.scale / 2 * sum(x * x)
-    return {
-        name: grads[name] - form.scale * x * grads[f"{name}_bias"]
-        for name, x in (("query", form.query), ("key", form.key))
-    }
+def as_product(ops: Backend, form: DistanceForm) -> InnerForm | None:
+    """Return a distance as an inner product with squared norms; None where that would cancel."""
+    return None if backends.is_array(form.scale) else _inner_form(ops, form.query, form.key, form.scale)
 
 
 def _inner_form(ops: Backend, query: Array, key: Array, scale: float) -> InnerForm | None:

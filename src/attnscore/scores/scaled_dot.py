@@ -11,19 +11,11 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import backends
-from attnscore.backends.base import Array, Backend, accumulator, sum_to
+from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base.arguments import check_held, check_number, is_number, shown
 from attnscore.base.sizes import broadcast, may_equal
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.scores.base import (
-    Pullback,
-    Score,
-    ScoreGradients,
-    require_same_dim,
-    widen,
-    with_nonfinite_rows_isolated,
-    zero_nonfinite_rows,
-)
+from attnscore.scores.base import Score, require_same_dim, widen, with_nonfinite_rows_isolated
 from attnscore.scores.forms import Form, InnerForm
 
 
@@ -62,23 +54,6 @@ class ScaledDot(Score):
         if scale.shape[-1] == 1:
             return InnerForm(with_nonfinite_rows_isolated(ops, query, lambda x: x * scale), key)
         return InnerForm(query, with_nonfinite_rows_isolated(ops, key, lambda x: x * ops.matrix_transpose(scale)))
-
-    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        form = self.lower(ops, query, key)
-        if self._is_number():
-            return form, lambda grads: ScoreGradients(grads["query"], grads["key"], {})
-        scale = self._canonical(ops, query, key)
-        # lower: x * scale, where x is the side that the scale varies along.
-        name, x, factor = ("query", query, scale) if scale.shape[-1] == 1 else ("key", key, ops.matrix_transpose(scale))
-
-        def vjp(grads: Any) -> ScoreGradients:
-            grad = grads[name]
-            products = ops.sum(zero_nonfinite_rows(ops, x) * grad, axis=-1, keepdims=True)
-            scale_grad = ops.reshape(sum_to(ops, products, factor.shape), self.scale.shape)
-            sides = {"query": grads["query"], "key": grads["key"], name: grad * factor}
-            return ScoreGradients(sides["query"], sides["key"], {"scale": scale_grad})
-
-        return form, vjp
 
     def check(self, dim: int, key_dim: int) -> None:
         require_same_dim("scaled dot product", dim, key_dim)

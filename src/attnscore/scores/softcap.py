@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base.arguments import largest_of
-from attnscore.scores.base import TransformPullback, Wrapper, check, check_learned, operations_of
+from attnscore.scores.base import Wrapper, check, check_learned, operations_of
 from attnscore.scores.factors import learned, multiplied
 from attnscore.scores.forms import Form, checked_tile, soft_capped
 
@@ -49,22 +48,10 @@ class SoftCap(Wrapper):
         return soft_capped(ops, scores, float(self.cap))[0] if self._can_bind(ops, query) else scores
 
     def transform(self, ops: Backend, form: Form, query: Array) -> Form:
-        return self.transform_pullback(ops, form, query)[0]
-
-    def transform_pullback(self, ops: Backend, form: Form, query: Array) -> tuple[Form, TransformPullback]:
         if not backends.is_array(self.cap):
-            capped = form.capped(float(self.cap)) if self._can_bind(ops, query) else form
-            return capped, lambda grads: (grads, {})
+            return form.capped(float(self.cap)) if self._can_bind(ops, query) else form
         cap = learned(ops, "cap", self.cap, query, form.key, form.query)
-        divided, divided_vjp = multiplied(ops, form, 1 / cap)
-        whole, whole_vjp = multiplied(ops, divided.capped(1.0), cap)
-
-        def vjp(grads: Mapping[str, Array]) -> tuple[Mapping[str, Array], dict[str, Array]]:
-            grads, outer = whole_vjp(grads)
-            inner, of_inverse = divided_vjp(grads)
-            return inner, {"cap": ops.reshape(outer - of_inverse / (cap * cap), self.cap.shape)}
-
-        return whole, vjp
+        return multiplied(ops, multiplied(ops, form, 1 / cap).capped(1.0), cap)
 
     def check(self, dim: int, key_dim: int) -> None:
         check_learned("cap", self.cap, self.score)

@@ -7,10 +7,10 @@ every query gets the same weights. It answers "why not simply add query and key?
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from attnscore.backends.base import Array, Backend
-from attnscore.scores.base import Pullback, Score, ScoreGradients, require_same_dim, widen
+from attnscore.scores.base import Score, require_same_dim, widen
 from attnscore.scores.forms import Form, InnerForm
 
 
@@ -36,16 +36,6 @@ class Sum(Score):
         ones = [0 * ops.where(ops.isfinite(x), x, 0.0) + 1 for x in sums]
         # [sum(q), 1] . [1, sum(k)]
         return InnerForm(ops.concat((sums[0], ones[0]), -1), ops.concat((ones[1], sums[1]), -1))
-
-    def lower_pullback(self, ops: Backend, query: Array, key: Array) -> tuple[Form, Pullback]:
-        def vjp(grads: Any) -> ScoreGradients:
-            return ScoreGradients(
-                ops.broadcast_to(grads["query"][..., :1], (*grads["query"].shape[:-1], query.shape[-1])),
-                ops.broadcast_to(grads["key"][..., 1:], (*grads["key"].shape[:-1], key.shape[-1])),
-                {},
-            )
-
-        return self.lower(ops, query, key), vjp
 
     def check(self, dim: int, key_dim: int) -> None:
         require_same_dim("sum", dim, key_dim)

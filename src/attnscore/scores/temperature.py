@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base.arguments import check_held, largest_of
-from attnscore.scores.base import TransformPullback, Wrapper, check, check_learned, operations_of
+from attnscore.scores.base import Wrapper, check, check_learned, operations_of
 from attnscore.scores.factors import learned, multiplied
 from attnscore.scores.forms import Form, checked_tile
 
@@ -40,21 +39,8 @@ class Temperature(Wrapper):
         return scores / (learned(ops, "T", self.T, query, key, scores) if backends.is_array(self.T) else self.T)
 
     def transform(self, ops: Backend, form: Form, query: Array) -> Form:
-        return self.transform_pullback(ops, form, query)[0]
-
-    def transform_pullback(self, ops: Backend, form: Form, query: Array) -> tuple[Form, TransformPullback]:
-        if not backends.is_array(self.T):
-            return self._divided(ops, form, query), lambda grads: (grads, {})
-        T = learned(ops, "T", self.T, query, form.key, form.query)
-        divided, factor_vjp = multiplied(ops, form, 1 / T)
-
-        def vjp(grads: Mapping[str, Array]) -> tuple[Mapping[str, Array], dict[str, Array]]:
-            inner, grad = factor_vjp(grads)
-            return inner, {"T": ops.reshape(-grad / (T * T), self.T.shape)}
-
-        return divided, vjp
-
-    def _divided(self, ops: Backend, form: Form, query: Array) -> Form:
+        if backends.is_array(self.T):
+            return multiplied(ops, form, 1 / learned(ops, "T", self.T, query, form.key, form.query))
         dtype, factor = accumulator(ops.dtype(query)), 1 / float(self.T)
         smallest = 1 / largest_of(dtype)
         scaled = form.scaled(check_held("T", self.T, dtype, factor, smallest))
