@@ -30,11 +30,11 @@ SCORES_LEFT = {
     "own-no-dataclass": "the score is computed in Python (TileForm)",
     "temperature-own-tile_gradient": "the score is computed in Python (TileForm)",
     "soft_cap-own-tile": "the score is computed in Python (TileForm)",
-    "soft_cap-learned-dot": "the score is computed in Python (MultipliedForm)",
-    "soft_cap-learned-heads-additive": "the score is computed in Python (MultipliedForm)",
-    "temperature-learned-of-soft_cap-bilinear": "the score is computed in Python (MultipliedForm)",
-    "soft_cap-learned-of-temperature-learned-of-soft_cap-gaussian": "the score is computed in Python (MultipliedForm)",
-    "temperature-learned-own-tile_gradient": "the score is computed in Python (MultipliedForm)",
+    "soft_cap-learned-dot": "the score is computed in Python (SumForm)",
+    "soft_cap-learned-heads-additive": "the score is computed in Python (SumForm)",
+    "temperature-learned-of-soft_cap-bilinear": "the score is computed in Python (SumForm)",
+    "soft_cap-learned-of-temperature-learned-of-soft_cap-gaussian": "the score is computed in Python (SumForm)",
+    "temperature-learned-own-tile_gradient": "the score is computed in Python (SumForm)",
     "combination-mixed": "the score is computed in Python (SumForm)",
 }
 

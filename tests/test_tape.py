@@ -122,6 +122,17 @@ def test_an_input_that_is_not_read_has_zeros() -> None:
     np.testing.assert_array_equal(pullback(np.ones((2, 3)))[1], np.zeros(4, np.float32))
 
 
+def test_an_operator_in_place_is_one_that_makes_an_array() -> None:
+    def function(ops: Any, x: Any) -> Any:
+        y = ops.exp(x)
+        y *= 3
+        y -= x
+        return y
+
+    x = np.array([0.5, 2.0])
+    np.testing.assert_allclose(vjp(NUMPY, function, [x])[1](np.ones(2))[0], 3 * np.exp(x) - 1)
+
+
 def test_infinite_entries_that_are_left_out_get_zeros() -> None:
     x = np.array([1.0, np.inf, np.nan, -2.0])
     _, pullback = vjp(NUMPY, lambda ops, x: ops.where(ops.isfinite(x), 3 * ops.where(ops.isfinite(x), x, 0.0), x), [x])
@@ -145,6 +156,7 @@ def test_functions_of_numpy_by_their_own_names() -> None:
         ("cumsum", lambda ops, x: ops.cumsum(x)),
         ("power", lambda ops, x: 2.0**x),
         ("arctan", lambda ops, x: np.arctan(x)),
+        ("exp with out=", lambda ops, x: np.exp(x, out=np.zeros(3))),
         ("add.reduce", lambda ops, x: np.add.reduce(x)),
         ("asarray", lambda ops, x: np.where(x > 0, x, 0.0)),
         ("matmul of a vector", lambda ops, x: x @ np.ones((3, 2))),

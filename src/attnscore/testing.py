@@ -41,7 +41,7 @@ from attnscore.problem.problem import Problem, build_problem
 from attnscore.problem.results import Result, RowGradients
 from attnscore.scores import arrays_of, registered, resolve
 from attnscore.scores.activations import NAMES as ACTIVATIONS
-from attnscore.scores.arrays import with_arrays
+from attnscore.scores.arrays import with_arrays, with_new_arrays
 
 __all__ = ["check_framework", "check_kernel", "check_score", "main"]
 
@@ -669,8 +669,7 @@ def _fixed_weights(shape: tuple[int, ...]) -> _HostArray:
 
 def _with_arrays(score: Any, arrays: Mapping[str, Array]) -> Any:
     """Return `score` with those of its arrays (of a wrapped score too) that `arrays` names."""
-    names = iter(arrays_of(score))
-    return with_arrays(score, lambda x: arrays.get(next(names), x))
+    return with_new_arrays(score, (arrays.get(name, x) for name, x in arrays_of(score).items()))
 
 
 def _native(ops: Backend, x: _HostArray, like: Array) -> Array:

@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, NoReturn
 
 import numpy as np
@@ -27,8 +27,9 @@ Vjp = Callable[[Array], Array]
 class Variable(NDArrayOperatorsMixin):
     """An array on a tape, with the operators of arrays. Comparisons return arrays, through which no gradient flows."""
 
-    def __init__(self, tape: Tape, value: Array) -> None:
-        self.tape, self.value = tape, value
+    def __init__(self, tape: Tape, value: Array, parents: Sequence[tuple[Variable, Vjp]] = ()) -> None:
+        self.tape, self.value, self.parents = tape, value, parents
+        self.index = next(tape.indices)
 
     shape = property(lambda self: self.value.shape)
     dtype = property(lambda self: self.value.dtype)
@@ -41,6 +42,9 @@ class Variable(NDArrayOperatorsMixin):
         """Record an operator, or a function that is called by its name in NumPy."""
         if method != "__call__":
             _refuse(f"{ufunc.__name__}.{method}")
+        # ``x *= y`` makes a new variable, as arrays that cannot be written to do.
+        if options.pop("out", (self,))[0] is not self:
+            _refuse(f"{ufunc.__name__} with out=")
         return self.tape.apply(ufunc.__name__, *args, **options)
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
@@ -68,11 +72,10 @@ def _refuse(name: str) -> NoReturn:
 
 
 class Tape:
-    """The operations of a backend; those on variables are recorded in their order."""
+    """The operations of a backend, which record what they compute from variables."""
 
     def __init__(self, ops: Backend) -> None:
-        self._ops = ops
-        self._records: list[tuple[Variable, list[tuple[Variable, Vjp]]]] = []
+        self._ops, self.indices = ops, count()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._ops, name)
@@ -93,26 +96,29 @@ class Tape:
         parents = [(x, vjp) for x, vjp in zip(leaves, vjps, strict=False) if vjp and isinstance(x, Variable)]
         if len(parents) < len(variables):
             _refuse(name)
-        found = Variable(self, out)
-        self._records.append((found, parents))
-        return found
+        return Variable(self, out, parents)
 
     def gradients(self, outputs: Iterable[tuple[Any, Array]], inputs: Sequence[Variable]) -> tuple[Array, ...]:
         """Return the gradients of `inputs` from those of `outputs`, which may be constants too."""
         sums: dict[int, Array] = {}
+        pending: dict[int, Variable] = {}
 
         def add(x: Variable, grad: Array) -> None:
             grad = sum_to(self._ops, grad, x.shape)
-            sums[id(x)] = sums[id(x)] + grad if id(x) in sums else grad
+            sums[x.index] = sums[x.index] + grad if x.index in sums else grad
+            if x.parents:
+                pending[x.index] = x
 
         for x, grad in outputs:
             if isinstance(x, Variable):
                 add(x, grad)
-        for out, parents in reversed(self._records):
-            grad = sums.pop(id(out), None)
-            for x, vjp in parents if grad is not None else ():
-                add(x, vjp(grad))
-        return tuple(sums[id(x)] if id(x) in sums else self._ops.zeros(x.shape, x.value) for x in inputs)
+        while pending:
+            # The latest one: nothing that is still pending reads it.
+            x = pending.pop(max(pending))
+            grad = sums.pop(x.index)
+            for parent, vjp in x.parents:
+                add(parent, vjp(grad))
+        return tuple(sums[x.index] if x.index in sums else self._ops.zeros(x.shape, x.value) for x in inputs)
 
 
 def vjp(
@@ -181,15 +187,18 @@ def _spread(ops: Backend, x: Array, axis: Any) -> Vjp:
 
 
 def _mean(ops: Backend, y: Array, x: Array, axis: Any = None, keepdims: bool = False) -> tuple[Vjp]:
-    spread, count = _spread(ops, x, axis), math.prod(x.shape) / max(1, math.prod(y.shape))
-    return (lambda g: spread(g / count),)
+    spread, number = _spread(ops, x, axis), math.prod(x.shape) / max(1, math.prod(y.shape))
+    return (lambda g: spread(g / number),)
 
 
 def _extreme(ops: Backend, y: Array, x: Array, axis: Any = None, keepdims: bool = False) -> tuple[Vjp]:
-    # Equal entries share the gradient.
-    spread = _spread(ops, x, axis)
-    chosen = ops.astype(x == spread(y), ops.dtype(x))
-    return (lambda g: chosen * spread(g / ops.sum(chosen, axis=axis, keepdims=keepdims)),)
+    def vjp(g: Array) -> Array:
+        # Equal entries share the gradient.
+        spread = _spread(ops, x, axis)
+        chosen = ops.astype(x == spread(y), ops.dtype(x))
+        return chosen * spread(g / ops.sum(chosen, axis=axis, keepdims=keepdims))
+
+    return (vjp,)
 
 
 def _either(ops: Backend, y: Array, a: Array, b: Array) -> tuple[Vjp, Vjp]:
@@ -201,8 +210,8 @@ def _either(ops: Backend, y: Array, a: Array, b: Array) -> tuple[Vjp, Vjp]:
 
 
 def _concat(ops: Backend, y: Array, arrays: Sequence[Array], axis: int = 0) -> list[Vjp]:
-    def part(end: int, count: int) -> Vjp:
-        return lambda g: ops.slice_axis(g, axis, end - count, count)
+    def part(end: int, size: int) -> Vjp:
+        return lambda g: ops.slice_axis(g, axis, end - size, size)
 
     sizes = [int(x.shape[axis]) for x in arrays]
     return list(map(part, accumulate(sizes), sizes))

@@ -14,7 +14,6 @@ from attnscore.scores.activations import activation
 from attnscore.scores.base import (
     Score,
     per_head,
-    per_key_head,
     projected,
     widen,
     with_nonfinite_rows_isolated,
@@ -88,7 +87,7 @@ class Additive(Score):
         self.check(shape[-1], key.shape[-1])
         if self.W_k is None:
             return key, self
-        projected = _project_keys(ops, key, per_key_head(ops, "W_k", self.W_k, key, 2))
+        projected = _project_keys(ops, key, per_head(ops, "W_k", self.W_k, None, key, 2))
         return projected, dataclasses.replace(self, W_k=None)
 
     def check(self, dim: int, key_dim: int) -> None:

@@ -25,7 +25,7 @@ from attnscore.backends.tape import Tape, Variable, value_of
 from attnscore.base.arguments import check_positive
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 from attnscore.scores.arrays import arrays_of, scores_in, with_arrays, with_new_arrays
-from attnscore.scores.forms import Form, TileForm
+from attnscore.scores.forms import AdditiveForm, DistanceForm, Form, InnerForm, SumForm, TileForm
 
 
 class ScoreGradients(NamedTuple):
@@ -285,31 +285,50 @@ _WIDTHS = {"float32": 0, "float64": 1, "longdouble": 2, "float128": 2}
 _WIDE = ({"float32"}, {"float64"})
 
 
-def per_head(ops: Backend, name: str, x: Array, query: Array, key: Array, axes: int) -> Array:
-    """Return a parameter (heads, ...) as (head, group, ...); one with `axes` axes, shared by all heads, as it is."""
+def per_head(ops: Backend, name: str, x: Array, query: Array | None, key: Array, axes: int) -> Array:
+    """Return a parameter (heads, ...) as (head, group, ...); one with `axes` axes, shared by all heads, as it is.
+
+    Before there is a query, the parameter's own axis gives the number of query heads.
+    """
     if len(x.shape) == axes:
         return x
-    heads, groups = max(int(query.shape[-4]), int(key.shape[-4])), int(query.shape[-3])
-    return _split_heads(ops, name, x, heads, groups, axes)
-
-
-def per_key_head(ops: Backend, name: str, x: Array, key: Array, axes: int) -> Array:
-    """Return a parameter as `per_head` does, before there is a query: its own axis gives the number of query heads."""
-    if len(x.shape) == axes:
-        return x
-    heads = max(1, int(key.shape[-4]))
-    return _split_heads(ops, name, x, heads, max(1, int(x.shape[0]) // heads), axes)
-
-
-def _split_heads(ops: Backend, name: str, x: Array, heads: int, groups: int, axes: int) -> Array:
-    """Return a parameter (heads * groups, ...) as (heads, groups, ...), where `axes` axes follow that of the heads."""
     lead, own = tuple(x.shape[: len(x.shape) - axes]), tuple(x.shape[len(x.shape) - axes :])
+    heads = max(1 if query is None else int(query.shape[-4]), int(key.shape[-4]))
+    groups = max(1, int(x.shape[0]) // heads) if query is None else int(query.shape[-3])
     splits = {(1,): (1, 1), (heads,): (heads, 1), (heads * groups,): (heads, groups)}
     if len(own) < axes or lead not in splits:
         all_heads = f"({heads * groups},)"
         expected = f"{axes} axes, with {all_heads} heads in front or not" if axes else f"() or {all_heads}"
         raise ShapeError(message(name, expected, tuple(x.shape)))
     return ops.reshape(x, (*splits[lead], *own))
+
+
+def learned(ops: Backend, name: str, x: Array, query: Array, key: Array, like: Array) -> Array:
+    """Return a parameter () or (heads,) as (1, 1) or (head, group, 1, 1), in a dtype that holds sums of `like`."""
+    number = per_head(ops, name, x, query, key, 0)
+    return widen(ops, ops.reshape(number, (*number.shape, 1, 1)), like)[0]
+
+
+def multiplied(ops: Backend, form: Form, factor: Array) -> Form:
+    """Return the form of ``factor * scores``, for a factor that `learned` returned.
+
+    It goes into an array that the form has: the queries of a product, the w_v of an additive score, the scale of a
+    distance. Kernels then need not know of it. Behind a cap, and on scores computed in Python, it stays a factor of the
+    scores.
+    """
+    if not form.caps and isinstance(form, InnerForm):
+        query, factor = widen(ops, form.query, factor)
+        sides = {name: x for name, x in {**form.arrays(), "query": query}.items() if name != "key"}
+        return form.with_arrays(
+            {name: with_nonfinite_rows_isolated(ops, x, lambda x: x * factor) for name, x in sides.items()}
+        )
+    if not form.caps and isinstance(form, (AdditiveForm, DistanceForm)):
+        name, columns = ("w_v", factor[..., 0]) if isinstance(form, AdditiveForm) else ("scale", factor)
+        x: Any = getattr(form, name)
+        if backends.is_array(x):
+            x, columns = widen(ops, x, columns)
+        return dataclasses.replace(form, **{name: x * columns})
+    return SumForm(form.query, form.key, terms=(form,), factors=(factor,))
 
 
 def with_nonfinite_rows_isolated(

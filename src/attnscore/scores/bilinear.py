@@ -9,7 +9,7 @@ from typing import Any, final
 from attnscore.backends.base import Array, Backend
 from attnscore.base.sizes import broadcast
 from attnscore.errors import ShapeError, message
-from attnscore.scores.base import Score, per_head, per_key_head, projected, widen
+from attnscore.scores.base import Score, per_head, projected, widen
 from attnscore.scores.dot import Dot
 from attnscore.scores.forms import Form, InnerForm
 
@@ -46,19 +46,20 @@ class Bilinear(Score):
         if not self._projects_key(query, key):
             return self.lower_rowwise(ops, query, key)
         query, key, weight = widen(ops, query, key, self.W)
-        return InnerForm(query, _project_key(ops, key, weight))
+        return InnerForm(query, projected(ops, key, ops.matrix_transpose(weight)))
 
     def lower_rowwise(self, ops: Backend, query: Array, key: Array) -> Form:
         query, key, weight = widen(ops, query, key, per_head(ops, "W", self.W, query, key, 2))
-        return InnerForm(_project_query(ops, query, weight), key)
+        return InnerForm(projected(ops, query, weight), key)
 
     def project_query(self, ops: Backend, query: Array) -> Array:
         """Return the query of `lower` where it computes that, for a W of all heads."""
-        return _project_query(ops, *widen(ops, query, self.W))
+        return projected(ops, *widen(ops, query, self.W))
 
     def project_key(self, ops: Backend, key: Array) -> Array:
         """Return the key of `lower` where it computes that, for a W of all heads."""
-        return _project_key(ops, *widen(ops, key, self.W))
+        key, weight = widen(ops, key, self.W)
+        return projected(ops, key, ops.matrix_transpose(weight))
 
     def _projects_key(self, query: Array, key: Array) -> bool:
         """Return whether W is applied to the keys: not where it has heads, which each key would have too."""
@@ -75,8 +76,8 @@ class Bilinear(Score):
         # q . (W k): the query is used as it is.
         shape = getattr(self.W, "shape", None) or (0,)
         self.check(shape[-2:][0], key.shape[-1])
-        x, weight = widen(ops, key, per_key_head(ops, "W", self.W, key, 2))
-        return _project_key(ops, x, weight), Dot()
+        x, weight = widen(ops, key, per_head(ops, "W", self.W, None, key, 2))
+        return projected(ops, x, ops.matrix_transpose(weight)), Dot()
 
     def check(self, dim: int, key_dim: int) -> None:
         shape = tuple(getattr(self.W, "shape", ()))
@@ -85,16 +86,6 @@ class Bilinear(Score):
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         return 2 * min(_operations(query_len, key_len, query_len * key_len, dim, key_dim))
-
-
-def _project_query(ops: Backend, query: Array, weight: Array) -> Array:
-    """Return Wᵀ q; rows that are not finite propagate to no parameter."""
-    return projected(ops, query, weight)
-
-
-def _project_key(ops: Backend, key: Array, weight: Array) -> Array:
-    """Return W k; rows that are not finite propagate to no parameter."""
-    return projected(ops, key, ops.matrix_transpose(weight))
 
 
 def _operations(queries: int, keys: int, pairs: int, dim: int, key_dim: int) -> tuple[int, int]:

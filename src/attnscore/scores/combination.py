@@ -16,8 +16,7 @@ from attnscore.base.arguments import check_number, shown
 from attnscore.base.sizes import broadcast
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.activations import Activation
-from attnscore.scores.base import Score, check, lower, lower_rowwise, operations_of, widen
-from attnscore.scores.factors import learned, multiplied
+from attnscore.scores.base import Score, check, learned, lower, lower_rowwise, multiplied, operations_of, widen
 from attnscore.scores.forms import AdditiveForm, DistanceForm, Form, InnerForm, SumForm, checked_tile
 from attnscore.scores.gaussian import as_product
 
@@ -126,7 +125,7 @@ def joined(ops: Backend, forms: Sequence[Form], numbers: Sequence[float], *, row
         if all(isinstance(form, AdditiveForm) and _is_same(form.activation, first.activation) for form in forms):
             return _joined_additive(ops, forms, numbers)
     terms = tuple(form if number == 1 else form.scaled(number) for form, number in zip(forms, numbers, strict=True))
-    return SumForm(first.query, first.key, terms=terms)
+    return SumForm(first.query, first.key, terms=terms, factors=(None,) * len(terms))
 
 
 def _products(ops: Backend, forms: Sequence[Form], rowwise: bool) -> list[InnerForm] | None:

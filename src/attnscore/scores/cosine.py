@@ -44,20 +44,22 @@ class Cosine(Score):
         return ScaledDot(self.scale).tile(ops, _unit(ops, query), key if self.unit_keys else _unit(ops, key))
 
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
-        return ScaledDot(self.scale).lower(ops, *self._units(ops, query, key))
+        query, key = widen(ops, query, key)
+        key = key if self.unit_keys else self.project_key(ops, key)
+        return ScaledDot(self.scale).lower(ops, self.project_query(ops, query), key)
 
     def project_query(self, ops: Backend, query: Array) -> Array:
         """Return the query of `lower`."""
-        return _isolated_unit(ops, query)
+        return with_nonfinite_rows_isolated(ops, query, lambda x: _unit(ops, x))
 
     def project_key(self, ops: Backend, key: Array) -> Array:
         """Return the key of `lower` where it computes that."""
-        return _isolated_unit(ops, key)
+        return self.project_query(ops, key)
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
         if check_flag("unit_keys", self.unit_keys):
             return key, self
-        return _isolated_unit(ops, *widen(ops, key)), dataclasses.replace(self, unit_keys=True)
+        return self.project_key(ops, *widen(ops, key)), dataclasses.replace(self, unit_keys=True)
 
     def check(self, dim: int, key_dim: int) -> None:
         check_flag("unit_keys", self.unit_keys)
@@ -67,14 +69,6 @@ class Cosine(Score):
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         vectors = query_len if self.unit_keys else query_len + key_len
         return 2 * query_len * key_len * dim + 3 * vectors * dim
-
-    def _units(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
-        query, key = widen(ops, query, key)
-        return self.project_query(ops, query), key if self.unit_keys else self.project_key(ops, key)
-
-
-def _isolated_unit(ops: Backend, x: Array) -> Array:
-    return with_nonfinite_rows_isolated(ops, x, lambda x: _unit(ops, x))
 
 
 def _unit(ops: Backend, x: Array) -> Array:

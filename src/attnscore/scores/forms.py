@@ -4,8 +4,7 @@
 - ``AdditiveForm``: s = sum_h w_h act(a_h + b_h)
 - ``DistanceForm``: s = -scale |q' - k'|^2, summed directly, for Gaussians that cancel as inner products
 - ``TileForm``: any score that has only its definition, ``tile``
-- ``MultipliedForm``: a learned factor of another form's scores, where none of its arrays can hold the factor
-- ``SumForm``: the sum of other forms' scores
+- ``SumForm``: the sum of other forms' scores, with learned factors that none of their arrays can hold
 
 ``caps`` apply last, in order: (cap, factor) maps s to factor * cap * tanh(s / cap); an infinite cap only multiplies.
 Every form computes the scores of the queries and keys that it holds; a kernel slices it into tiles with ``part``.
@@ -57,9 +56,12 @@ class Form(ABC):
         With `visible` (..., query, key), a form that keeps infinity computes masked pairs from zeros.
         """
 
-    @abstractmethod
     def values_per_pair(self) -> int:
-        """Return how many values one (query, key) pair takes while a tile is computed, which sets the tile size."""
+        """Return how many values one (query, key) pair takes while a tile is computed, which sets the tile size.
+
+        The default, one for each channel, holds for most scores that are no matrix product.
+        """
+        return max(1, int(self.query.shape[-1]))
 
     def role(self, name: str) -> Role:
         """Return whether array `name` has the query axis, the key axis or neither (shared)."""
@@ -163,9 +165,6 @@ class AdditiveForm(Form):
     roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key", "w_v": "shared"}
     keeps_infinity = True
 
-    def values_per_pair(self) -> int:
-        return max(1, int(self.query.shape[-1]))
-
     def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
         hidden = ops.expand_dims(self.query, -2) + ops.expand_dims(self.key, -3)
         if visible is not None:
@@ -201,9 +200,6 @@ class DistanceForm(Form):
     def arrays(self) -> dict[str, Array]:
         return {name: x for name, x in super().arrays().items() if hasattr(x, "shape")}
 
-    def values_per_pair(self) -> int:
-        return max(1, int(self.query.shape[-1]))
-
     def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
         difference = ops.expand_dims(self.query, -2) - ops.expand_dims(self.key, -3)
         squared = ops.sum(difference * difference, axis=-1)
@@ -218,10 +214,7 @@ class DistanceForm(Form):
         return -self.scale * squared, vjp
 
     def scaled(self, factor: float) -> Form:
-        if self.caps or hasattr(self.scale, "shape"):
-            # A learned scale stays as it was lowered: the native kernels read its bandwidth.
-            return super().scaled(factor)
-        return dataclasses.replace(self, scale=self.scale * factor)
+        return super().scaled(factor) if self.caps else dataclasses.replace(self, scale=self.scale * factor)
 
 
 @final
@@ -232,10 +225,6 @@ class TileForm(Form):
     score: Any
     parameters: Mapping[str, Array]
     roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key"}
-
-    def values_per_pair(self) -> int:
-        # Unknown: most scores that are no matrix product hold one value per channel.
-        return max(1, int(self.query.shape[-1]))
 
     def role(self, name: str) -> Role:
         return self.roles.get(name, "shared")
@@ -279,47 +268,14 @@ class TileForm(Form):
 
 @final
 @dataclass(frozen=True, eq=False)
-class MultipliedForm(Form):
-    """s = factor * scores of another form, whose query and key these are; factor is (1, 1) or (head, group, 1, 1)."""
-
-    form: Form
-    factor: Array
-    name: str
-    """Of the factor among the arrays: the other form may hold a factor too."""
-
-    @property
-    def keeps_infinity(self) -> bool:  # type: ignore[override]  # that of the other form
-        return self.form.keeps_infinity
-
-    def values_per_pair(self) -> int:
-        return self.form.values_per_pair()
-
-    def role(self, name: str) -> Role:
-        return "shared" if name == self.name else self.form.role(name)
-
-    def arrays(self) -> dict[str, Array]:
-        return {**self.form.arrays(), self.name: self.factor}
-
-    def with_arrays(self, arrays: Mapping[str, Array]) -> Form:
-        form = self.form.with_arrays({name: x for name, x in arrays.items() if name != self.name})
-        factor = arrays.get(self.name, self.factor)
-        return dataclasses.replace(self, query=form.query, key=form.key, form=form, factor=factor)
-
-    def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
-        scores, form_vjp = self.form.scores_and_pullback(ops, visible)
-
-        def vjp(grad: Array) -> dict[str, Array]:
-            return {**form_vjp(times(ops, grad, self.factor)), self.name: times(ops, grad, scores)}
-
-        return scores * self.factor, vjp
-
-
-@final
-@dataclass(frozen=True, eq=False)
 class SumForm(Form):
-    """s = sum of the scores of other forms; the names of their arrays begin with their place: ``1.query``."""
+    """s = sum of the scores of other forms, each multiplied by its factor where it has one.
+
+    The names of arrays begin with the place of their form: ``1.query``. A factor is (1, 1) or (head, group, 1, 1).
+    """
 
     terms: tuple[Form, ...]
+    factors: tuple[Array | None, ...]
 
     @property
     def keeps_infinity(self) -> bool:  # type: ignore[override]  # that of the terms
@@ -330,26 +286,35 @@ class SumForm(Form):
 
     def role(self, name: str) -> Role:
         place, _, own = name.partition(".")
-        return self.terms[int(place)].role(own)
+        return "shared" if own == "factor" else self.terms[int(place)].role(own)
 
     def arrays(self) -> dict[str, Array]:
-        return {f"{i}.{name}": x for i, form in enumerate(self.terms) for name, x in form.arrays().items()}
+        arrays = {f"{i}.{name}": x for i, form in enumerate(self.terms) for name, x in form.arrays().items()}
+        return arrays | {f"{i}.factor": x for i, x in enumerate(self.factors) if x is not None}
 
     def with_arrays(self, arrays: Mapping[str, Array]) -> Form:
         terms = tuple(
             form.with_arrays({name: arrays[f"{i}.{name}"] for name in form.arrays() if f"{i}.{name}" in arrays})
             for i, form in enumerate(self.terms)
         )
-        return dataclasses.replace(self, query=terms[0].query, key=terms[0].key, terms=terms)
+        factors = tuple(arrays.get(f"{i}.factor", x) for i, x in enumerate(self.factors))
+        return dataclasses.replace(self, query=terms[0].query, key=terms[0].key, terms=terms, factors=factors)
 
     def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
         found = [form.scores_and_pullback(ops, visible) for form in self.terms]
-        scores, *others = [scores for scores, _ in found]
+        terms = [x if factor is None else x * factor for (x, _), factor in zip(found, self.factors, strict=True)]
 
         def vjp(grad: Array) -> dict[str, Array]:
-            return {f"{i}.{name}": x for i, (_, term_vjp) in enumerate(found) for name, x in term_vjp(grad).items()}
+            grads: dict[str, Array] = {}
+            for i, ((scores, term_vjp), factor) in enumerate(zip(found, self.factors, strict=True)):
+                of_term = grad
+                if factor is not None:
+                    of_term = times(ops, grad, factor)
+                    grads[f"{i}.factor"] = times(ops, grad, scores)
+                grads |= {f"{i}.{name}": x for name, x in term_vjp(of_term).items()}
+            return grads
 
-        return sum(others, scores), vjp
+        return sum(terms[1:], terms[0]), vjp
 
 
 def soft_capped(ops: Backend, scores: Array, cap: float, factor: float = 1.0) -> tuple[Array, Array]:

@@ -19,13 +19,13 @@ from attnscore.base.sizes import broadcast, is_unknown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.base import (
     Score,
+    learned,
     per_head,
     require_positive,
     require_same_dim,
     widen,
     with_nonfinite_rows_isolated,
 )
-from attnscore.scores.factors import learned
 from attnscore.scores.forms import DistanceForm, Form, InnerForm
 
 # Largest |x|^2 / (2 bandwidth^2) at which the inner product is accurate: its terms are then at most 16 to 64, so a

@@ -44,10 +44,10 @@ class ScaledDot(Score):
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         scores = ops.matmul(query, ops.matrix_transpose(key))
-        return scores * (self._number(query) if self._is_number() else self._canonical(ops, query, key))
+        return scores * (self._canonical(ops, query, key) if backends.is_array(self.scale) else self._number(query))
 
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
-        if self._is_number():
+        if not backends.is_array(self.scale):
             scale = self._number(query)
             return InnerForm(query, key, scale=check_held("scale", scale, accumulator(ops.dtype(query)), scale))
         query, key, scale = widen(ops, query, key, self._canonical(ops, query, key))
@@ -66,9 +66,6 @@ class ScaledDot(Score):
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         return 2 * query_len * key_len * dim + query_len * key_len
-
-    def _is_number(self) -> bool:
-        return not backends.is_array(self.scale)
 
     def _number(self, query: Array) -> float:
         return 1 / math.sqrt(max(1, query.shape[-1])) if self.scale is None else float(self.scale)

@@ -8,8 +8,7 @@ from typing import Any, final
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base.arguments import check_held, largest_of
-from attnscore.scores.base import Wrapper, check, check_learned, operations_of
-from attnscore.scores.factors import learned, multiplied
+from attnscore.scores.base import Wrapper, check, check_learned, learned, multiplied, operations_of
 from attnscore.scores.forms import Form, checked_tile
 
 
