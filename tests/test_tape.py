@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,7 @@ _CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "matrix_transpose": (lambda ops, x: ops.matrix_transpose(x), ((2, 3, 5),)),
     "getitem": (lambda ops, x: x[..., :2, None] * x[1, ..., 3:4, None], ((2, 7, 4),)),
     "getitem-repeated": (lambda ops, x: x[[0, 2, 0]], ((3, 2),)),
+    "take": (lambda ops, x: ops.take(x, ops.astype(x[0, 0, :3] * 0, "int64"), axis=-2), ((2, 5, 3),)),
     "concat": (lambda ops, x, y: ops.concat((x, 2 * y, x), -1), ((2, 3), (2, 0))),
     "stop_gradient": (lambda ops, x: x * ops.stop_gradient(x), ((3,),)),
     "ones_like": (lambda ops, x: x * ops.ones_like(x), ((3,),)),
@@ -81,6 +84,15 @@ def _arrays(case: str, dtype: str = "float64") -> list[np.ndarray]:
 
 def test_every_rule_has_a_case() -> None:
     assert set(_RULES) - {"true_divide", "absolute", "amax"} <= {name.partition("-")[0] for name in _CASES}
+
+
+def test_the_page_lists_the_operations() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "how-to-add-a-score.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"and, of `ops`, `([a-z0-9_\s]+)`", page)
+    operators = {"add", "subtract", "multiply", "divide", "power", "negative", "matmul", "getitem"}
+    aliases = {"true_divide", "absolute", "amax", "amin"}
+    composed = {"matmul", "matrix_transpose", "softmax", "stop_gradient", "take"}
+    assert set(listed.split()) == set(_RULES) - operators - aliases | composed
 
 
 @pytest.mark.parametrize("case", _CASES)

@@ -177,7 +177,8 @@ def attend_vjp(
     Raises
     ------
     FrameworkError
-        The arrays are not NumPy's: other frameworks differentiate `attend` by themselves.
+        The arrays are not NumPy's: other frameworks differentiate `attend` by themselves. `pullback` raises it where a
+        custom score has no `tile_gradient` and calls an operation whose gradient is not known.
 
     Examples
     --------

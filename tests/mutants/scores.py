@@ -191,8 +191,8 @@ FAULTS: list[Fault] = [
     Fault(
         "combination-joins-different-activations",
         "src/attnscore/scores/combination.py",
-        "_is_same",
-        "(A.name, A.negative_slope) == (B.name, B.negative_slope)",
+        "joined",
+        "A.activation == B.activation",
         "True",
         "tests/test_combination.py",
         "additive scores of different activations are joined into one",

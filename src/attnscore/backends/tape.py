@@ -84,6 +84,9 @@ class Tape:
     # Composed of operations that have rules.
     softmax, matrix_transpose = Backend.softmax, Backend.matrix_transpose
 
+    def take(self, x: Any, indices: Array, axis: int) -> Any:
+        return x[(slice(None),) * (axis % len(x.shape)) + (indices,)]
+
     def apply(self, name: str, *args: Any, **options: Any) -> Any:
         """Run an operation, and record it where an argument is a variable, or an entry of one that is a tuple."""
         ops, leaves = self._ops, [*_flat(args)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import check_choice, check_number
@@ -12,11 +12,11 @@ from attnscore.base.arguments import check_choice, check_number
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise function and its derivative, given input and output."""
+    """An elementwise function and its derivative, given input and output; equal to one of the same name and number."""
 
     name: str
-    value: Callable[[Backend, Array], Array]
-    slope: Callable[[Backend, Array, Array], Array]
+    value: Callable[[Backend, Array], Array] = field(compare=False)
+    slope: Callable[[Backend, Array, Array], Array] = field(compare=False)
     negative_slope: float = 0.0
     """Slope of leaky_relu below 0."""
 

@@ -129,11 +129,8 @@ class Additive(Score):
             None if weight is None else per_head(ops, name, weight, query, key, 2)
             for name, weight in (("W_q", self.W_q), ("W_k", self.W_k))
         )
-        bias = None if self.bias is None else self._bias(ops, query, key)
+        bias = None if self.bias is None else ops.expand_dims(per_head(ops, "bias", self.bias, query, key, 1), -2)
         return _project_query(ops, query, W_q, bias), _project_keys(ops, key, W_k)
-
-    def _bias(self, ops: Backend, query: Array, key: Array) -> Array:
-        return ops.expand_dims(per_head(ops, "bias", self.bias, query, key, 1), -2)
 
 
 def _project_query(ops: Backend, query: Array, weight: Array | None, bias: Array | None) -> Array:

@@ -15,7 +15,6 @@ from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import check_number, shown
 from attnscore.base.sizes import broadcast
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.scores.activations import Activation
 from attnscore.scores.base import Score, check, learned, lower, lower_rowwise, multiplied, operations_of, widen
 from attnscore.scores.forms import AdditiveForm, DistanceForm, Form, InnerForm, SumForm, checked_tile
 from attnscore.scores.gaussian import as_product
@@ -122,7 +121,7 @@ def joined(ops: Backend, forms: Sequence[Form], numbers: Sequence[float], *, row
     if not any(form.caps for form in forms):
         if (products := _products(ops, forms, rowwise)) is not None:
             return _joined_products(ops, products, numbers)
-        if all(isinstance(form, AdditiveForm) and _is_same(form.activation, first.activation) for form in forms):
+        if all(isinstance(form, AdditiveForm) and form.activation == first.activation for form in forms):
             return _joined_additive(ops, forms, numbers)
     terms = tuple(form if number == 1 else form.scaled(number) for form, number in zip(forms, numbers, strict=True))
     return SumForm(first.query, first.key, terms=terms, factors=(None,) * len(terms))
@@ -139,10 +138,6 @@ def _products(ops: Backend, forms: Sequence[Form], rowwise: bool) -> list[InnerF
             return None
         found.append(product)
     return found
-
-
-def _is_same(activation: Activation, other: Activation) -> bool:
-    return (activation.name, activation.negative_slope) == (other.name, other.negative_slope)
 
 
 def _concatenated(ops: Backend, arrays: Sequence[Array]) -> Array:
