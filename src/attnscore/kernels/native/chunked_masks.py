@@ -23,10 +23,10 @@ import numpy as np
 from attnscore.backends.base import Array, HostArray
 from attnscore.kernels.native import marshalling
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS
-from attnscore.problem.results import Result, RowGradients
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import And, Mask, lowering
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import Role
 
 # Booleans of a chunk: 8 MB, but at least `MIN_CHUNK_ROWS` rows, as the module reads all keys for each query tile of 48
