@@ -8,7 +8,8 @@ import pytest
 import attnscore as ats
 from attnscore.errors import ArgumentError
 from attnscore.parallel import ParallelExplanation, Shard, exchange, explain
-from attnscore.parallel.explanation import MODES, RowBytes, choose
+from attnscore.parallel.explanation import RowBytes, choose
+from attnscore.parallel.schedule import MODES
 
 N, RANKS, BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 48, 4, 2, 8, 4, 6, 5
 SIZES = {"dim": DIM, "value_dim": VALUE_DIM, "heads": HEADS, "kv_heads": KV_HEADS, "batch": BATCH}

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -20,7 +21,8 @@ from attnscore.base.arguments import check_choice, check_count, check_flag, chec
 from attnscore.errors import ArgumentError, message
 from attnscore.masks import Mask
 from attnscore.masks.intervals import HostArray, IntervalSet
-from attnscore.parallel.explanation import MODES, Counts, RowBytes, backward_bytes, forward_bytes, peak_memory
+from attnscore.parallel.explanation import RowBytes, bytes_sent, peak_memory
+from attnscore.parallel.schedule import MODES, Counts, Phase, Step, schedule, sent
 from attnscore.parallel.shard import Shard, cut, deal
 
 DIVISIONS: Final = ("contiguous", "head_tail", "consecutive", "balanced")
@@ -193,17 +195,16 @@ def simulate(
     compute = grid.loads * per_pair
     if mode == "heads":
         compute = np.full(ranks, compute.mean())
-    schedule = _Schedule(machine, grid, size, compute, per_pair)
-    seconds = machine.overhead + getattr(schedule, mode)(gradient)
-    way = "reduce" if gradient else "none"
+    phases = schedule(grid.counts, mode, "reduce" if gradient else "none")
+    times = _Times(machine, grid, size, compute, per_pair)
     return Simulation(
         mode=mode,
         ranks=ranks,
         length=length,
-        seconds=float(seconds),
+        seconds=float(machine.overhead + (times.ring(gradient) if mode == "ring" else times.of(phases, mode))),
         compute=compute * (1 + _BACKWARD if gradient else 1),
-        bytes_sent=forward_bytes(grid.counts, size, mode) + backward_bytes(grid.counts, size, mode, way),
-        peak_memory=peak_memory(grid.counts, size, mode, way),
+        bytes_sent=np.sum([bytes_sent(phase, size) for phase in phases], 0),
+        peak_memory=peak_memory(phases, grid.counts, size),
     )
 
 
@@ -314,15 +315,7 @@ class _Grid:
         queries, keys = (
             np.bincount(owner, self.sizes, self.ranks).astype(np.int64) for owner in (self.query_owner, self.key_owner)
         )
-        own, none = np.diagonal(self.transfers), 0 * queries
-        return Counts(
-            queries=queries,
-            keys=keys,
-            needed=self.transfers.sum(0),
-            sent=self.transfers.sum(1) - own,
-            received=self.transfers.sum(0) - own,
-            **dict.fromkeys(("blocks", "sent_blocks", "passed", "gathered"), none),
-        )
+        return Counts(queries, keys, self.transfers)
 
     @cached_property
     def _runs(self) -> tuple[HostArray, HostArray]:
@@ -346,8 +339,8 @@ class _Grid:
 
 
 @dataclass(frozen=True, eq=False)
-class _Schedule:
-    """When the last rank is done, by mode."""
+class _Times:
+    """When the last rank is done."""
 
     machine: Machine
     grid: _Grid
@@ -361,23 +354,31 @@ class _Schedule:
         found: HostArray = count * self.machine.latency + np.maximum(sent, received) / self.machine.bandwidth
         return found
 
-    def gather(self, gradient: bool) -> float:
-        """Fetch the keys, computing with those at hand; return the gradients of others' keys at the end."""
-        counts, moved = self.grid.counts, self.grid.transfers > 0
-        np.fill_diagonal(moved, False)
-        peers = np.maximum(moved.sum(0), moved.sum(1))
-        fetch = self.messages(peers, counts.sent * self.size.key, counts.received * self.size.key)
-        if self.machine.overlap:
-            own = sum(self.grid.pairs_of(rank, rank) for rank in range(self.grid.ranks)) * self.per_pair
-            seconds = np.maximum(fetch, own) + self.compute - own
-        else:
-            seconds = fetch + self.compute
-        if gradient:
-            row = self.size.key_gradient
-            seconds = (
-                seconds + _BACKWARD * self.compute + self.messages(peers, counts.received * row, counts.sent * row)
-            )
+    def of(self, phases: Sequence[Phase], mode: str) -> float:
+        """Return the seconds of messages before, kernels, and messages after, phase by phase.
+
+        The keys that a forward gathers come while those at hand are computed with.
+        """
+        seconds: HostArray = 0 * self.compute
+        for phase, compute in zip(phases, (self.compute, _BACKWARD * self.compute), strict=False):
+            before, after = (self._exchange(steps, phase.share) for steps in (phase.before, phase.after))
+            own: HostArray = 0 * compute
+            if mode == "gather" and self.machine.overlap and phase.before:
+                own = np.sum([self.grid.pairs_of(rank, rank) for rank in range(self.grid.ranks)], 0) * self.per_pair
+            seconds = seconds + np.maximum(before, own) + compute - own + after
         return float(seconds.max())
+
+    def _exchange(self, steps: Sequence[Step], share: int) -> HostArray:
+        """Return the seconds of each rank's messages of steps at one time."""
+        count = totals = 0 * self.compute
+        received = totals
+        for step in steps:
+            bytes_of_row = self.size.total(step.arrays) / share
+            totals = totals + sent(step.rows) * bytes_of_row
+            received = received + sent(step.rows.T) * bytes_of_row
+            others = (step.rows > 0) & ~np.eye(self.grid.ranks, dtype=bool)
+            count = np.maximum(count, np.maximum(others.sum(0), others.sum(1)))
+        return self.messages(count, totals, received)
 
     def ring(self, gradient: bool) -> float:
         """Compute with a block of keys while the next one comes; gradients travel with their block."""
@@ -403,15 +404,3 @@ class _Schedule:
             before, done = done, np.maximum(arrived, done) + pairs[order, block]
         last = self.messages(1, keys * gradient, np.zeros(1)) if gradient and ranks > 1 else np.zeros(1)
         return float((done + last).max())
-
-    def heads(self, gradient: bool) -> float:
-        """Exchange positions for heads, compute, and exchange back."""
-        counts, size, ranks = self.grid.counts, self.size, self.grid.ranks
-        share = (ranks - 1) / ranks
-        into = (counts.queries * size.query + counts.keys * size.key) * share
-        back = counts.queries * size.out * share
-        seconds = self.messages(ranks - 1, into, into) + self.compute + self.messages(ranks - 1, back, back)
-        if gradient:
-            seconds = seconds + self.messages(ranks - 1, back, back) + _BACKWARD * self.compute
-            seconds = seconds + self.messages(ranks - 1, into, into)
-        return float(seconds.max())

@@ -36,9 +36,6 @@ Span = tuple[int, int]
 """(start, count) of queries or keys."""
 
 
-operands = Problem.operands
-
-
 # One tile of scores
 
 

@@ -7,26 +7,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from attnscore import backends
-from attnscore.api import attend
+from attnscore import backends, kernels
 from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base.arguments import check_count, is_number, shown
 from attnscore.base.layout import AxisLayout, check_bias_shape
 from attnscore.errors import ArgumentError, FrameworkError, message
 from attnscore.masks import Mask, as_mask
 from attnscore.parallel.mask import shard_mask, with_batch_axis
-from attnscore.parallel.merging import COUNTED, merge_parts
 from attnscore.parallel.pairs import Pairs, Range
+from attnscore.parallel.parts import COUNTED, counts_of, finished, state_of, with_moments
 from attnscore.parallel.shard import Shard
-from attnscore.problem.problem import check_arrays, check_extra, wanted_statistics
+from attnscore.problem import online_softmax
+from attnscore.problem.online_softmax import RowState
+from attnscore.problem.problem import Problem, build_problem, check_arrays, check_extra, wanted_statistics
 from attnscore.problem.statistics import AttentionStats
 
 # Bytes of keys and values in a chunk of the default size; two of them are in memory at a time.
@@ -108,20 +110,33 @@ def attend_chunks(
     parts = _Parts(ops, layout, whole, bias, wanted_statistics(return_stats))
     dtype = ops.dtype(query)
     query = ops.astype(query, accumulator(dtype))
-    joined: tuple[Array, AttentionStats, Array] | None = None
-    for at, keys, values in _chunks(ops, query, key, value, layout, parts.ranges(chunk, files)):
-        local, own_bias = parts.mask_of(at), parts.bias_of(at, query)
-        out, stats = attend(
-            query, keys, values, score=score, mask=local, bias=own_bias, head_axis=head_axis,
-            # The sink is one more key, of the first chunk.
-            sink=sink if joined is None else None, kernel=kernel, return_stats=parts.needed,
+    statistics, state, sink_of_heads = parts.statistics, None, None
+
+    def computed(at: Range, keys: Array, values: Array) -> tuple[RowState, Array | None]:
+        """Return the state after the keys of a chunk, and the canonical sink: nothing that holds the keys in memory."""
+        problem, _ = build_problem(
+            query, keys, values, score=score, mask=parts.mask_of(at), bias=parts.bias_of(at, query), sink=sink,
+            head_axis=head_axis, statistics=with_moments(statistics),
         )  # fmt: skip
-        joined = parts.join(joined, (out, stats, parts.counts_of(local, own_bias, at, query)))
-        if progress is not None:
-            progress(at[1], layout.score_shape.key_len)
-    out, stats, _ = joined  # type: ignore[misc]  # there is a chunk, be it an empty one
-    out = ops.astype(out, dtype)
-    return (out, parts.wanted_of(stats)) if parts.statistics else out
+        of_keys = dataclasses.replace(problem, sink=None)
+        result = kernels.single_plan(of_keys, kernel)()
+        new = state_of(ops, result, parts.counts_of(of_keys, result.log_denom))
+        return dataclasses.replace(new, out=ops.astype(result.out, ops.dtype(new.total)) * new.total), problem.sink
+
+    with ops.numeric_scope():
+        for at, keys, values in _chunks(ops, query, key, value, layout, parts.ranges(chunk, files)):
+            new, sink_of_heads = computed(at, keys, values)
+            state = new if state is None else online_softmax.merge(ops, state, new)
+            if progress is not None:
+                progress(at[1], layout.score_shape.key_len)
+        # There is a chunk, be it an empty one.
+        result = finished(ops, cast(RowState, state), sink_of_heads, statistics)
+        out = layout.from_canonical(ops, ops.astype(result.out, dtype))
+        if not statistics:
+            return out
+        rows = {"log_sum_exp": result.log_sum_exp, **result.statistics}
+        found = {name: layout.rows_from_canonical(ops, rows[name][..., 0]) for name in statistics}
+        return out, AttentionStats(**found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,44 +176,20 @@ class _Parts:
         stop = at[1] + shape.query_len - 1 if shape.is_relative(tuple(bias.shape)) else at[1]
         return _read(self.ops, bias, -1, (at[0], stop), like)
 
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """The statistics to compute of each chunk."""
-        needed = {"log_sum_exp", *self.statistics} | ({"mean_score"} if "var_score" in self.statistics else set())
-        return tuple(name for name in AttentionStats._fields if name in needed)
-
-    def counts_of(self, mask: Mask | None, bias: Array | None, at: Range, like: Array) -> Array | None:
-        """Return the number of unmasked keys of each query in a chunk, in the shape of a statistic."""
-        if not set(COUNTED) & set(self.statistics):
+    def counts_of(self, problem: Problem, like: Array) -> Array | None:
+        """Return the number of unmasked keys of each query in a chunk, where a statistic needs it."""
+        if not {*COUNTED} & {*self.statistics}:
             return None
-        values = None if bias is None else backends.host(bias)
-        if values is not None and (values == -math.inf).any():
-            expected = f"statistics other than {' and '.join(COUNTED)} with a bias of -inf, which masks"
-            raise ArgumentError(message("return_stats", expected, ", ".join(self.statistics)))
-        shape, keys = self.layout.score_shape, at[1] - at[0]
-        found = np.full((1, shape.query_len), keys)
-        if mask is not None:
-            intervals = mask.interval_set(shape.query_len, keys, shape.batch)
-            if intervals is None:
-                expected = f"statistics other than {' and '.join(COUNTED)} with a mask that is no intervals"
+        values = None if problem.bias is None else backends.host(problem.bias)
+        intervals, rest = problem.visibility
+        for reason, is_so in (
+            ("a bias of -inf, which masks", values is not None and bool((values == -math.inf).any())),
+            ("a mask that is no intervals", rest is not None),
+        ):
+            if is_so:
+                expected = f"statistics other than {' and '.join(COUNTED)} with {reason}"
                 raise ArgumentError(message("return_stats", expected, ", ".join(self.statistics)))
-            found = (intervals.stop - intervals.start).sum(0)
-        rows = shape.batch_to_canonical(backends.load("numpy"), found[..., None])
-        rows = np.broadcast_to(rows[..., 0], shape.rows).astype(accumulator(self.ops.dtype(like)))
-        return self.layout.rows_from_canonical(self.ops, self.ops.asarray(rows, like))
-
-    def join(self, first: Any, second: tuple[Array, AttentionStats, Array | None]) -> Any:
-        """Return output, statistics and counts over the keys of both; `first` is None before the first chunk."""
-        if first is None:
-            return second
-        outs, stats, counts = zip(first, second, strict=True)
-        is_counted = counts[0] is not None
-        out, merged = merge_parts(outs, stats, counts if is_counted else None)
-        return out, merged, counts[0] + counts[1] if is_counted else None
-
-    def wanted_of(self, stats: AttentionStats) -> AttentionStats:
-        """Return the statistics that the caller named."""
-        return AttentionStats(**{name: getattr(stats, name) for name in self.statistics})
+        return counts_of(self.ops, problem.score_shape, problem.score_shape.key_len, intervals, like)
 
 
 def _chunks(

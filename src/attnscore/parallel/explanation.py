@@ -1,10 +1,4 @@
-"""The cost of a call over several ranks: bytes sent, pairs and memory per rank, and the mode with the fewest bytes.
-
-- ``gather``: a rank fetches the keys and values that its queries attend. Backward, the gradients of keys and values
-  return to their owners (``reduce``), or the queries go to the owners of the keys, which sum (``queries``).
-- ``ring``: all keys and values pass by every rank, one rank's share at a time; backward with their gradients.
-- ``heads``: each rank gets all positions of some heads.
-"""
+"""The cost of a call over several ranks: bytes sent, pairs and memory per rank, and the mode with the fewest bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
 
 import numpy as np
 
@@ -22,11 +15,9 @@ from attnscore.errors import ArgumentError, message
 from attnscore.masks import Mask
 from attnscore.masks.intervals import HostArray
 from attnscore.parallel.plan import Exchange, exchange
+from attnscore.parallel.schedule import GRADIENTS, MODES, Counts, Phase, schedule, sent
 from attnscore.parallel.shard import Shard
 from attnscore.problem.problem import Problem
-
-MODES: Final = ("gather", "ring", "heads")
-GRADIENTS: Final = ("none", "reduce", "queries")
 
 
 @dataclass(frozen=True)
@@ -43,6 +34,10 @@ class RowBytes:
     """Of the numbers that are passed with a query, in the dtype of sums: row_max, log_denom, delta; two of entropy."""
     heads: int
     kv_heads: int
+
+    def total(self, arrays: Sequence[str]) -> int:
+        """Return the bytes of a position of several arrays."""
+        return sum(getattr(self, name) for name in arrays)
 
     @classmethod
     def of(
@@ -88,101 +83,19 @@ class RowBytes:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Counts:
-    """Positions of every rank, (ranks,) int64 each."""
-
-    queries: HostArray
-    keys: HostArray
-    needed: HostArray
-    sent: HostArray
-    """Keys, to each rank that needs them."""
-    received: HostArray
-    blocks: HostArray
-    """As `needed`, where queries are passed: in whole blocks, as are all counts from here on."""
-    sent_blocks: HostArray
-    passed: HostArray
-    """Queries, to each owner of keys that they attend."""
-    gathered: HostArray
-    """Queries that attend keys of the rank, its own too."""
-
-    @classmethod
-    def of(cls, plan: Exchange, *, passed: bool) -> Counts:
-        """Return the counts of a plan; without `passed` those of passed queries, which take longest, are 0."""
-        ranks = range(plan.ranks)
-        queries, keys, needed = (
-            np.array([len(shard) for shard in shards]) for shards in (plan.queries, plan.keys, plan.needed)
-        )
-        sent, received = (np.array([count(rank) for rank in ranks]) for count in (plan.sent, plan.received))
-        none = np.zeros_like(keys)
-        if not passed:
-            return cls(queries, keys, needed, sent, received, none, none, none, none)
-        return cls(
-            queries, keys, needed, sent, received,
-            blocks=np.array([len(shard) for shard in plan.needed_blocks]),
-            sent_blocks=_sent(plan.keys, plan.needed_blocks),
-            passed=_sent(plan.queries, plan.passed),
-            gathered=np.array([len(shard) for shard in plan.passed]),
-        )  # fmt: skip
+def bytes_sent(phase: Phase, size: RowBytes) -> HostArray:
+    """Return the bytes that each rank sends in a forward or backward."""
+    steps = (*phase.before, *phase.after)
+    return sum((sent(step.rows) * size.total(step.arrays) // phase.share for step in steps), np.zeros(1, np.int64))
 
 
-def _sent(held: Sequence[Shard], wanted: Sequence[Shard]) -> HostArray:
-    """Return how many positions each rank sends to others that want them."""
-    return np.array([sum(len(own & other) for other in wanted) - len(own & wanted[i]) for i, own in enumerate(held)])
-
-
-# ---- bytes that each rank sends
-
-
-def forward_bytes(counts: Counts, size: RowBytes, mode: str, gradient: str = "reduce") -> HostArray:
-    """Return the bytes that each rank sends in a forward."""
-    ranks, queries, keys = len(counts.keys), counts.queries, counts.keys
-    found: HostArray
-    if mode == "gather":
-        found = (counts.sent_blocks if gradient == "queries" else counts.sent) * size.key
-    elif mode == "ring":
-        # Everything passes by but the share of the next rank, which ends its way here.
-        found = (keys.sum() - np.roll(keys, -1)) * size.key
-    else:
-        found = queries * size.query * (ranks - 1) // ranks + keys * size.key * (ranks - 1) // ranks
-        found = found + (queries.sum() - queries) * size.out // ranks
-    return found
-
-
-def backward_bytes(counts: Counts, size: RowBytes, mode: str, gradient: str) -> HostArray:
-    """Return the bytes that each rank sends in a backward."""
-    ranks, queries, keys = len(counts.keys), counts.queries, counts.keys
-    found: HostArray
-    if gradient == "none" or ranks == 1:
-        found = 0 * keys
-    elif mode == "gather" and gradient == "queries":
-        found = counts.passed * (size.query + size.out + size.row)
-    elif mode == "gather":
-        found = counts.received * size.key_gradient
-    elif mode == "ring":
-        # The gradients of the rank's own keys are summed by the others, and end here.
-        found = forward_bytes(counts, size, mode) + (keys.sum() - keys) * size.key_gradient
-    else:
-        found = queries * size.out * (ranks - 1) // ranks + (queries.sum() - queries) * size.query // ranks
-        found = found + (keys.sum() - keys) * size.key // ranks
-    return found
-
-
-def peak_memory(counts: Counts, size: RowBytes, mode: str, gradient: str) -> HostArray:
-    """Return the bytes of each rank's arrays and of what its mode adds: buffers of the exchange and gradients."""
-    queries, keys = counts.queries, counts.keys
-    own = queries * (size.query + size.out) + keys * size.key
-    found: HostArray = own if gradient == "none" else 2 * own
-    row = size.key + (0 if gradient == "none" else size.key_gradient)
-    if mode == "gather" and gradient == "queries":
-        found = found + counts.blocks * size.key + counts.gathered * (size.query + size.out + size.row)
-    elif mode == "gather":
-        found = found + np.where(counts.received > 0, counts.needed, 0) * row
-    elif mode == "ring":
-        found = found + 2 * keys.max() * row
-    else:
-        by_heads = (queries.sum() * (size.query + size.out) + keys.sum() * size.key) // len(keys)
-        found = found + by_heads * (1 if gradient == "none" else 2)
+def peak_memory(phases: Sequence[Phase], counts: Counts, size: RowBytes) -> HostArray:
+    """Return the bytes of each rank's arrays, and of buffers of the exchange, with the gradients of a backward."""
+    own = counts.queries * size.total(("query", "out")) + counts.keys * size.key
+    found: HostArray = 0 * own
+    for phase in phases:
+        held = sum((rows * size.total(arrays) for arrays, rows in phase.held), np.zeros(1, np.int64))
+        found = found + own + held // phase.share
     return found
 
 
@@ -322,7 +235,8 @@ def choose(
     """
     if memory is not None:
         check_count("memory", memory)
-    counts = Counts.of(plan, passed=gradient in ("auto", "queries"))
+    queries, keys = (np.array([len(shard) for shard in shards]) for shards in (plan.queries, plan.keys))
+    counts = Counts(queries, keys, plan.fetched, plan)
     reasons = {**refused}
     if plan.ranks > 1 and (size.heads % plan.ranks or size.kv_heads % plan.ranks):
         reasons["heads"] = f"{plan.ranks} ranks do not divide {size.heads} heads and {size.kv_heads} KV heads"
@@ -334,19 +248,17 @@ def choose(
         reasons = {"ring": "it passes no queries", "heads": "it passes no queries", **reasons}
     modes = [name for name in MODES if name not in reasons]
     possible = {name: _explained(plan, counts, size, name, gradient, memory, mask) for name in modes}
-    fitting = [name for name, x in possible.items() if memory is None or max(x.peak_memory) <= memory]
-    if mode != "auto":
-        best = possible[mode]
-    elif fitting:
-        best = min((possible[name] for name in fitting), key=_most_sent)
-    else:
-        best = min(possible.values(), key=lambda x: max(x.peak_memory))
+
+    def cost(x: ParallelExplanation) -> tuple[bool, int]:
+        return (False, _most_sent(x)) if _fits(x, memory) else (True, max(x.peak_memory))
+
+    best = min(possible.values(), key=cost) if mode == "auto" else possible[mode]
     for name, other in possible.items():
         if name == best.mode:
             continue
         sent, least = _most_sent(other), _most_sent(best)
         reasons[name] = f"{sent / least:.1f} times as many bytes" if least else f"{sent:,} bytes, where this sends none"
-        if memory is not None and name not in fitting:
+        if not _fits(other, memory):
             reasons[name] = f"{max(other.peak_memory):,} bytes of memory"
     return replace(best, reasons={name: reasons[name] for name in MODES if name in reasons})
 
@@ -357,8 +269,12 @@ def _explained(
     """Return the explanation of one mode, with the better gradient where that is "auto"."""
 
     def explained(way: str) -> ParallelExplanation:
-        numbers = (f(counts, size, mode, way).tolist() for f in (forward_bytes, backward_bytes, peak_memory))
-        return ParallelExplanation(mode, way, {}, mask, plan, *map(tuple, numbers))
+        phases = schedule(counts, mode, way)
+        sent = [tuple(bytes_sent(phase, size).tolist()) for phase in phases]
+        return ParallelExplanation(
+            mode, way, {}, mask, plan, sent[0], sent[1] if sent[1:] else (0,) * plan.ranks,
+            tuple(peak_memory(phases, counts, size).tolist()),
+        )  # fmt: skip
 
     if mode != "gather" and gradient != "none":
         # The other modes have one way each, in which gradients go to the owners of the keys.
@@ -368,8 +284,11 @@ def _explained(
     reduce, queries = explained("reduce"), explained("queries")
     # Passed queries compute the scores a second time, and in small blocks: fewer bytes alone are no gain.
     is_less = 2 * max(queries.backward_bytes) < max(reduce.backward_bytes) and _most_sent(queries) < _most_sent(reduce)
-    fits = [memory is None or max(x.peak_memory) <= memory for x in (reduce, queries)]
-    return queries if fits == [False, True] or (is_less and fits[1]) else reduce
+    return queries if _fits(queries, memory) and (is_less or not _fits(reduce, memory)) else reduce
+
+
+def _fits(x: ParallelExplanation, memory: int | None) -> bool:
+    return memory is None or max(x.peak_memory) <= memory
 
 
 def _most_sent(x: ParallelExplanation) -> int:

@@ -184,9 +184,7 @@ def _planned(
     bias = None if options.bias is None else _checked_bias(problem, options.bias, query, whole)
     problem = dataclasses.replace(problem, mask=mask, bias=bias)
     plan = exchange(mask, queries.shards, keys.shards, batch=whole.batch)
-    reasons = {name: way.reasons_against(problem, whole) for name, way in WAYS.items()}
-    refused = {name: "; ".join(why) for name, why in reasons.items() if why}
-    explanation = options.choose(problem, plan, refused, "reduce")
+    explanation = options.choose(problem, whole, plan, WAYS, "reduce")
     return WAYS[explanation.mode](axis_name, queries, keys, plan, whole, problem, options.kernel), explanation
 
 

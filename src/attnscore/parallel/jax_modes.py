@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from attnscore import kernels
 from attnscore.backends.base import HALF_PRECISION, HostArray, SeedHalves, accumulator
 from attnscore.backends.jax.sharding import axes_of, differing
 from attnscore.base.layout import ScoreShape
-from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels import SinglePlan, tiling
 from attnscore.masks import Mask
 from attnscore.parallel.jax_rows import Held, entry, join_rows, split_rows
 from attnscore.parallel.mask import shard_mask
-from attnscore.parallel.merging import COUNTED, SOFTMAX_ALONE, merge_parts
+from attnscore.parallel.parts import (
+    COUNTED,
+    SOFTMAX_ALONE,
+    dropout_of,
+    finished,
+    kernel_of,
+    problem_of_part,
+    state_of,
+    with_moments,
+)
 from attnscore.parallel.plan import Exchange, have_masks_of_their_own
-from attnscore.parallel.shard import Shard
-from attnscore.problem import dropout as dropouts
-from attnscore.problem.dropout import PairDropout
+from attnscore.problem import online_softmax
+from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result
-from attnscore.problem.statistics import AttentionStats
 from attnscore.scores.forms import PARAMETER, InnerForm
 
 lax: Any = jax.lax
@@ -78,29 +84,10 @@ class Call(ABC):
         statistics: tuple[str, ...] | None = None,
     ) -> Result:  # fmt: skip
         """Run attention over the arrays of a part, lowered already; `statistics` None: those of the call."""
-        problem = self.problem
-        form = problem.form.with_arrays({name: arrays[name] for name in problem.form.arrays()})
-        problem = dataclasses.replace(
-            problem, layout=dataclasses.replace(problem.layout, score_shape=shape), query=form.query, key=form.key,
-            value=arrays["value"], form=form, mask=mask, bias=bias, dropout=dropout, sink=sink,
-            statistics=problem.statistics if statistics is None else statistics,
-        )  # fmt: skip
-        kernel = kernels.choose(self.kernel, problem)
-        if not kernel.has_vjp:
-            raise KernelUnavailable(message("kernel", "one that takes lowered keys", repr(self.kernel)))
-        return SinglePlan(kernel, problem, tiling.plan(problem))()
-
-    def pairs_dropout(self, rows: Array, cols: Array, heads: Callable[[Array], Array] | None = None) -> Any:
-        """Return the dropout of a part by the positions in the whole sequence: its bits are those of one device.
-
-        `heads` takes the heads of the part from an array of all.
-        """
-        dropout = self.problem.dropout
-        if dropout is None:
-            return None
-        first = dropouts.rows_of_matrices(self.problem.ops, self.whole, self.problem.value)
-        first = first if heads is None else heads(first)
-        return PairDropout(dropout.probability, dropout.seed, first + jnp.reshape(rows, (-1, 1)), cols[None])
+        problem = problem_of_part(
+            self.problem, shape, arrays, mask=mask, bias=bias, dropout=dropout, sink=sink, statistics=statistics
+        )
+        return SinglePlan(kernel_of(self.kernel, problem), problem, tiling.plan(problem))()
 
     def bias_of(self, bias: Array, rows: Array, cols: Array, *, consecutive: bool) -> Array:
         """Return the bias of the device's queries and the keys `cols`, which may be consecutive."""
@@ -119,47 +106,31 @@ class Gather(Call):
     """Keys come to the devices whose queries attend them, and stay in the order of the sequence."""
 
     def run(self) -> Result:
-        fetch = Fetch(self.axis_name, self.plan, self.keys)
-        arrays = {name: fetch(x) for name, x in self.operands("key").items()}
-        rows, cols = self.queries.of_device(self.device), fetch.wanted(self.device)
+        arrays = {name: self._fetch(x) for name, x in self.operands("key").items()}
+        rows = self.queries.of_device(self.device)
+        # Of the host where they are the same for all devices.
+        cols = np.arange(self.keys.length) if self._is_whole else self._needed.of_device(self.device)
         shape = dataclasses.replace(self.whole, query_len=self.queries.rows, key_len=cols.shape[0])
-        padded = not self.queries.is_full or not fetch.is_full
+        padded = not self.queries.is_full or not self._needed.is_full
         mask = shard_mask(self.problem.mask, rows, cols, self.whole.query_len, self.whole.key_len, padded=padded)
-        dropout = self.pairs_dropout(rows, jnp.asarray(cols))
+        dropout = dropout_of(self.problem, self.whole, rows, jnp.asarray(cols))
         bias = self.problem.bias
-        if bias is not None and not (fetch.is_whole and bias.shape[-1] == self.whole.key_len):
-            bias = self.bias_of(bias, rows, jnp.asarray(cols), consecutive=fetch.is_consecutive)
+        if bias is not None and not (self._is_whole and bias.shape[-1] == self.whole.key_len):
+            bias = self.bias_of(bias, rows, jnp.asarray(cols), consecutive=self._needed.is_consecutive)
         given = {**self.operands("query", "shared"), **arrays}
         return self.compute(shape, given, mask, bias, dropout, self.problem.sink)
 
-
-@dataclass(frozen=True, eq=False)
-class Fetch:
-    """Rows of the keys that each device needs, from those that hold them."""
-
-    axis_name: Any
-    plan: Exchange
-    keys: Held
+    @cached_property
+    def _needed(self) -> Held:
+        """The keys that each device gets."""
+        return Held(self.plan.needed)
 
     @property
-    def is_whole(self) -> bool:
+    def _is_whole(self) -> bool:
         """Whether all devices need all keys, which are then gathered at once."""
         return all(len(shard) == self.keys.length for shard in self.plan.needed)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether all devices need the same number of keys."""
-        return len({len(shard) for shard in self.plan.needed}) == 1
-
-    @property
-    def is_consecutive(self) -> bool:
-        return Held(self.plan.needed).is_consecutive
-
-    def wanted(self, device: Array) -> Any:
-        """Return the positions of the keys that a device gets: of the host where they are the same for all."""
-        return np.arange(self.keys.length) if self.is_whole else Held(self.plan.needed).of_device(device)
-
-    def __call__(self, x: Array) -> Array:
+    def _fetch(self, x: Array) -> Array:
         """Return the rows that this device needs, of an array (..., own rows, dim)."""
         if x.dtype.name not in HALF_PRECISION:
             return self._rows(x)
@@ -179,64 +150,39 @@ class Fetch:
         return fetch(x)
 
     def _rows(self, x: Array) -> Array:
-        if self.is_whole:
+        if self._is_whole:
             whole = lax.all_gather(x, self.axis_name, axis=x.ndim - 2, tiled=True)
             return join_rows(whole, self.keys.shards)
-        device, parts = lax.axis_index(self.axis_name), [x]
-        for step in self._steps:
-            sent = jnp.take(x, entry(step.rows, device), -2)
-            parts.append(lax.ppermute(sent, self.axis_name, step.pairs))
+        parts = [x]
+        for distance, sent in self._sent.items():
+            pairs = [(rank, (rank + distance) % self.plan.ranks) for rank, part in enumerate(sent.shards) if len(part)]
+            rows = jnp.take(x, entry(self._places(sent, self.keys.positions), self.device), -2)
+            parts.append(lax.ppermute(rows, self.axis_name, pairs))
         found = jnp.concatenate(parts, -2) if len(parts) > 1 else x
-        return jnp.take(found, entry(self._places, device), -2)
+        arrived = [np.roll(sent.positions, distance, 0) for distance, sent in self._sent.items()]
+        places = self._places(self._needed, np.concatenate([self.keys.positions, *arrived], -1))
+        return jnp.take(found, entry(places, self.device), -2)
 
     @cached_property
-    def _steps(self) -> tuple[Step, ...]:
-        found, ranks = [], self.plan.ranks
-        for distance in range(1, ranks):
-            parts = [self.plan.transfer(rank, (rank + distance) % ranks) for rank in range(ranks)]
-            if any(map(len, parts)):
-                held = zip(self.keys.shards, parts, strict=True)
-                rows = [_indices(shard.locate(part)) for shard, part in held]
-                pairs = tuple((rank, (rank + distance) % ranks) for rank, part in enumerate(parts) if len(part))
-                found.append(Step(distance, tuple(parts), _padded(rows), pairs))
-        return tuple(found)
+    def _sent(self) -> dict[int, Held]:
+        """What each device sends to the one at a distance, by the distances at which any sends rows."""
+        ranks = range(self.plan.ranks)
+        found = {}
+        for distance in ranks[1:]:
+            held = Held(tuple(self.plan.transfer(rank, (rank + distance) % self.plan.ranks) for rank in ranks))
+            if held.rows:
+                found[distance] = held
+        return found
 
-    @cached_property
-    def _places(self) -> HostArray:
-        """Where the rows that a device needs are among its own, with those of each step behind."""
-        places = []
-        for rank, needed in enumerate(self.plan.needed):
-            own = self.keys.shards[rank] & needed
-            at, where = [own.positions()], [_indices(self.keys.shards[rank].locate(own))]
-            first = self.keys.rows
-            for step in self._steps:
-                part = step.parts[(rank - step.distance) % self.plan.ranks]
-                at.append(part.positions())
-                where.append(first + np.arange(len(part)))
-                first += step.rows.shape[-1]
-            places.append(np.concatenate(where)[np.argsort(np.concatenate(at), kind="stable")])
-        return _padded(places)
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """What each device sends to the one at a distance: parts of its rows, and where they are in its array."""
-
-    distance: int
-    parts: tuple[Shard, ...]
-    rows: HostArray
-    pairs: tuple[tuple[int, int], ...]
-    """Sender and receiver of those that send any."""
-
-
-def _indices(ranges: Sequence[tuple[int, int]]) -> HostArray:
-    return np.concatenate([np.arange(0), *(np.arange(*pair) for pair in ranges)])
-
-
-def _padded(rows: Sequence[HostArray]) -> HostArray:
-    """Return indices as one table, padded with the last one or 0."""
-    count = max(map(len, rows))
-    return np.stack([np.pad(x, (0, count - len(x)), mode="edge") if len(x) else np.zeros(count, x.dtype) for x in rows])
+    def _places(self, wanted: Held, positions: HostArray) -> HostArray:
+        """Return where the rows that each device wants are among those at `positions`; any row for padding."""
+        found = []
+        for rows, of_device in zip(wanted.positions, positions, strict=True):
+            order = np.argsort(of_device, kind="stable")
+            last = max(0, int(np.count_nonzero(of_device < self.keys.length)) - 1)
+            places = np.minimum(np.searchsorted(of_device[order], rows), last)
+            found.append(order[places] if len(order) else places)
+        return np.stack(found)
 
 
 class Heads(Call):
@@ -257,7 +203,7 @@ class Heads(Call):
         arrays |= {name: self._rows(x, self.keys) for name, x in self.operands("key").items()}
         shape = dataclasses.replace(self.whole, heads=self._count)
         rows, cols = jnp.arange(self.whole.query_len), jnp.arange(self.whole.key_len)
-        dropout = self.pairs_dropout(rows, cols, self._own_heads)
+        dropout = dropout_of(self.problem, self.whole, rows, cols, self._own_heads)
         bias = None if self.problem.bias is None else self._bias(self.problem.bias)
         sink = self.problem.sink
         sink = sink if sink is None or sink.shape[-2] == 1 else self._own_heads(sink, -2)
@@ -330,8 +276,8 @@ class Ring(Call):
 
         ring.defvjp(forward, backward)
         found = ring(given, constants)
-        out, total = found.pop("out").astype(self.problem.value.dtype), found["log_sum_exp"]
-        return Result(out, total, jnp.zeros_like(total), found)
+        out = found.pop("out").astype(self.problem.value.dtype)
+        return Result(out, found.pop("row_max"), found.pop("log_denom"), found)
 
     def _reading(self, constants: Sequence[Array]) -> Ring:
         """Return the call over these arrays of the mask, and this seed."""
@@ -362,8 +308,11 @@ class Ring(Call):
         pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
         return {name: lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
 
-    def _part(self, step: int, given: Arrays, statistics: tuple[str, ...]) -> dict[str, Array]:
-        """Return output and statistics over the keys that the device has at a step; the sink belongs to the first."""
+    def _part(self, step: int, given: Arrays, statistics: tuple[str, ...]) -> tuple[Result, Array | None]:
+        """Return the result over the keys that the device has at a step, and their number where a statistic needs it.
+
+        The sink belongs to the first step.
+        """
         rows = self.queries.of_device(self.device)
         cols = self.keys.of_device((self.device - step) % self.plan.ranks)
         shape = dataclasses.replace(self.whole, query_len=self.queries.rows, key_len=self.keys.rows)
@@ -374,12 +323,9 @@ class Ring(Call):
             bias = self.bias_of(bias, rows, cols, consecutive=self.keys.is_consecutive)
         # The parts are merged in the dtype of sums.
         arrays = {**given, "value": given["value"].astype(self._sums)}
-        sink, dropout = given.get("sink") if step == 0 else None, self.pairs_dropout(rows, cols)
-        found = self.compute(shape, arrays, mask, bias, dropout, sink, statistics)
-        result = {"out": found.out, **{name: found.statistics[name] for name in statistics}}
-        if not any(name in statistics for name in COUNTED):
-            return result
-        return {**result, "count": self._count(shape, arrays, mask, bias)}
+        dropout, sink = dropout_of(self.problem, self.whole, rows, cols), given.get("sink") if step == 0 else None
+        result = self.compute(shape, arrays, mask, bias, dropout, sink, statistics)
+        return result, self._count(shape, arrays, mask, bias) if {*COUNTED} & {*statistics} else None
 
     def _count(self, shape: ScoreShape, arrays: Arrays, mask: Mask | None, bias: Array | None) -> Array:
         """Return how many keys of a part each query attends: the sum of exp(0)."""
@@ -391,32 +337,39 @@ class Ring(Call):
         given = {"query": query, "key": key, "value": arrays["value"][..., :1]}
         layout = dataclasses.replace(self.problem.layout, value_dim=1)
         call = dataclasses.replace(self, problem=dataclasses.replace(self.problem, form=form, layout=layout))
-        found = call.compute(shape, given, mask, hides, None, None, ("log_sum_exp",))
-        return jnp.round(jnp.exp(lax.stop_gradient(found.statistics["log_sum_exp"])))
+        return jnp.round(jnp.exp(call.compute(shape, given, mask, hides, None, None, ("log_sum_exp",)).log_sum_exp))
 
     def _forward(self, given: Arrays) -> dict[str, Array]:
-        statistics = ("log_sum_exp", *(name for name in self.problem.statistics if name != "log_sum_exp"))
-        if "var_score" in statistics and "mean_score" not in statistics:
-            statistics = (*statistics, "mean_score")
-        keys = {name: given[name] for name in self.operands("key")}
-        found = self._part(0, given, statistics)
-        for step in range(1, self.plan.ranks):
-            keys = self._next(keys)
+        """Return output, row_max, log_denom and statistics over the keys of all devices."""
+        ops, statistics = self.problem.ops, with_moments(self.problem.statistics)
+        of_keys = {name: x for name, x in given.items() if name != "sink"}
+        state = None
+        for step in range(self.plan.ranks):
+            if step:
+                of_keys |= self._next({name: of_keys[name] for name in self.operands("key")})
             if self._is_attended(step):
-                found = _merged(found, self._part(step, {**given, **keys}, statistics))
-        return {
-            name: x for name, x in found.items() if name in ("out", *self._differentiable, *self.problem.statistics)
-        }
+                part, count = self._part(step, of_keys, statistics)
+                new = state_of(ops, part, count)
+                new = dataclasses.replace(new, out=part.out * new.total)
+                state = new if state is None else online_softmax.merge(ops, state, new)
+        result = finished(ops, cast(RowState, state), given.get("sink"), self.problem.statistics)
+        rows = {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
+        return rows | result.statistics | {"log_sum_exp": result.log_sum_exp}
 
     def _backward(self, given: Arrays, found: Arrays, grads: Arrays) -> dict[str, Array]:
         keys = {name: given[name] for name in self.operands("key")}
         totals = {name: jnp.zeros_like(x, self._sums) for name, x in given.items()}
         of_keys = {name: totals.pop(name) for name in keys}
+
+        def part_at(step: int, given: Arrays) -> dict[str, Array]:
+            result, _ = self._part(step, given, self._differentiable)
+            return {"out": result.out, **{name: result.statistics[name] for name in self._differentiable}}
+
         for step in range(self.plan.ranks):
             if step:
                 keys = self._next(keys)
             if self._is_attended(step):
-                part, vjp = jax.vjp(lambda x, step=step: self._part(step, x, self._differentiable), {**given, **keys})
+                part, vjp = jax.vjp(functools.partial(part_at, step), {**given, **keys})
                 (grad,) = vjp(_gradients_of_part(part, found, grads))
                 totals = {name: x + grad[name].astype(x.dtype) for name, x in totals.items()}
                 of_keys = {name: x + grad[name].astype(x.dtype) for name, x in of_keys.items()}
@@ -428,16 +381,6 @@ class Ring(Call):
                 of_keys = self._next(of_keys)
         totals |= {name: x + of_keys[name] for name, x in own.items()}
         return {name: totals[name].astype(x.dtype) for name, x in given.items()}
-
-
-def _merged(first: Arrays, second: Arrays) -> dict[str, Array]:
-    """Return output, statistics and counts over the keys of two parts, (..., query, n) each."""
-    names = [name for name in first if name not in ("out", "count")]
-    stats = [AttentionStats(**{name: part[name][..., 0] for name in names}) for part in (first, second)]
-    counts = (first["count"][..., 0], second["count"][..., 0]) if "count" in first else None
-    out, merged = merge_parts((first["out"], second["out"]), (stats[0], stats[1]), counts)
-    found = {"out": out, **{name: getattr(merged, name)[..., None] for name in names}}
-    return found if counts is None else {**found, "count": first["count"] + second["count"]}
 
 
 def _gradients_of_part(part: Arrays, found: Arrays, grads: Arrays) -> dict[str, Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from attnscore.base.layout import ScoreShape
 from attnscore.masks import And, Dense, Documents, KeyPadding, Mask, Neighbours, Not, Or, Sharded, parts_of
 from attnscore.masks.base import all_of, atoms_of, map_atoms
 from attnscore.masks.shape_spec import shape_of
+from attnscore.parallel.pairs import edges_of
 from attnscore.parallel.shard import Shard
 
 # Masks whose arrays are cut to the positions, so that kernels still read them as they are.
@@ -72,56 +73,41 @@ def shard_mask(
            [1, 1, 1, 1]])
     """
     rows, cols = (x.positions() if isinstance(x, Shard) else x for x in (rows, cols))
-    positions = _Positions(rows, cols, query_len, key_len, padded)
-    parts = [] if mask is None else [positions.mask(part) for part in parts_of(mask)]
-    if padded:
-        parts.append(Sharded(None, positions.rows, positions.cols, query_len, key_len, padded=True))
-    return all_of(parts)
+    at = Sharded(None, rows, cols, query_len, key_len, padded)
+    parts = [] if mask is None else [_restricted(part, at) for part in parts_of(mask)]
+    return all_of([*parts, at] if padded else parts)
 
 
-@dataclass(frozen=True, eq=False)
-class _Positions:
-    """Queries and keys of the whole sequence by their positions, and masks restricted to them."""
+def _restricted(mask: Mask, at: Sharded) -> Mask:
+    """Return the local mask of a global one, at the positions of `at`."""
+    if not any(isinstance(part, _CUT) for part in atoms_of(mask)):
+        return dataclasses.replace(at, mask=mask)
+    if isinstance(mask, (And, Or)):
+        return type(mask)(_restricted(mask.first, at), _restricted(mask.second, at))
+    if isinstance(mask, Not):
+        return Not(_restricted(mask.mask, at))
+    if isinstance(mask, Dense):
+        array = _cut(mask.array, at.cols, -1, at.key_len)
+        return Dense(_cut(array, at.rows, -2, at.query_len) if len(array.shape) > 1 else array)
+    if isinstance(mask, KeyPadding):
+        return KeyPadding(_cut(mask.array, at.cols, -1, at.key_len))
+    if isinstance(mask, Documents):
+        query_ids, key_ids = mask.ids
+        return Documents(_cut(query_ids, at.rows, -1, at.query_len), _cut(key_ids, at.cols, -1, at.key_len))
+    return _graph(mask, at) if isinstance(mask, Neighbours) else mask
 
-    rows: Any
-    cols: Any
-    query_len: int
-    key_len: int
-    padded: bool
 
-    def mask(self, mask: Mask) -> Mask:
-        """Return the local mask of a global one."""
-        if not any(isinstance(part, _CUT) for part in atoms_of(mask)):
-            return Sharded(mask, self.rows, self.cols, self.query_len, self.key_len, self.padded)
-        if isinstance(mask, (And, Or)):
-            return type(mask)(self.mask(mask.first), self.mask(mask.second))
-        if isinstance(mask, Not):
-            return Not(self.mask(mask.mask))
-        if isinstance(mask, Dense):
-            array = _cut(mask.array, self.cols, -1, self.key_len)
-            return Dense(_cut(array, self.rows, -2, self.query_len) if len(array.shape) > 1 else array)
-        if isinstance(mask, KeyPadding):
-            return KeyPadding(_cut(mask.array, self.cols, -1, self.key_len))
-        if isinstance(mask, Documents):
-            query_ids, key_ids = mask.ids
-            return Documents(_cut(query_ids, self.rows, -1, self.query_len), _cut(key_ids, self.cols, -1, self.key_len))
-        return self._graph(mask) if isinstance(mask, Neighbours) else mask
-
-    def _graph(self, mask: Neighbours) -> Mask:
-        """Return the graph of the local queries, without the edges to other keys."""
-        rows, cols, table = backends.host(self.rows), backends.host(self.cols), mask.table(self.key_len)
-        if rows is None or cols is None or table is None:
-            return Sharded(mask, self.rows, self.cols, self.query_len, self.key_len, self.padded)
-        count, rows = len(rows), rows[rows < self.query_len]
-        lens = table.lens[rows]
-        ends = np.cumsum([0, *lens])
-        # The edges of a row are consecutive, from `start` on.
-        edges = np.arange(ends[-1]) + np.repeat(table.start[rows] - ends[:-1], lens)
-        keys = table.indices[edges]
-        local = np.searchsorted(cols, keys)
-        held = np.append(cols, -1)[local] == keys
-        counts = np.bincount(np.repeat(np.arange(len(rows)), lens)[held], minlength=count)
-        return Neighbours(np.cumsum([0, *counts]), local[held])
+def _graph(mask: Neighbours, at: Sharded) -> Mask:
+    """Return the graph of the local queries, without the edges to other keys."""
+    rows, cols, table = backends.host(at.rows), backends.host(at.cols), mask.table(at.key_len)
+    if rows is None or cols is None or table is None:
+        return dataclasses.replace(at, mask=mask)
+    count, rows = len(rows), rows[rows < at.query_len]
+    row, keys = edges_of(table, rows)
+    local = np.searchsorted(cols, keys)
+    held = np.append(cols, -1)[local] == keys
+    counts = np.bincount(row[held], minlength=count)
+    return Neighbours(np.cumsum([0, *counts]), local[held])
 
 
 def _cut(x: Any, positions: Any, axis: int, length: int) -> Array:

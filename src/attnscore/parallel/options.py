@@ -13,9 +13,10 @@ from attnscore import backends, kernels
 from attnscore.base.arguments import check_choice
 from attnscore.base.layout import ScoreShape
 from attnscore.masks import Mask, as_mask
-from attnscore.parallel.explanation import MODES, ParallelExplanation, RowBytes, choose
+from attnscore.parallel.explanation import ParallelExplanation, RowBytes, choose
 from attnscore.parallel.mask import with_batch_axis
 from attnscore.parallel.plan import Exchange
+from attnscore.parallel.schedule import MODES
 from attnscore.parallel.shard import Shard
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.problem import Problem, build_problem, wanted_statistics
@@ -74,9 +75,11 @@ class Options:
         return with_batch_axis(mask.for_call(problem.ops, whole), whole)
 
     def choose(
-        self, problem: Problem, plan: Exchange, refused: Mapping[str, str], gradient: str
+        self, problem: Problem, whole: ScoreShape, plan: Exchange, ways: Mapping[str, Any], gradient: str
     ) -> ParallelExplanation:
-        """Return the explanation of the mode that the caller named, or of the best one that is not refused."""
+        """Return the explanation of the mode that the caller named, or of the best one of those that can run."""
         mask = "none" if problem.mask is None else repr(problem.mask)
         size = RowBytes.of_problem(problem)
+        reasons = {name: "; ".join(way.reasons_against(problem, whole)) for name, way in ways.items()}
+        refused = {name: why for name, why in reasons.items() if why}
         return choose(plan, size, mode=self.mode, gradient=gradient, memory=self.memory, mask=mask, refused=refused)

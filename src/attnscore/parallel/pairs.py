@@ -91,7 +91,7 @@ class Strip:
     def counts(self) -> HostArray:
         """Number of unmasked keys of each query, (rows,) int64, as in `Pairs.per_query`."""
         if self.graphs:
-            row, keys = self._edges(self.graphs[0])
+            row, keys = edges_of(self.graphs[0], self.rows)
             start, stop = self.known.start[..., row], self.known.stop[..., row]
             inside = np.any((start <= keys) & (keys < stop), 0)
             per_batch = np.stack([np.bincount(row, x, len(self.rows)) for x in inside])
@@ -113,7 +113,7 @@ class Strip:
         # By a flag for each key: these masks take far more memory themselves.
         attended = _flags(found, self.pairs.key_len)
         for graph in self.graphs:
-            attended &= _flags(_ranges_near(self._edges(graph)[1]), self.pairs.key_len)
+            attended &= _flags(_ranges_near(edges_of(graph, self.rows)[1]), self.pairs.key_len)
         if self.rest is not None:
             evaluated = np.zeros(self.pairs.key_len, bool)
             for _, block in self._blocks():
@@ -130,14 +130,6 @@ class Strip:
             found |= overlap.any((0, 1))
         rows = self.rows[found]
         return union(rows, rows + 1)
-
-    def _edges(self, graph: NeighbourTable) -> tuple[HostArray, HostArray]:
-        """Return the edges of the queries, as indices of `rows` and keys."""
-        lens = graph.lens[self.rows]
-        row = np.repeat(np.arange(len(self.rows)), lens)
-        # The edges of a row are consecutive, from `start` on.
-        first = graph.start[self.rows] - (np.cumsum(lens) - lens)
-        return row, graph.indices[np.arange(len(row)) + first[row]]
 
     def _blocks(self) -> Iterator[tuple[slice, HostArray]]:
         """Yield blocks of queries and their unmasked pairs by `known` and `rest`, (matrices, queries, key)."""
@@ -156,6 +148,15 @@ class Strip:
                 block = np.logical_and(block[:, None, None], visible)
             # Not by -1, which an array without keys does not tell.
             yield at, block.reshape(math.prod(block.shape[:-2]), *block.shape[-2:])
+
+
+def edges_of(graph: NeighbourTable, rows: HostArray) -> tuple[HostArray, HostArray]:
+    """Return the edges of some queries, as indices of `rows` and keys."""
+    lens = graph.lens[rows]
+    row = np.repeat(np.arange(len(rows)), lens)
+    # The edges of a row are consecutive, from `start` on.
+    first = graph.start[rows] - (np.cumsum(lens) - lens)
+    return row, graph.indices[np.arange(len(row)) + first[row]]
 
 
 def union(start: HostArray, stop: HostArray) -> tuple[Range, ...]:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from attnscore.base.arguments import shown
 from attnscore.base.cache import BoundedCache
 from attnscore.base.layout import ScoreShape
@@ -16,6 +18,7 @@ from attnscore.errors import ArgumentError, message
 from attnscore.masks import Dense, EvaluatedFunction, Mask
 from attnscore.masks.base import atoms_of
 from attnscore.masks.cached import numbers_of
+from attnscore.masks.intervals import HostArray
 from attnscore.masks.shape_spec import shape_of
 from attnscore.parallel.pairs import Pairs, Range
 from attnscore.parallel.shard import Shard, check_shards
@@ -95,15 +98,21 @@ class Exchange:
 
     def sent(self, rank: int) -> int:
         """Return how many keys a rank sends: a key that two other ranks need counts twice."""
-        return sum(self._counts[rank]) - self._counts[rank][rank]
+        return int(self.fetched[rank].sum() - self.fetched[rank, rank])
 
     def received(self, rank: int) -> int:
         """Return how many keys of others a rank needs."""
-        return sum(row[rank] for row in self._counts) - self._counts[rank][rank]
+        return int(self.fetched[:, rank].sum() - self.fetched[rank, rank])
 
     @cached_property
-    def _counts(self) -> list[list[int]]:
-        return [[len(self.transfer(source, target)) for target in range(self.ranks)] for source in range(self.ranks)]
+    def fetched(self) -> HostArray:
+        """Number of keys that a rank holds and another needs, (source, target)."""
+        return _moved(self.keys, self.needed)
+
+    @cached_property
+    def blocks_passed(self) -> tuple[HostArray, HostArray]:
+        """As `fetched` where queries are passed: keys in whole blocks, and queries to the owners of keys."""
+        return _moved(self.keys, self.needed_blocks), _moved(self.queries, self.passed)
 
     @property
     def imbalance(self) -> float:
@@ -184,6 +193,11 @@ def _distinguishes_heads(mask: Mask, whole: ScoreShape) -> bool:
         # It may read the index of the head.
         return whole.has_heads
     return mask.heads > 1
+
+
+def _moved(held: Sequence[Shard], wanted: Sequence[Shard]) -> HostArray:
+    """Return how many positions that one rank holds another wants, (source, target)."""
+    return np.array([[len(own & other) for other in wanted] for own in held])
 
 
 def in_blocks(shard: Shard, size: int) -> Shard:

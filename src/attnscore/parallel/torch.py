@@ -31,18 +31,16 @@ from attnscore.analysis.functional import merge
 from attnscore.base.arguments import check_flag, shown
 from attnscore.base.layout import ScoreShape, check_bias_shape
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
-from attnscore.kernels import tiled
 from attnscore.masks import Mask
 from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.options import Options
 from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard, check_shards
-from attnscore.parallel.torch_modes import WAYS
-from attnscore.parallel.torch_parts import Saved, ShardedCall
-from attnscore.parallel.torch_queries import PassQueries
+from attnscore.parallel.torch_modes import WAYS, PassQueries
+from attnscore.parallel.torch_parts import Saved, ShardedCall, arrays_of, result_of
 from attnscore.parallel.torch_ranks import Ranks, SumOverRanks, Transfers
 from attnscore.problem.problem import Problem, check_extra
-from attnscore.problem.results import Result, RowGradients, present
+from attnscore.problem.results import RowGradients, present
 from attnscore.problem.statistics import AttentionStats
 from attnscore.scores.arrays import scores_in, with_arrays
 
@@ -143,11 +141,11 @@ def attend(
     with ops.numeric_scope():
         call, _ = _planned(query, key, value, group, options, check, sum_parameters)
         problem = call.problem
-        operands = tiled.operands(problem)
+        operands = problem.operands()
         if _is_differentiated(problem):
             outputs = _Attention.apply(call, *operands.values())  # type: ignore[no-untyped-call]  # torch's own
             names = ("out", "log_denom", "row_max", *(x for x in problem.statistics if x != "log_sum_exp"))
-            result = _result(dict(zip(names, outputs, strict=True)))
+            result = result_of(dict(zip(names, outputs, strict=True)))
         else:
             with torch.no_grad():
                 result, _ = call.forward(operands)
@@ -290,13 +288,12 @@ def _chosen(
         gradient = "none"
     elif gradient == "auto" and against:
         gradient = "reduce"
-    reasons = {name: way.reasons_against(problem, whole) for name, way in WAYS.items()}
-    return options.choose(problem, plan, {name: "; ".join(why) for name, why in reasons.items() if why}, gradient)
+    return options.choose(problem, whole, plan, WAYS, gradient)
 
 
 def _is_differentiated(problem: Problem) -> bool:
     """Return whether a backward may follow."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tiled.operands(problem).values())
+    return torch.is_grad_enabled() and any(x.requires_grad for x in problem.operands().values())
 
 
 def _own_problem(
@@ -387,7 +384,7 @@ def _described(own: Problem | Exception, options: Options) -> dict[str, str]:
         # Each rank has the bias of its queries.
         sizes[-2:-1] = ["own queries"] * len(sizes[-2:-1])
         found["bias"] = f"{own.ops.dtype(own.bias)} of shape ({', '.join(sizes)})"
-    wanted = [name for name, x in tiled.operands(own).items() if x.requires_grad and torch.is_grad_enabled()]
+    wanted = [name for name, x in own.operands().items() if x.requires_grad and torch.is_grad_enabled()]
     return {**found, "requires_grad": ", ".join(wanted) or "none"}
 
 
@@ -453,9 +450,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ShardedCall, *operands: Tensor) -> tuple[Tensor, ...]:
-        result, saved = call.forward(dict(zip(tiled.operands(call.problem), operands, strict=True)))
+        result, saved = call.forward(dict(zip(call.problem.operands(), operands, strict=True)))
         ctx.call, ctx.parts, ctx.fetched = call, saved.parts, tuple(saved.fetched)
-        outputs = _outputs(result)
+        outputs = arrays_of(result)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for name, x in outputs.items() if name not in _DIFFERENTIABLE))
         kept = [x for name, x in outputs.items() if name in (*_DIFFERENTIABLE, "row_max")]
@@ -468,30 +465,19 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call, problem = ctx.call, ctx.call.problem
         given = dict(zip(ctx.names, grads, strict=True))
-        names = tuple(tiled.operands(problem))
+        names = tuple(problem.operands())
         tensors = iter(ctx.saved_tensors)
         operands = {name: next(tensors) for name in names}
         fetched = {name: next(tensors) for name in ctx.fetched}
         known = {name: next(tensors) for name in ctx.names if name in (*_DIFFERENTIABLE, "row_max")}
-        result = Result(known.pop("out"), known.pop("row_max"), known.pop("log_denom"), known)
         incoming = RowGradients(given["out"], given["log_denom"], given.get("entropy"))
         wanted = frozenset(itertools.compress(names, ctx.needs_input_grad[1:]))
         with problem.ops.numeric_scope():
-            found = call.backward(operands, Saved(ctx.parts, fetched), result, incoming, wanted)
+            found = call.backward(operands, Saved(ctx.parts, fetched), result_of(known), incoming, wanted)
         return None, *(found[name].to(x.dtype) if name in wanted else None for name, x in operands.items())
 
 
 _DIFFERENTIABLE = ("out", "log_denom", "entropy")
-
-
-def _outputs(result: Result) -> dict[str, Tensor]:
-    """Return the arrays of a result by name."""
-    return {"out": result.out, "log_denom": result.log_denom, "row_max": result.row_max, **result.statistics}
-
-
-def _result(outputs: dict[str, Tensor]) -> Result:
-    """Return the result of these arrays: the inverse of `_outputs`."""
-    return Result(outputs.pop("out"), outputs.pop("row_max"), outputs.pop("log_denom"), outputs)
 
 
 # ---- DTensors

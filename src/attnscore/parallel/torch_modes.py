@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -16,16 +16,19 @@ from torch import Tensor
 
 from attnscore.base.layout import ScoreShape
 from attnscore.kernels import tiling
-from attnscore.masks import Mask, ValidLens
+from attnscore.masks import Dense, IntervalSet, Mask, ValidLens, split
 from attnscore.masks.base import all_of
-from attnscore.parallel.plan import have_masks_of_their_own
+from attnscore.parallel.parts import dropout_of, kernel_of, problem_of_part
+from attnscore.parallel.plan import (
+    BACKWARD_KEYS,
+    BACKWARD_QUERIES,
+    FORWARD_KEYS,
+    have_masks_of_their_own,
+    in_blocks,
+)
 from attnscore.parallel.shard import Shard
-from attnscore.parallel.torch_parts import MergedCall, Part, Saved, ShardedCall, map_rows, rows_at, write_rows
+from attnscore.parallel.torch_parts import MergedCall, Part, Saved, ShardedCall, arrays_of, result_of
 from attnscore.parallel.torch_ranks import Arrays, Transfers, copy_rows, cut, positions_first
-from attnscore.problem import dropout as dropouts
-from attnscore.problem import online_softmax
-from attnscore.problem.dropout import PairDropout
-from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import PARAMETER
@@ -92,13 +95,10 @@ class Gather(ShardedCall):
             found.append(self.run(self.outer, self.transfers.wanted, {**operands, **fetched}))
         parts, (result, *of_outer) = zip(*found, strict=True)
         if of_outer:
-            result = map_rows(self._with_outer, result, *of_outer)
+            every, outer = arrays_of(result), arrays_of(of_outer[0])
+            for name, x in every.items():
+                copy_rows(positions_first(x), self.queries.locate(self.outer), positions_first(outer[name]))
         return result, Saved(parts, fetched if len(self.outer) else {})
-
-    def _with_outer(self, x: Tensor, outer: Tensor) -> Tensor:
-        """Return the results of all queries, with those of the outer ones written into them."""
-        copy_rows(positions_first(x), self.queries.locate(self.outer), positions_first(outer))
-        return x
 
     def backward(
         self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
@@ -110,13 +110,17 @@ class Gather(ShardedCall):
             outer = saved.parts[-1]
             # The sink's gradient is a sum over all queries, which the inner part has.
             names = wanted - {"sink"} if self.has_inner_part else wanted
-            of_outer = self.gradients_of(outer, {**operands, **saved.fetched}, result, grads, names)
+            of_outer = self.gradients_of(
+                outer, self.problem_of(*outer[:3], {**operands, **saved.fetched}), result, grads, names
+            )
         returning = {
             name: of_outer.pop(name) if outer else operands[name][..., :0, :].to(self.sums) for name in of_keys
         }
         add_returned = self.ranks.give_back(returning, self.transfers)
         if self.has_inner_part:
-            of_inner = self.gradients_of(saved.parts[0], operands, result, grads, wanted)
+            of_inner = self.gradients_of(
+                saved.parts[0], self.problem_of(*saved.parts[0][:3], operands), result, grads, wanted
+            )
             self.add_gradients(found, saved.parts[0], of_inner)
             found |= {name: of_inner[name] for name in of_keys}
         if outer is not None:
@@ -140,66 +144,52 @@ class Ring(MergedCall):
     """
 
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
-        blocks = self._blocks(operands)
-        _, block, wait = next(blocks)
-        part, result = self.run(self.queries, self.keys, self._arrays(operands, block))
-        state, out, parts = self.rows_of(part, result), result.out, [part]
-        wait()
-        for owner, block, wait in blocks:
-            if len(rows := self._attending(owner)):
-                part, result = self.run(rows, self.plan.keys[owner], self._arrays(operands, block))
-                self._merge(state, out, part, result)
-                parts.append(part)
-            wait()
-        share, row_max, log_denom, statistics = self.finish(state, operands)
-        # Without a sink the keys have the whole of the softmax.
-        out = out.mul_(share) if "sink" in operands else out
-        return Result(out.to(operands["value"].dtype), row_max, log_denom, statistics), Saved(tuple(parts), {})
+        parts: list[Part] = []
 
-    def _merge(self, state: RowState, out: Tensor, part: Part, result: Result) -> None:
-        """Merge the result of a part into the state and the output, in their memory.
+        def computed() -> Iterator[tuple[Part, Result]]:
+            for owner, block in self._blocks(operands):
+                if self._is_computed(owner):
+                    rows = self._attending(owner)
+                    part, result = self.run(rows, self.plan.keys[owner], self.operands_with(operands, block))
+                    parts.append(part)
+                    yield part, result
 
-        ``out = w out + v out_part``, with w and v the shares of the two in the softmax.
-        """
-        ops, at, new = self.problem.ops, self.queries.locate(part.rows), self.rows_of(part, result)
-        before = rows_at(state, at)
-        merged = online_softmax.merge(ops, before, new)
-        total, safe = torch.where(merged.total == 0, 1.0, merged.total), online_softmax.safe_max(ops, merged.max)
-        w, v = (torch.exp(x.max - safe) * x.total / total for x in (before, new))
-        cut(out, at).mul_(w).addcmul_(result.out, v)
-        write_rows(state, at, merged)
+        return self.merged(operands, computed()), Saved(tuple(parts), {})
 
     def _attending(self, owner: int) -> Shard:
         """Return the rank's queries from the first to the last one that attend keys of `owner`: a view of each array.
 
         Of a causal sequence in heads and tails, half of them attend to half of the ranks, and each that a kernel is
-        given costs it time.
+        given costs it time. All, with the rank's own keys.
         """
+        if owner == self.ranks.rank:
+            return self.queries
         found = self.plan.attending(self.ranks.rank, owner).ranges
         if not found:
             return Shard.empty(self.queries.length)
         return self.queries & Shard(((found[0][0], found[-1][1]),), self.queries.length)
 
+    def _is_computed(self, owner: int) -> bool:
+        """Return whether the rank has a part with the keys of `owner`: always with its own, which have the sink."""
+        return owner == self.ranks.rank or len(self._attending(owner)) > 0
+
     def backward(
         self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Tensor]:
         of_keys = [name for name in self.names["key"] if name in wanted]
-        owners = [x for x in self._owners() if x == self.ranks.rank or len(self._attending(x))]
-        parts = dict(zip(owners, saved.parts, strict=True))
+        parts = dict(zip(filter(self._is_computed, self._owners()), saved.parts, strict=True))
         found = self.zeros_like(operands, wanted & {"bias"})
         arriving: list[Tensor] = []
-        arrived = _nothing
-        for owner, block, wait in self._blocks(operands):
-            part = parts.get(owner)
+        arrived = self.ranks.post([], [])
+        for owner, block in self._blocks(operands):
             own = {}
-            if part is not None:
-                arrays = self._arrays(operands, block)
+            if owner in parts:
+                arrays = self.operands_with(operands, block)
                 if owner == self.ranks.rank and "sink" in operands:
                     # The sink is one more key, of which the queries have one gradient.
                     arrays["sink"] = operands["sink"]
-                own = self.gradients_of(part, arrays, result, grads, wanted)
-                self.add_gradients(found, part, own)
-            wait()
+                own = self.gradients_of(parts[owner], self.problem_of(*parts[owner][:3], arrays), result, grads, wanted)
+                self.add_gradients(found, parts[owner], own)
             if owner == self.ranks.rank:
                 # Those of the others, which the next rank begins to sum, arrive at the end.
                 found |= {name: own[name] for name in of_keys}
@@ -211,43 +201,136 @@ class Ring(MergedCall):
             ]
             for x, before in zip(sums, arriving, strict=False):
                 x.add_(before)
-            arriving, arrived = self._pass_on(sums, len(self.plan.keys[(owner - 1) % self.ranks.count]))
+            arriving, arrived = self._pass_on(sums, owner)
         arrived()
         for name, x in zip(of_keys, arriving, strict=False):
             found[name].add_(x)
         return found
 
-    def _blocks(self, operands: Arrays) -> Iterator[tuple[int, dict[str, Tensor], Callable[[], None]]]:
-        """Yield the keys of one rank after another, from this one's on, with the function that waits for the next."""
+    def _blocks(self, operands: Arrays) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Yield the keys of one rank after another, from this one's on, while the next ones are on their way."""
         names = self.names["key"]
         block = {name: operands[name] for name in names}
         *owners, last = self._owners()
         for owner in owners:
-            sent = [x.contiguous() for x in block.values()]
-            following, wait = self._pass_on(sent, len(self.plan.keys[(owner - 1) % self.ranks.count]))
-            yield owner, block, wait
+            following, wait = self._pass_on([x.contiguous() for x in block.values()], owner)
+            yield owner, block
+            wait()
             block = dict(zip(names, following, strict=True))
-        yield last, block, _nothing
+        yield last, block
 
     def _owners(self) -> list[int]:
         """Return whose keys pass by, from this rank on."""
         return [(self.ranks.rank - step) % self.ranks.count for step in range(self.ranks.count)]
 
-    def _pass_on(self, arrays: Sequence[Tensor], count: int) -> tuple[list[Tensor], Callable[[], None]]:
-        """Send arrays (..., position, dim) to the next rank; return `count` positions of those that arrive."""
+    def _pass_on(self, arrays: Sequence[Tensor], owner: int) -> tuple[list[Tensor], Callable[[], None]]:
+        """Send arrays (..., position, dim) of an owner's keys to the next rank; return those of the owner before."""
         before, after = self.ranks.others[-1], self.ranks.others[0]
+        count = len(self.plan.keys[(owner - 1) % self.ranks.count])
         arriving = [x.new_empty((*x.shape[:-2], count, x.shape[-1])) for x in arrays]
-        sends = [(after, x) for x in arrays if x.numel()]
-        return arriving, self.ranks.post(sends, [(before, x) for x in arriving if x.numel()])
-
-    def _arrays(self, operands: Arrays, block: Arrays) -> dict[str, Tensor]:
-        """Return the operands of a part, without the sink; the output has the dtype of the values, that of sums."""
-        found = {name: x for name, x in operands.items() if name != "sink"} | {**block}
-        return {**found, "value": found["value"].to(self.sums)}
+        return arriving, self.ranks.post([(after, x) for x in arrays], [(before, x) for x in arriving])
 
 
-def _nothing() -> None:
-    """Wait for no message."""
+@final
+class PassQueries(MergedCall):
+    """Fetch keys as `Gather` does; backward, send the queries to the owners of the keys, which sum by themselves.
+
+    All sums are over blocks of keys and queries that begin at multiples of their size in the whole sequence, in rising
+    order, whoever holds them: results and gradients have the same bits on any number of ranks.
+    """
+
+    def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
+        mask, whole = super().mask_of(rows, cols), self.whole
+        known, rest = (None, None) if mask is None else split(mask, len(rows), len(cols), whole.batch)
+        if known is None or _begin_at_first(known):
+            return mask
+        # The kernel would begin its tiles at the first key that these queries attend, and with others elsewhere.
+        at = np.arange(len(cols))
+        pairs = np.logical_and(known.start[..., None] <= at, at < known.stop[..., None]).max(axis=0)
+        # Batch rows are those of the first axis in front of the heads.
+        axes = (1,) * (len(whole.lead) - 1 + int(whole.has_heads))
+        dense = Dense(pairs.reshape(len(pairs), *axes, *pairs.shape[1:]))
+        return dense if rest is None else dense & rest
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        """What this rank fetches, and what the others fetch from it: whole blocks of keys."""
+        return Transfers.of(self.plan.keys, self.plan.needed_blocks, self.ranks.rank)
+
+    def forward(self, operands: Arrays) -> tuple[Result, Saved]:
+        fetched = self.ranks.fetch({name: operands[name] for name in self.names["key"]}, self.transfers)()
+        blocks = self._blocks(self.transfers.wanted, {**operands, **fetched}, FORWARD_KEYS)
+        return self.merged(operands, (self.run(*block) for block in blocks)), Saved((), fetched)
+
+    def backward(
+        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Tensor]:
+        grad_out = grads.out if grads.out is not None else torch.zeros_like(result.out)
+        delta = -(result.out.to(self.sums) * grad_out.to(self.sums)).sum(-1, keepdim=True)
+        delta = delta if grads.log_sum_exp is None else delta + grads.log_sum_exp
+        sent = {name: operands[name] for name in self.names["query"]}
+        sent |= {"grad_out": grad_out, "row_max": result.row_max, "log_denom": result.log_denom, "delta": delta}
+        if "entropy" in self.problem.statistics:
+            given = grads.entropy if grads.entropy is not None else torch.zeros_like(delta)
+            sent |= {"entropy": result.statistics["entropy"], "grad_entropy": given}
+        passed = self.plan.passed
+        wait = self.ranks.fetch(sent, Transfers.of(self.plan.queries, passed, self.ranks.rank))
+        # While the queries are on their way: the gradients of the rank's own.
+        of_keys = {*self.names["key"]}
+        found = self.zeros_like(operands, wanted - of_keys)
+        rest = wanted - of_keys - {"sink"}
+        fetched = {**operands, **saved.fetched}
+        blocks = self._blocks(self.transfers.wanted, fetched, BACKWARD_KEYS) if rest else ()
+        for attending, block, arrays in blocks:
+            part, problem = self.part(attending, block, arrays)
+            self.add_gradients(found, part, self.gradients_of(part, problem, result, grads, rest))
+        if "sink" in wanted:
+            no_keys = {name: x[..., :0, :] if name in of_keys else x for name, x in operands.items()}
+            part, problem = self.part(self.queries, Shard.empty(self.keys.length), no_keys)
+            found |= self.gradients_of(part, problem, result, grads, frozenset({"sink"}))
+        return found | self._of_own_keys(operands, wait(), passed[self.ranks.rank], wanted & of_keys)
+
+    def _of_own_keys(self, operands: Arrays, arrived: Arrays, rows: Shard, wanted: frozenset[str]) -> dict[str, Tensor]:
+        """Return the gradients of the rank's keys, from all queries that attend them."""
+        owner = dataclasses.replace(self, plan=dataclasses.replace(self.plan, queries=(rows,) * self.ranks.count))
+        entropy = {"entropy": arrived["entropy"]} if "entropy" in arrived else {}
+        # Of the output only delta is known: dout . 0 - delta.
+        nothing = torch.zeros_like(arrived["grad_out"])
+        result = Result(nothing, arrived["row_max"], arrived["log_denom"], entropy)
+        grads = RowGradients(arrived["grad_out"], arrived["delta"], arrived.get("grad_entropy"))
+        arrays = {**operands, **{name: arrived[name] for name in self.names["query"]}}
+        found = self.zeros_like(operands, wanted)
+        blocks = owner._blocks(self.keys, arrays, BACKWARD_KEYS, BACKWARD_QUERIES) if wanted else ()
+        for attending, block, of_block in blocks:
+            own = owner.gradients_of(*owner.part(attending, block, of_block), result, grads, wanted)
+            for name in wanted:
+                copy_rows(positions_first(found[name]), self.keys.locate(block), positions_first(own[name]))
+        return found
+
+    def _blocks(
+        self, keys: Shard, arrays: Arrays, size: int, queries: int = 1
+    ) -> Iterator[tuple[Shard, Shard, dict[str, Tensor]]]:
+        """Yield the queries that attend each block of `size` keys, in whole blocks of `queries`, the block, its arrays.
+
+        `arrays` are the operands, with these keys.
+        """
+        for block in blocks_of(keys, size):
+            attending = in_blocks(self.plan.attending_keys(self.queries, block), queries) & self.queries
+            if len(attending):
+                of_block = {name: cut(arrays[name], keys.locate(block)) for name in self.names["key"]}
+                yield attending, block, self.operands_with(arrays, of_block)
+
+
+def _begin_at_first(intervals: IntervalSet) -> bool:
+    """Return whether all queries that attend any key attend the first one."""
+    return not intervals.start[intervals.start < intervals.stop].any()
+
+
+def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:
+    """Yield the positions of a shard in each block of `size` positions."""
+    firsts = {first for start, stop in shard.ranges for first in range(start // size, -(-stop // size))}
+    for first in sorted(firsts):
+        yield shard & Shard(((first * size, min(shard.length, (first + 1) * size)),), shard.length)
 
 
 @final
@@ -268,19 +351,18 @@ class Heads(ShardedCall):
         shards = self._shards()
         arrays = ranks.rows_to_heads({name: operands[name] for name in shards}, shards)()
         problem = self._of_heads({**operands, **arrays})
-        kernel = self.chosen(problem)
+        kernel = kernel_of(self.kernel, problem)
         tiles = tiling.plan(problem)
-        own = kernel.forward(problem, tiles)
-        kept = {"out": own.out, "row_max": own.row_max, "log_denom": own.log_denom, **own.statistics}
-        sent = kept if self.problem.statistics else {"out": own.out}
+        kept = arrays_of(kernel.forward(problem, tiles))
+        sent = kept if self.problem.statistics else {"out": kept["out"]}
         heads = dict.fromkeys(sent, self.whole.heads)
         found = ranks.heads_to_rows(sent, dict.fromkeys(sent, plan.queries), heads)()
         # Without statistics only the output has a use here: the others stay where the backward computes.
-        none = own.out.new_zeros((*self.problem.score_shape.rows, 1), dtype=self.sums)
-        out, row_max, log_denom = found.pop("out"), found.pop("row_max", none), found.pop("log_denom", none.clone())
+        for name in {"row_max", "log_denom"} - {*found}:
+            found[name] = kept["out"].new_zeros((*self.problem.score_shape.rows, 1), dtype=self.sums)
         part = Part(Shard.whole(self.queries.length), Shard.whole(self.keys.length), self.problem.mask, tiles, kernel)
         kept = {f"result.{name}": x for name, x in kept.items() if name in ("out", "row_max", "log_denom", "entropy")}
-        return Result(out, row_max, log_denom, found), Saved((part,), {**arrays, **kept})
+        return result_of(found), Saved((part,), {**arrays, **kept})
 
     def backward(
         self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
@@ -295,8 +377,7 @@ class Heads(ShardedCall):
                 given[name] = x if x is not None else torch.zeros_like(result.log_denom)
         incoming = RowGradients(**ranks.rows_to_heads(given, dict.fromkeys(given, plan.queries))())
         problem = self._of_heads({**operands, **arrays})
-        own = Result(kept.pop("out"), kept.pop("row_max"), kept.pop("log_denom"), kept)
-        of_heads = part.kernel.backward(problem, part.tiles, own, incoming, wanted)
+        of_heads = part.kernel.backward(problem, part.tiles, result_of(kept), incoming, wanted)
         shards = self._shards()
         moved = {name: of_heads[name] for name in shards if name in wanted}
         heads = {name: operands[name].shape[-4] for name in moved}
@@ -318,26 +399,21 @@ class Heads(ShardedCall):
         shape = dataclasses.replace(self.whole, heads=self.whole.heads // self.ranks.count)
         moved = self._shards()
         given = {name: x if name in moved else self._heads_of(name, x) for name, x in arrays.items()}
-        form, dropout = problem.form.with_arrays({name: given[name] for name in problem.form.arrays()}), problem.dropout
-        if dropout is not None and self.ranks.count > 1:
-            rows = dropouts.rows_of_matrices(problem.ops, self.whole, given["value"])
-            row = rows.chunk(self.ranks.count, -4)[self.ranks.rank] + self._positions(self.queries, given["value"])
-            key = self._positions(self.keys, given["value"])[:, 0][None]
-            dropout = PairDropout(dropout.probability, dropout.seed, row, key)
-        return dataclasses.replace(
-            problem, layout=dataclasses.replace(problem.layout, score_shape=shape), query=form.query, key=form.key,
-            value=given["value"], form=form, bias=given.get("bias"), sink=given.get("sink"), dropout=dropout,
-        )  # fmt: skip
+        dropout: Any = problem.dropout
+        if self.ranks.count > 1:
+            rows, cols = (Shard.whole(x.length).positions(given["value"]) for x in (self.queries, self.keys))
+            dropout = dropout_of(
+                problem, self.whole, rows, cols, lambda x: x.chunk(self.ranks.count, -4)[self.ranks.rank]
+            )
+        return problem_of_part(
+            problem, shape, given, mask=problem.mask, bias=given.get("bias"), dropout=dropout, sink=given.get("sink")
+        )
 
     def _heads_of(self, name: str, x: Tensor) -> Tensor:
         """Return a view of the rank's heads of an array that was not moved: sink, bias, parameters of the form."""
         axis = x.dim() - 4 if name == "bias" else 0
         has_heads = x.dim() >= (2 if name == "sink" else 3) and x.shape[axis] == self.whole.heads > 1
         return x.chunk(self.ranks.count, axis)[self.ranks.rank] if has_heads else x
-
-    @staticmethod
-    def _positions(shard: Shard, like: Tensor) -> Tensor:
-        return torch.arange(shard.length, device=like.device)[:, None]
 
 
 WAYS: Final[dict[str, type[ShardedCall]]] = {"gather": Gather, "ring": Ring, "heads": Heads}

@@ -8,33 +8,38 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnscore import kernels
 from attnscore.backends.base import accumulator
 from attnscore.base.layout import ScoreShape
-from attnscore.errors import KernelUnavailable, message
-from attnscore.kernels import Kernel, tiled, tiling
+from attnscore.kernels import Kernel, tiling
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import Mask, split
 from attnscore.parallel.mask import shard_mask
-from attnscore.parallel.merging import COUNTED, SOFTMAX_ALONE
 from attnscore.parallel.pairs import Range
+from attnscore.parallel.parts import (
+    COUNTED,
+    SOFTMAX_ALONE,
+    counts_of,
+    dropout_of,
+    finished,
+    kernel_of,
+    problem_of_part,
+    state_of,
+    with_moments,
+)
 from attnscore.parallel.plan import Exchange
 from attnscore.parallel.shard import Shard
-from attnscore.parallel.torch_ranks import Arrays, Ranks, add_rows, copy_rows, cut, positions_first
-from attnscore.problem import dropout as dropouts
+from attnscore.parallel.torch_ranks import Arrays, Ranks, add_rows, copy_rows, cut, paired, positions_first
 from attnscore.problem import online_softmax
-from attnscore.problem.dropout import PairDropout
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
@@ -103,10 +108,10 @@ class ShardedCall(ABC):
 
     @cached_property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Names of the operands by role: "query", "key" (the value too), "shared"; bias and sink have none of these."""
+        """Names of the operands with rows, "query" and "key" (the value too)."""
         form = self.problem.form
-        found = {role: tuple(name for name in form.arrays() if form.role(name) == role) for role in ("query", "shared")}
-        return {**found, "key": (*(name for name in form.arrays() if form.role(name) == "key"), "value")}
+        query, key = ([name for name in form.arrays() if form.role(name) == role] for role in ("query", "key"))
+        return {"query": (*query,), "key": (*key, "value")}
 
     @abstractmethod
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
@@ -123,41 +128,24 @@ class ShardedCall(ABC):
     def part(self, rows: Shard, cols: Shard, arrays: Arrays) -> tuple[Part, Problem]:
         """Return a part, and its problem over `arrays`, operands of the rank's queries and of the keys `cols`."""
         mask = self.mask_of(rows, cols)
-        problem = self._problem(rows, cols, mask, arrays)
-        return Part(rows, cols, mask, tiling.plan(problem), self.chosen(problem)), problem
+        problem = self.problem_of(rows, cols, mask, arrays)
+        return Part(rows, cols, mask, tiling.plan(problem), kernel_of(self.kernel, problem)), problem
 
     def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
         """Return the mask of a part."""
         return shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length)
 
-    def chosen(self, problem: Problem) -> Kernel:
-        """Return the kernel that runs a problem."""
-        kernel = kernels.choose(self.kernel, problem)
-        if not kernel.has_vjp:
-            raise KernelUnavailable(message("kernel", "one that takes lowered keys", self.kernel))
-        return kernel
-
-    def problem_of(self, part: Part, arrays: Arrays) -> Problem:
+    def problem_of(self, rows: Shard, cols: Shard, mask: Mask | None, arrays: Arrays) -> Problem:
         """Return the problem of a part over `arrays`, as in `part`."""
-        return self._problem(part.rows, part.cols, part.mask, arrays)
-
-    def _problem(self, rows: Shard, cols: Shard, mask: Mask | None, arrays: Arrays) -> Problem:
         problem, at = self.problem, self.queries.locate(rows)
         shape = dataclasses.replace(self.whole, query_len=len(rows), key_len=len(cols))
         given = {name: cut(x, at) if name in self.names["query"] else x for name, x in arrays.items()}
-        form = problem.form.with_arrays({name: given[name] for name in problem.form.arrays()})
-        dropout = problem.dropout
+        dropout: Any = problem.dropout
         if dropout is not None and (len(rows), len(cols)) != (self.queries.length, self.keys.length):
-            # Dropout is by the positions in the whole sequence.
-            like = given["value"]
-            row = dropouts.rows_of_matrices(problem.ops, self.whole, like) + rows.positions(like)[:, None]
-            dropout = PairDropout(dropout.probability, dropout.seed, row, cols.positions(like)[None])
-        return dataclasses.replace(
-            problem,
-            layout=dataclasses.replace(problem.layout, score_shape=shape), statistics=self.statistics,
-            query=form.query, key=form.key, value=given["value"], form=form, mask=mask,
-            bias=None if problem.bias is None else self._bias(given["bias"], rows, cols), sink=given.get("sink"),
-            dropout=dropout,
+            dropout = dropout_of(problem, self.whole, *(x.positions(given["value"]) for x in (rows, cols)))
+        return problem_of_part(
+            problem, shape, given, mask=mask, dropout=dropout, sink=given.get("sink"), statistics=self.statistics,
+            bias=None if problem.bias is None else self._bias(given["bias"], rows, cols),
         )  # fmt: skip
 
     def _bias(self, bias: Tensor, rows: Shard, cols: Shard) -> Tensor:
@@ -197,18 +185,17 @@ class ShardedCall(ABC):
         return part, part.kernel.forward(problem, part.tiles)
 
     def gradients_of(
-        self, part: Part, arrays: Arrays, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, part: Part, problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Tensor]:
         """Return the gradients of a part's operands, from the result and the gradients of all queries of the rank.
 
         They are in the dtype of sums on every rank, whichever kernel computes them.
         """
         at = self.queries.locate(part.rows)
-        own = map_rows(lambda x: cut(x, at), result)
+        own = result_of({name: cut(x, at) for name, x in arrays_of(result).items()})
         given = (grads.out, grads.log_sum_exp, grads.entropy)
         incoming = RowGradients(*(None if x is None else cut(x, at) for x in given))
-        problem = self.problem_of(part, arrays)
-        names = wanted & frozenset(tiled.operands(problem))
+        names = wanted & frozenset(problem.operands())
         found = part.kernel.backward(problem, part.tiles, own, incoming, names)
         return {name: found[name].to(self.sums) for name in names}
 
@@ -249,57 +236,53 @@ class MergedCall(ShardedCall):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        # The variance of both parts takes the means of each.
-        wanted = self.problem.statistics
-        return (*wanted, *(x for x in COUNTED if x not in wanted)) if {*wanted} & {*COUNTED} else wanted
+        return with_moments(self.problem.statistics)
 
-    def rows_of(self, part: Part, result: Result) -> RowState:
-        """Return the state of the online softmax after the keys of a part, from its result.
+    def operands_with(self, operands: Arrays, keys: Arrays) -> dict[str, Tensor]:
+        """Return operands over some keys without the sink; the output has the dtype of the values, that of sums.
 
-        In place of the output it has the total, so that `finish` returns the share of the keys in the softmax.
+        A kernel that differentiates a forward of its own, over the keys of a part alone, takes no others.
         """
-        ops, statistics = self.problem.ops, result.statistics
-        total = torch.exp(result.log_denom)
-        is_empty = result.log_denom == -math.inf
-        sums: dict[str, tuple[Tensor, ...]] = {}
-        if "entropy" in statistics:
-            # Forward: entropy = log_denom - sum_exp_logit / total
-            sums["sum_exp_logit"] = (torch.where(is_empty, 0.0, (result.log_denom - statistics["entropy"]) * total),)
-        if "sum_sq_weights" in statistics:
-            # Forward: sum_sq_weights = squares / total / total
-            sums["squares"] = (statistics["sum_sq_weights"] * total * total,)
-        if "mean_score" in statistics:
-            count = self._counts(part, total)
-            zero = torch.zeros_like(count)
-            sums["moments"] = (count, statistics["mean_score"], zero, statistics["var_score"] * count)
-        maximum = ops.where(is_empty, -math.inf, result.row_max)
-        return RowState(maximum, total, total, sums)
+        found = {name: x for name, x in operands.items() if name != "sink"} | {**keys}
+        return {**found, "value": found["value"].to(self.sums)}
 
-    def _counts(self, part: Part, like: Tensor) -> Tensor:
-        """Return the number of unmasked keys of each query, which are intervals."""
-        ops, intervals = self.problem.ops, part.tiles.interval_set
-        if intervals is None:
-            return torch.full_like(like, len(part.cols))
-        counts = np.maximum(intervals.stop - intervals.start, 0).sum(0)[..., None]
-        found: Tensor = self.whole.batch_to_canonical(ops, ops.asarray(counts, like))
-        return found.to(like.dtype).expand(like.shape).contiguous()
+    def merged(self, operands: Arrays, parts: Iterable[tuple[Part, Result]]) -> Result:
+        """Return the result of the rank's queries, from those of parts over disjoint keys, without the sink.
 
-    def finish(self, state: RowState, operands: Arrays) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Return what `online_softmax.finish` does, from the state after all keys but the sink."""
+        The output is merged in its memory: ``out = w out + v out_part``, with w and v the shares of the two in the
+        softmax, of which the state has the total in place of the output.
+        """
+        ops, rows, value = self.problem.ops, self.problem.score_shape.rows, operands["value"]
+        state = online_softmax.start(ops, rows, 1, value, accumulator(self.problem.dtype), self.statistics)
+        out = value.new_zeros((*rows, self.problem.layout.value_dim), dtype=self.sums)
+        for part, result in parts:
+            at, count = self.queries.locate(part.rows), None
+            if {*COUNTED} & {*self.statistics}:
+                count = counts_of(ops, self.whole, len(part.cols), part.tiles.interval_set, result.log_denom)
+            before, new = rows_at(state, at), state_of(ops, result, count)
+            both = online_softmax.merge(ops, before, new)
+            total, safe = torch.where(both.total == 0, 1.0, both.total), online_softmax.safe_max(ops, both.max)
+            w, v = (positions_first(torch.exp(x.max - safe) * x.total / total) for x in (before, new))
+            to, of_part = positions_first(out), positions_first(result.out)
+            for place, source in paired(at, ((0, len(part.rows)),)):
+                to[place].mul_(w[source]).addcmul_(of_part[source], v[source])
+            write_rows(state, at, both)
         sink = operands.get("sink")
-        sink = None if sink is None else sink.reshape(*sink.shape, 1, 1).to(self.sums)
-        return online_softmax.finish(self.problem.ops, state, sink, self.problem.statistics)
+        result = finished(ops, state, sink, self.problem.statistics)
+        # Without a sink the keys have the whole of the softmax.
+        out = out if sink is None else out.mul_(result.out)
+        return dataclasses.replace(result, out=out.to(value.dtype))
 
 
-def map_rows(change: Callable[..., Tensor], *results: Result) -> Result:
-    """Return the result of which each array is ``change(*arrays)`` of those of the results."""
-    names = results[0].statistics
-    return Result(
-        out=change(*(result.out for result in results)),
-        row_max=change(*(result.row_max for result in results)),
-        log_denom=change(*(result.log_denom for result in results)),
-        statistics={name: change(*(result.statistics[name] for result in results)) for name in names},
-    )
+def arrays_of(result: Result) -> dict[str, Tensor]:
+    """Return the arrays of a result by name."""
+    return {"out": result.out, "log_denom": result.log_denom, "row_max": result.row_max, **result.statistics}
+
+
+def result_of(arrays: Arrays) -> Result:
+    """Return the result of these arrays: the inverse of `arrays_of`."""
+    statistics = {**arrays}
+    return Result(statistics.pop("out"), statistics.pop("row_max"), statistics.pop("log_denom"), statistics)
 
 
 def rows_at(state: RowState, at: Sequence[Range]) -> RowState:

@@ -8,9 +8,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -25,8 +25,6 @@ Arrays = Mapping[str, Tensor]
 # The name of recent releases.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Wait = Callable[[], dict[str, Tensor]]
-# From here on ranges are sent as one message, by a copy.
-_MANY_RANGES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +55,16 @@ class Ranks:
         return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
 
     def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
-        """Post messages to and from other ranks, in the order in which both sides list those of a pair."""
-        messages = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
-        messages += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
+        """Post messages to and from other ranks, in the order in which both sides list those of a pair.
+
+        Empty arrays are not sent.
+        """
+        messages = [
+            dist.P2POp(way, x, group=self.group, group_peer=peer)
+            for way, listed in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, x in listed
+            if x.numel()
+        ]
         works = dist.batch_isend_irecv(messages) if messages else []
 
         def wait() -> None:
@@ -70,14 +75,15 @@ class Ranks:
 
         return wait
 
-    def fetch(self, arrays: Arrays, plan: Transfers) -> Wait:
-        """Start to fetch the rows of a plan; the function returns arrays of the rows wanted here, in global order."""
+    def fetch(self, arrays: Arrays, plans: Transfers | Mapping[str, Transfers]) -> Wait:
+        """Start to fetch the rows that this rank wants, of all arrays alike or of each; in global order."""
+        plans = dict.fromkeys(arrays, plans) if isinstance(plans, Transfers) else plans
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         later: list[tuple[Tensor, Sequence[Range], Tensor]] = []
         found: dict[str, Tensor] = {}
         for name, x in arrays.items():
-            rows = positions_first(x)
+            plan, rows = plans[name], positions_first(x)
             whole = rows.new_empty((len(plan.wanted), *rows.shape[1:]))
             found[name] = positions_last(whole)
             packed: dict[Shard, Tensor] = {}
@@ -95,9 +101,9 @@ class Ranks:
                         receives.append((peer, buffer))
                         later.append((whole, at, buffer))
         wait = self.post(sends, receives)
-        own = plan.held & plan.wanted
         for name, x in arrays.items():
-            copy_rows(positions_first(found[name]), plan.wanted.locate(own), positions_first(x), plan.held.locate(own))
+            place, own = plans[name].own
+            copy_rows(positions_first(found[name]), place, positions_first(x), own)
 
         def finish() -> dict[str, Tensor]:
             wait()
@@ -107,122 +113,91 @@ class Ranks:
 
         return finish
 
-    def give_back(self, gradients: Arrays, plan: Transfers) -> Callable[[dict[str, Tensor]], None]:
+    def give_back(
+        self, gradients: Arrays, plans: Transfers | Mapping[str, Transfers]
+    ) -> Callable[[dict[str, Tensor]], None]:
         """Start to return gradients of the rows that `fetch` fetched to their owners.
 
         The function takes arrays of the rows that this rank holds, and adds to them what all ranks return for them;
         those that it is not given, it makes. It sends to one rank and receives from one at a time, in the same order on
         all: the memory is that of one rank's.
         """
-        steps = self._exchanges(gradients, plan)
-        posted = [*islice(steps, 1)]
+        plans = dict.fromkeys(gradients, plans) if isinstance(plans, Transfers) else plans
+        sums: dict[str, Tensor] = {}
 
-        def finish(sums: dict[str, Tensor]) -> None:
-            own = plan.held & plan.wanted
-            for name, x in gradients.items():
-                rows, kept, place = positions_first(x), plan.wanted.locate(own), plan.held.locate(own)
-                if name in sums:
-                    add_rows(positions_first(sums[name]), place, rows, kept)
-                    continue
-                make = x.new_empty if len(own) == len(plan.held) else x.new_zeros
-                sums[name] = make((*x.shape[:-2], len(plan.held), x.shape[-1]))
-                copy_rows(positions_first(sums[name]), place, rows, kept)
-            while posted:
-                at, arriving, wait = posted.pop()
+        def messages() -> Iterator[None]:
+            for to, source in zip(self.others, reversed(self.others), strict=True) if gradients else ():
+                sends: list[tuple[int, Tensor]] = []
+                arriving: dict[str, Tensor] = {}
+                for name, x in gradients.items():
+                    plan, rows = plans[name], positions_first(x)
+                    sends.append((to, _pack(rows, plan.wanted.locate(plan.to_receive[to]))))
+                    arriving[name] = rows.new_empty((len(plan.to_send[source]), *rows.shape[1:]))
+                wait = self.post(sends, [(source, x) for x in arriving.values()])
+                del sends
+                yield
                 wait()
                 for name, rows in arriving.items():
+                    at = plans[name].held.locate(plans[name].to_send[source])
                     add_rows(positions_first(sums[name]), at, rows)
                 # Before those of the next rank need memory.
                 del arriving, rows, wait
-                posted.extend(islice(steps, 1))
+
+        posted = messages()
+        next(posted, None)
+
+        def finish(found: dict[str, Tensor]) -> None:
+            for name, x in gradients.items():
+                (at, own), held = plans[name].own, plans[name].held
+                if name not in found:
+                    found[name] = x.new_zeros((*x.shape[:-2], len(held), x.shape[-1]))
+                add_rows(positions_first(found[name]), own, positions_first(x), at)
+            sums.update(found)
+            for _ in posted:
+                pass
 
         return finish
-
-    def _exchanges(
-        self, gradients: Arrays, plan: Transfers
-    ) -> Iterator[tuple[Sequence[Range], dict[str, Tensor], Callable[[], None]]]:
-        """Post the messages of `give_back` to and from one rank after another.
-
-        Yields where the rows that arrive belong in the arrays of this rank, the rows, and the function that waits.
-        """
-        for to, source in zip(self.others, reversed(self.others), strict=True):
-            sent, received = plan.to_receive[to], plan.to_send[source]
-            if not gradients or not (len(sent) or len(received)):
-                continue
-            sends: list[tuple[int, Tensor]] = []
-            receives: list[tuple[int, Tensor]] = []
-            arriving: dict[str, Tensor] = {}
-            for name, x in gradients.items():
-                rows = positions_first(x)
-                sends += [(to, message) for message in _messages(rows, plan.wanted.locate(sent))]
-                arriving[name] = rows.new_empty((len(received), *rows.shape[1:]))
-                receives += [(source, message) for message in _messages(arriving[name], received.locate(received))]
-            wait = self.post(sends, receives)
-            del sends, receives
-            yield plan.held.locate(received), arriving, wait
 
     def rows_to_heads(self, arrays: Arrays, shards: Mapping[str, Sequence[Shard]]) -> Wait:
         """Start to exchange the rank's rows of all heads, (..., head, group, own row, dim), for all rows of its heads.
 
-        `shards` has those of all ranks for each array. An array whose axis of heads is 1 goes to all ranks. In memory
-        the heads come first: what is sent of an array with one batch row is a part of it, without a copy.
+        `shards` has those of all ranks for each array. An array whose axis of heads is 1 goes to all ranks.
         """
-        found: dict[str, Tensor] = {}
-        sends: list[tuple[int, Tensor]] = []
-        receives: list[tuple[int, Tensor]] = []
-        later: list[tuple[Tensor, Sequence[Range], Tensor]] = []
+        plans = {name: self._plans_of_heads(name, shards[name], x.shape[-4]) for name, x in arrays.items()}
+        parts: dict[str, Tensor] = {}
         for name, x in arrays.items():
-            held, length = shards[name], shards[name][0].length
-            first = heads_first(x)
-            parts = first.chunk(self.count) if len(first) > 1 else (first,) * self.count
-            whole = x.new_empty((*parts[self.rank].shape[:-2], length, x.shape[-1]))
-            found[name] = heads_last(whole)
-            copy_rows(positions_first(whole), held[self.rank].ranges, positions_first(parts[self.rank]))
-            for peer in self.others:
-                if len(held[self.rank]):
-                    sends.append((peer, parts[peer].contiguous()))
-                if len(held[peer]):
-                    buffer = x.new_empty((*whole.shape[:-2], len(held[peer]), x.shape[-1]))
-                    receives.append((peer, buffer))
-                    later.append((positions_first(whole), held[peer].ranges, positions_first(buffer)))
-        wait = self.post(sends, receives)
-
-        def finish() -> dict[str, Tensor]:
-            wait()
-            for to, at, buffer in later:
-                copy_rows(to, at, buffer)
-            return found
-
-        return finish
+            parts |= zip(plans[name], x.chunk(len(plans[name]), -4), strict=True)
+        wait = self.fetch(parts, ChainMap(*plans.values()))
+        return lambda: {name: x for name, x in wait().items() if name in arrays}
 
     def heads_to_rows(
         self, arrays: Arrays, shards: Mapping[str, Sequence[Shard]], heads: Mapping[str, int]
     ) -> Wait:  # fmt: skip
-        """Start the inverse of `rows_to_heads`; arrays that have 1 of `heads` are summed over the ranks.
-
-        The heads of each rank arrive in their place.
-        """
-        by_rank: dict[str, Tensor] = {}
-        sends: list[tuple[int, Tensor]] = []
-        receives: list[tuple[int, Tensor]] = []
-        for name, x in arrays.items():
-            held, first = shards[name], heads_first(x)
-            count = len(held[self.rank])
-            found = by_rank[name] = x.new_empty((self.count, *first.shape[:-2], count, x.shape[-1]))
-            own = positions_first(found[self.rank])
-            copy_rows(own, ((0, count),), positions_first(first), held[self.rank].ranges)
-            for peer in self.others:
-                if len(held[peer]):
-                    sends.append((peer, cut(first, held[peer].ranges).contiguous()))
-                if count:
-                    receives.append((peer, found[peer]))
-        wait = self.post(sends, receives)
+        """Start the inverse of `rows_to_heads`; arrays that have 1 of `heads` are summed over the ranks."""
+        plans = {name: self._plans_of_heads(name, shards[name], heads[name]) for name in arrays}
+        parts = {part: x if part == name else x[..., :0, :] for name, x in arrays.items() for part in plans[name]}
+        add_returned = self.give_back(parts, ChainMap(*plans.values()))
 
         def finish() -> dict[str, Tensor]:
-            wait()
-            return {name: heads_last(x.flatten(0, 1) if heads[name] > 1 else x.sum(0)) for name, x in by_rank.items()}
+            found: dict[str, Tensor] = {}
+            add_returned(found)
+            return {name: torch.cat([found[part] for part in plans[name]], -4) for name in arrays}
 
         return finish
+
+    def _plans_of_heads(self, name: str, shards: Sequence[Shard], heads: int) -> dict[str, Transfers]:
+        """Return what is moved of the heads of each rank, by a name; that of the rank's own is `name`."""
+        own, whole, none = shards[self.rank], Shard.whole(shards[0].length), Shard.empty(shards[0].length)
+        if heads == 1:
+            return {name: Transfers(own, whole, (own,) * self.count, tuple(shards))}
+        plans = {}
+        for owner in range(self.count):
+            to_send = tuple(own if rank == owner else none for rank in range(self.count))
+            if owner == self.rank:
+                plans[name] = Transfers(own, whole, to_send, tuple(shards))
+            else:
+                plans[f"{name} of rank {owner}"] = Transfers(own, none, to_send, (none,) * self.count)
+        return plans
 
     def agree(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Return the numbers of all ranks, in the order of ranks."""
@@ -246,6 +221,12 @@ class Transfers:
     wanted: Shard
     to_send: tuple[Shard, ...]
     to_receive: tuple[Shard, ...]
+
+    @property
+    def own(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+        """Where the rows that the rank both wants and holds are among those wanted, and among those held."""
+        own = self.held & self.wanted
+        return self.wanted.locate(own), self.held.locate(own)
 
     @classmethod
     def of(cls, held: Sequence[Shard], wanted: Sequence[Shard], rank: int) -> Transfers:
@@ -285,16 +266,6 @@ def positions_last(x: Tensor) -> Tensor:
     return x.movedim(0, -2)
 
 
-def heads_first(x: Tensor) -> Tensor:
-    """View (..., head, group, position, dim) as (head, ..., group, position, dim)."""
-    return x.movedim(-4, 0)
-
-
-def heads_last(x: Tensor) -> Tensor:
-    """View (head, ..., group, position, dim) as (..., head, group, position, dim)."""
-    return x.movedim(0, -4)
-
-
 def cut(x: Tensor, ranges: Sequence[Range], axis: int = -2) -> Tensor:
     """Return the rows of an array in `ranges` of its axis: a view where that is one range."""
     parts = [x.narrow(axis, start, stop - start) for start, stop in joined(ranges) or ((0, 0),)]
@@ -312,17 +283,17 @@ def joined(ranges: Sequence[Range]) -> list[Range]:
 
 def copy_rows(to: Tensor, to_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range] | None = None) -> None:
     """Copy rows in `ranges` of the first axis, or all of them, to those in `to_ranges`, in order; as many of both."""
-    for place, source in _paired(to_ranges, ((0, len(rows)),) if ranges is None else ranges):
+    for place, source in paired(to_ranges, ((0, len(rows)),) if ranges is None else ranges):
         to[place].copy_(rows[source])
 
 
 def add_rows(to: Tensor, to_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range] | None = None) -> None:
     """Add rows to others, as `copy_rows` copies them."""
-    for place, source in _paired(to_ranges, ((0, len(rows)),) if ranges is None else ranges):
+    for place, source in paired(to_ranges, ((0, len(rows)),) if ranges is None else ranges):
         to[place].add_(rows[source])
 
 
-def _paired(first: Sequence[Range], second: Sequence[Range]) -> Iterator[tuple[slice, slice]]:
+def paired(first: Sequence[Range], second: Sequence[Range]) -> Iterator[tuple[slice, slice]]:
     """Yield the largest slices of the same sizes that make up two lists of ranges with as many rows."""
     first, second = joined(first)[::-1], joined(second)[::-1]
     while first and second:
@@ -333,16 +304,6 @@ def _paired(first: Sequence[Range], second: Sequence[Range]) -> Iterator[tuple[s
             first.append((start + size, stop))
         if other + size < other_stop:
             second.append((other + size, other_stop))
-
-
-def _messages(rows: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
-    """Return what is sent of the rows in `ranges`: each range where they are few, which takes no copy, else all packed.
-
-    Both sides of a message have as many ranges, of the same lengths.
-    """
-    if len(ranges) > _MANY_RANGES:
-        return [_pack(rows, ranges)]
-    return [rows[start:stop].contiguous() for start, stop in ranges]
 
 
 def _pack(rows: Tensor, ranges: Sequence[Range]) -> Tensor:

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from attnscore.backends.base import sum_to
 from attnscore.errors import ShapeError, message
-from attnscore.kernels import tiled
 from attnscore.problem.problem import Problem
 from attnscore.scores.base import per_head
 from attnscore.scores.forms import PARAMETER
@@ -151,7 +150,7 @@ def _per_head(problem: Problem, name: str, x: torch.Tensor, has_channels: bool) 
 
 def parameter_gradient(problem: Problem, custom: Custom, name: str, sums: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the operand `name` from sums (batch, head, group, query tile, channel or 1)."""
-    x = tiled.operands(problem)[name]
+    x = problem.operands()[name]
     own = name.removeprefix(PARAMETER)
     shape = _per_head(problem, own, x, own in custom.tile.channel_parameters).shape
     found: torch.Tensor = sum_to(problem.ops, sums.sum((0, 3)), shape)

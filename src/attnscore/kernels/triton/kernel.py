@@ -82,7 +82,7 @@ class Triton(Kernel):
         return tuple(_reasons(problem))
 
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
-        if problem.ops.needs_grad(*tiled.operands(problem).values()):
+        if problem.ops.needs_grad(*problem.operands().values()):
             return tiled.forward(problem, plan)
         from attnscore.kernels.triton import launch
 
@@ -92,7 +92,7 @@ class Triton(Kernel):
         self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
         incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
-        ops, operands = problem.ops, tiled.operands(problem)
+        ops, operands = problem.ops, problem.operands()
         if ops.needs_grad(*operands.values(), *incoming) or not ops.has_values(*operands.values(), *incoming):
             return tiled.backward(problem, plan, result, grads)
         from attnscore.kernels.triton import launch
@@ -122,7 +122,7 @@ def _reasons(problem: Problem) -> list[str]:
     dims = max(0 if isinstance(form, AdditiveForm) else int(form.query.shape[-1]), problem.layout.value_dim)
     if dims > MOST_DIM:
         found.append(f"a dimension of {dims}, above {MOST_DIM}")
-    if not problem.ops.has_values(*tiled.operands(problem).values()):
+    if not problem.ops.has_values(*problem.operands().values()):
         found.append("arrays without values yet (traced, with tangents)")
     elif problem.value.is_cuda:
         from attnscore.kernels.triton import launch

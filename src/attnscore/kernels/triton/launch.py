@@ -13,7 +13,6 @@ import torch
 import triton
 
 from attnscore.backends.base import Array, sum_to
-from attnscore.kernels import tiled
 from attnscore.kernels.tiling import TilePlan
 from attnscore.kernels.triton import additive_gradients, is_interpreted, ranges
 from attnscore.kernels.triton import backward as backward_kernels
@@ -458,7 +457,7 @@ class _Backward:
         self, problem: Problem, given: Operands, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> None:
         self.problem, self.given, self.wanted = problem, given, wanted
-        self.operands = tiled.operands(problem)
+        self.operands = problem.operands()
         self.found: dict[str, Array] = {}
         queries, _, _, value_dim, heads, groups = given.sizes
         self.is_empty = not given.matrices * queries

@@ -1,0 +1,86 @@
+"""What ranks send each other in each mode, as data: who sends how many rows to whom before and after the kernels run.
+
+- ``gather``: a rank fetches the keys and values that its queries attend. Backward, the gradients of keys and values
+  return to their owners (``reduce``), or the queries go to the owners of the keys, which sum (``queries``).
+- ``ring``: all keys and values pass by every rank, one rank's share at a time; backward with their gradients.
+- ``heads``: each rank gets all positions of some heads.
+
+Bytes, memory and time are sums over the steps of a schedule.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple, cast
+
+import numpy as np
+
+from attnscore.masks.intervals import HostArray
+from attnscore.parallel.plan import Exchange
+
+MODES: Final = ("gather", "ring", "heads")
+GRADIENTS: Final = ("none", "reduce", "queries")
+
+
+class Counts(NamedTuple):
+    """Positions of every rank, (ranks,), and keys that one rank holds and another needs, (source, target)."""
+
+    queries: HostArray
+    keys: HostArray
+    fetched: HostArray
+    plan: Exchange | None = None
+    """Whose queries are passed; None where they are not."""
+
+
+class Step(NamedTuple):
+    """Rows of some arrays, fields of `RowBytes`, that ranks send to others at one time: (source, target)."""
+
+    arrays: tuple[str, ...]
+    rows: HostArray
+
+
+class Phase(NamedTuple):
+    """A forward or a backward. Of the heads of each row 1 in `share` is moved and held."""
+
+    before: tuple[Step, ...]
+    """What is sent before the kernels run, or while they do."""
+    after: tuple[Step, ...]
+    held: tuple[tuple[tuple[str, ...], HostArray], ...]
+    """Rows of arrays that a rank holds apart from its own, (ranks,)."""
+    share: int = 1
+
+
+def schedule(counts: Counts, mode: str, gradient: str) -> tuple[Phase, ...]:
+    """Return the forward, and the backward where there is one."""
+    queries, keys, ranks = counts.queries, counts.keys, len(counts.keys)
+    if mode == "gather" and gradient == "queries":
+        of_query = ("query", "out", "row")
+        blocks, passed = cast(Exchange, counts.plan).blocks_passed
+        forward = Phase((Step(("key",), blocks),), (), ((("key",), blocks.sum(0)),))
+        backward = Phase((Step(of_query, passed),), (), ((of_query, passed.sum(0)),))
+    elif mode == "gather":
+        fetched = np.where(sent(counts.fetched.T) > 0, counts.fetched.sum(0), 0)
+        forward = Phase((Step(("key",), counts.fetched),), (), ((("key",), fetched),))
+        backward = Phase((), (Step(("key_gradient",), counts.fetched.T),), ((("key_gradient",), fetched),))
+    elif mode == "ring":
+        to_next, two = np.roll(np.eye(ranks, dtype=np.int64), 1, 1), 2 * keys.max(keepdims=True)
+        # Everything passes by but the share of the next rank, which ends its way here; backward with the gradients of
+        # the rank's own keys, which the others sum.
+        around = Step(("key",), to_next * (keys.sum() - np.roll(keys, -1))[:, None])
+        returned = Step(("key_gradient",), to_next * (keys.sum() - keys)[:, None])
+        forward = Phase((around,), (), ((("key",), two),))
+        backward = Phase((around,), (returned,), ((("key_gradient",), two),))
+    else:
+        every = np.ones_like(counts.fetched)
+        into = Step(("query",), every * queries[:, None]), Step(("key",), every * keys[:, None])
+        back = (Step(("out",), every * queries),)
+        held = (("query", "out"), queries.sum(keepdims=True)), (("key",), keys.sum(keepdims=True))
+        forward = Phase(into, back, held, ranks)
+        mirrored = [tuple(Step(step.arrays, step.rows.T) for step in steps) for steps in (back, into)]
+        backward = Phase(mirrored[0], mirrored[1], held, ranks)
+    return (forward,) if gradient == "none" else (forward, backward)
+
+
+def sent(rows: HostArray) -> HostArray:
+    """Return how many rows each rank sends to others."""
+    found: HostArray = rows.sum(1) - np.diagonal(rows)
+    return found
