@@ -41,8 +41,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(thresholds, "UNPADDING", -1)
     monkeypatch.setattr(thresholds, "UNPADDING_A_NUMBER", 0)
     monkeypatch.setattr(layers, "over_rows", over_rows)
-    for name in ("_KNOWN", "_CHECKED"):
-        monkeypatch.setattr(layers, name, type(getattr(layers, name))(256))
+    monkeypatch.setattr(layers, "_CHECKED", type(layers._CHECKED)(256))
     yield found
 
 
@@ -51,8 +50,7 @@ def unpacked() -> Iterator[None]:
     """Project all keys, as a layer does where that takes less time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(thresholds, "UNPADDING", math.inf)
-        for name in ("_KNOWN", "_CHECKED"):
-            patch.setattr(layers, name, type(getattr(layers, name))(256))
+        patch.setattr(layers, "_CHECKED", type(layers._CHECKED)(256))
         yield
 
 
@@ -206,7 +204,7 @@ def test_weights_that_are_computed_when_read(packed: list[int], monkeypatch: pyt
         k[0, 2:] = math.nan
     layer(q, k, v, lens)
     assert packed
-    assert isinstance(layer._last, layers.Call)
+    assert isinstance(layer._last, layers.LastCall) and layer._last.computed is None
     found = layer.attention_weights
     assert not found[0, :, 2:].any()
     close(found.sum(-1), torch.ones(BATCH, 3, dtype=torch.float64))

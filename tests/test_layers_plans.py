@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
 from attnscore.layers import torch as layers
-from attnscore.layers.torch import AdditiveAttention, BilinearAttention, DotProductAttention, Weights
+from attnscore.layers.description import LastCall
+from attnscore.layers.torch import AdditiveAttention, BilinearAttention, DotProductAttention
 from layer_cases import BATCH, KEYS, Case, close, every_layer
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
@@ -21,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("torch_seed")
 @pytest.fixture(autouse=True)
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layout is met for the first time in each test."""
-    monkeypatch.setattr(layers, "_KNOWN", type(layers._KNOWN)(256))
     monkeypatch.setattr(layers, "_CHECKED", type(layers._CHECKED)(256))
 
 
@@ -180,7 +180,7 @@ def test_weights_of_a_call_are_its_own() -> None:
     for _ in range(3):
         layer(q, k, v)
     out, weights = layer(q, k, v), layer.attention_weights
-    assert isinstance(layer._last, Weights)
+    assert isinstance(layer._last, LastCall) and layer._last.computed is not None
     assert not weights.requires_grad
     weights.zero_()  # the gradient, and who reads next, do not see it
     torch.testing.assert_close(out, layer.attention_weights @ v)

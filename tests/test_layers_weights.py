@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import attnscore as ats
-from attnscore.layers.torch import Call, DotProductAttention, MultiHeadAttention, Weights
+from attnscore.layers.torch import DotProductAttention, MultiHeadAttention
 from layer_cases import BATCH, Case, close, every_layer
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
@@ -36,7 +36,7 @@ def test_few_are_computed_in_the_pass(case: Case) -> None:
         torch.manual_seed(1)
         out[keeps] = layer(*inputs, lens)
         grads[keeps] = torch.autograd.grad(out[keeps].sum(), inputs, allow_unused=True)
-    assert isinstance(layer._last, Weights)
+    assert layer._last.computed is not None
     torch.testing.assert_close(out[True], out[False])
     torch.testing.assert_close(grads[True], grads[False])
     found = layer.attention_weights
@@ -95,36 +95,25 @@ class TestAttentionWeights:
             gc.enable()
 
     @every_layer
-    def test_read_before_are_computed_in_the_pass(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-        """They are those that reading would compute, without a graph, as long as each call's are read and are few."""
+    def test_are_computed_in_the_pass_or_from_the_inputs(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The same weights, without a graph; their number decides which of the two, and no call before."""
         layer, lens = case.make(dropout=0.5).train(), torch.tensor([2, 5])
         inputs = [x.requires_grad_() for x in case.inputs(torch.float32)]
         layer(*inputs, lens)
-        wanted = layer.attention_weights
-        assert isinstance(layer._last, Call)
-        torch.manual_seed(1)
-        out = layer(*inputs, lens)
-        assert isinstance(layer._last, Weights)
-        torch.testing.assert_close(layer.attention_weights, wanted)
-        assert not layer.attention_weights.requires_grad
-        layer.attention_weights.zero_()  # the gradient, and who reads next, do not see it
-        torch.testing.assert_close(layer.attention_weights, wanted)
-        out.sum().backward()
-        grads = [x.grad.clone() for x in inputs if x.grad is not None]
-        for x in inputs:
-            x.grad = None
-        layer(*inputs, lens)
-        torch.manual_seed(1)
-        again = layer(*inputs, lens)  # those of the last call were not read
-        assert isinstance(layer._last, Call)
-        torch.testing.assert_close(again, out)
-        again.sum().backward()
-        for x, grad in zip(inputs, grads, strict=True):
-            torch.testing.assert_close(x.grad, grad)
-        _ = layer.attention_weights
-        monkeypatch.setattr("attnscore.layers.description.MAX_WEIGHTS", wanted.numel() - 1)
-        layer(*inputs, lens)
-        assert isinstance(layer._last, Call)
+        wanted, found = layer.attention_weights, []
+        for few in (wanted.numel() - 1, wanted.numel()):
+            monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+            torch.manual_seed(1)
+            out = layer(*inputs, lens)
+            assert (layer._last.computed is None) == (few < wanted.numel())
+            assert layer._last.computed is None or not layer._last.computed.requires_grad
+            torch.testing.assert_close(layer.attention_weights, wanted)
+            assert not layer.attention_weights.requires_grad
+            layer.attention_weights.zero_()  # the gradient, and who reads next, do not see it
+            torch.testing.assert_close(layer.attention_weights, wanted)
+            found.append((out, *torch.autograd.grad(out.sum(), inputs, allow_unused=True)))
+        for got, expected in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected)
         layer.keep_last = False
         layer(*inputs, lens)
         assert layer._last is None

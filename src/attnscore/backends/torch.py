@@ -169,9 +169,11 @@ class TorchBackend(Backend):
         return None if x.is_nested else (type(x), x.shape, x.dtype, x.device, x.layout)
 
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
+        if _is_watched():
+            return None
         # Parameters pass the same checks as tensors.
         if _SHARES_LAYOUTS and private.dual_levels._current_level < 0 and not private.are_transforms_active():
-            found: Signature | None = None if _is_watched() else native.module.signature(arrays)
+            found: Signature | None = native.module.signature(arrays)
             return found
         return tuple((x.shape, x.dtype, x.stride()) for x in arrays) if self.is_plain(*arrays) else None
 

@@ -17,16 +17,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from attnscore import backends
+from attnscore.analysis.weights import attention_weights
+from attnscore.api import attend
 from attnscore.backends.base import Array, accumulator
 from attnscore.base.arguments import check_flag, check_positive, shown
 from attnscore.base.sizes import may_equal
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import score_template, shared
-from attnscore.plans.prepared import PreparedKeys, prepare_keys, with_exps
+from attnscore.plans.prepared import PreparedKeys, prepare_keys, with_exps, with_exps_of
 from attnscore.problem import normalizers
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
+from attnscore.scores.arrays import with_arrays
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
 A = TypeVar("A")
@@ -36,10 +41,8 @@ INPUTS = ("queries", "keys", "values")
 # What the two projections that take no input of the call are applied to.
 HIDDEN, POOLED = "hidden units", "pooled heads"
 # Pairs of query and key, over all heads, up to which a call computes its weights in its own pass: 10 to 50 us, where
-# reading them from kept inputs takes 500 to 700 us in Keras and Flax (Xeon with AVX-512, 2026-11-25). Up to
-# MAX_WEIGHTS (4 MB) a call does so where the weights of the last call were read.
+# reading them from kept inputs takes 500 to 700 us in Keras and Flax (Xeon with AVX-512, 2026-11-25).
 FEW_WEIGHTS = 2**12
-MAX_WEIGHTS = 2**20
 # Added to the mean square of queries and keys before its root.
 NORM_EPSILON = 1e-6
 
@@ -113,18 +116,25 @@ class Layer:
     """What holds the arrays of the score."""
     after_keys: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
     """The projections of a call whose keys are projected already."""
+    on_inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """Names of the parts whose sizes are those of the inputs."""
     key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
-    """What a plan of its calls depends on, beside their arrays and dropout."""
+    """What the checks of a call depend on, apart from its arrays."""
     fixed_score: Any = field(init=False, repr=False, compare=False)
     """The score of a layer without parameters; None of any other."""
+    normalizer: Any = field(init=False, repr=False, compare=False)
+    """How scores become weights, as `attend` takes it."""
     _options: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         parts = (*[linear for linear in self.linears if linear.input == HIDDEN], *self.parameters)
         object.__setattr__(self, "score_parts", parts)
         object.__setattr__(self, "after_keys", tuple(linear for linear in self.linears if linear.input != "keys"))
+        sized = (x.name for x in self.parts if (x.input in INPUTS if isinstance(x, Linear) else x.inputs))
+        object.__setattr__(self, "on_inputs", tuple(sized))
         object.__setattr__(self, "key", (self.score, self.options))
         object.__setattr__(self, "_options", dict(self.options))
+        object.__setattr__(self, "normalizer", self._options.get("normalizer", "softmax"))
         object.__setattr__(self, "fixed_score", None if self.parts else self.make_score({}))
 
     def option(self, name: str) -> Any:
@@ -134,11 +144,6 @@ class Layer:
     def parts(self) -> tuple[Linear | Parameter, ...]:
         """Projections and parameters, in the order in which they are made."""
         return (*self.linears, *self.parameters)
-
-    @property
-    def normalizer(self) -> Any:
-        """How scores become weights, as `attend` takes it."""
-        return self._options.get("normalizer", "softmax")
 
     def make_score(self, arrays: dict[str, Array]) -> Any:
         """Return the score object over its arrays, by name."""
@@ -369,16 +374,41 @@ def _exp(x: Array) -> Array:
 # ------------------------------------------------------------------ the call
 
 
-@dataclass(eq=False)
 class LastCall:
-    """What a layer keeps of its last call: the weights, or the inputs of the softmax."""
+    """What a layer keeps of its last call, without a graph: few weights, or else the inputs of the softmax."""
 
-    is_read: bool = field(default=False, init=False)
-    """Whether its weights were read."""
+    def __init__(self, query: Any, key: Any, arguments: dict[str, Any], weights: Any) -> None:
+        self.computed = None if weights is None else self.detached(weights)
+        if weights is None:
+            self.keep_inputs(query, key, arguments)
+
+    def keep_inputs(self, query: Any, key: Any, arguments: dict[str, Any]) -> None:
+        """Keep inputs, with copies of what an optimiser or a decoding loop writes to."""
+        self.query, self.key = self.detached(query), self.detached(key)
+        small = {name: x for name in ("valid_lens", "bias", "sink") if (x := arguments.get(name)) is not None}
+        self.arguments = arguments | {name: self.copied(x) for name, x in small.items()}
+        self.arguments["score"] = with_arrays(arguments["score"], self.copied)
+        self.arguments["mask"] = self.copied_mask(arguments["mask"])
 
     @abstractmethod
+    def copied(self, x: Any) -> Any:
+        """Return a copy of an array without its graph, or the array where it cannot change; lists as NumPy arrays."""
+
+    def copied_mask(self, mask: Any) -> Any:
+        """Return a mask with copies of its arrays that a caller may write to."""
+        return shared.copied(mask, np.ndarray)
+
+    def detached(self, x: Any) -> Any:
+        """Return an array without its graph."""
+        return self.copied(x)
+
     def weights(self) -> Any:
         """Return the weights, detached, for a caller that may write to them."""
+        return self.compute() if self.computed is None else self.copied(self.computed)
+
+    def compute(self) -> Any:
+        """Return the weights of the inputs."""
+        return attention_weights(self.query, self.key, **self.arguments)
 
 
 class BaseAttention(Generic[A]):
@@ -386,6 +416,7 @@ class BaseAttention(Generic[A]):
 
     keep_last: bool
     _layer: Layer
+    _last_call_type: type[LastCall]
     # Names the calls that `attention_weights` is about, where a compiled one leaves no trace on the layer.
     _where = ""
 
@@ -469,8 +500,9 @@ class BaseAttention(Generic[A]):
                     # Heads are consecutive features: none is moved.
                     x = self._reshape(x, (linear.heads, linear.units // linear.heads))
                 projected[linear.input] = x
-        arrays = {part.name: self._read(part, inputs) for part in layer.score_parts}
-        score = layer.make_score(arrays)
+        if (score := layer.fixed_score) is None:
+            arrays = {part.name: self._read(part, inputs) for part in layer.score_parts}
+            score = layer.make_score(arrays)
         arguments = {"score": score, "valid_lens": valid_lens, "mask": mask, "normalizer": layer.normalizer}
         query, key, value = map(projected.__getitem__, INPUTS)
         if not layer.heads:
@@ -485,23 +517,38 @@ class BaseAttention(Generic[A]):
         shape = shared.scores_shape(*shapes)
         return (query, key, value), arguments | {"mask": shared.over_heads(mask, shape), "head_axis": -2}
 
-    def _computes_in_pass(self, query: Array, key: Array, value: Array) -> bool:
-        """Whether a call computes its weights in its pass: they are few, or those of the last call were read."""
-        return self._are_few(self._pairs(query, key, value))
+    def _attend(
+        self,
+        given: Any,
+        operands: Sequence[Any],
+        arguments: dict[str, Any],
+        dropout: float,
+        seed: Any = None,
+        *,
+        staged: str | None = None,
+        in_pass: bool = True,
+        returns_weights: bool = False,
+    ) -> tuple[A, A | None, LastCall | str | None]:
+        """Return the output of the softmax, its weights if they were computed, and what to keep of the call.
 
-    def _pairs(self, query: Array, key: Array, value: Array) -> Any:
-        """Return how many weights a call has; infinity where its pass cannot compute those of its kept inputs."""
-        (batch, rows, *_), (keys_batch, columns, *_) = query.shape, key.shape
-        batch = max(batch, keys_batch)
-        # A larger batch of the values would be that of these weights, and not of those of the inputs.
-        if value.shape[0] > batch:
-            return math.inf
-        pairs = batch * rows * columns * (self._layer.heads or 1)
-        return pairs
-
-    def _are_few(self, pairs: float) -> bool:
-        """Whether a call computes that many weights in its pass."""
-        return pairs <= FEW_WEIGHTS or (pairs <= MAX_WEIGHTS and getattr(self._last_call(), "is_read", False))
+        `given` are the keys of the caller, perhaps prepared. `staged` says in which calls nothing can be kept; without
+        `in_pass` it is the inputs.
+        """
+        query, key, value = operands
+        bound, options = with_exps_of(given, key, arguments) if type(given) is PreparedKeys else (key, arguments)
+        keeps_weights = self.keep_last and in_pass and staged is None
+        if keeps_weights:
+            batch, heads = max(query.shape[0], key.shape[0]), self._layer.heads or 1
+            # A larger batch of the values would be that of these weights, and not of those of the inputs.
+            keeps_weights = batch * heads * query.shape[1] * key.shape[1] <= FEW_WEIGHTS and value.shape[0] <= batch
+        weights = None
+        if keeps_weights or returns_weights:
+            out, weights = attend(query, bound, value, dropout=dropout, seed=seed, return_weights=True, **options)
+        else:
+            out = attend(query, bound, value, dropout=dropout, seed=seed, **options)
+        if not self.keep_last:
+            return out, weights, None
+        return out, weights, staged or self._last_call_type(query, key, arguments, weights if keeps_weights else None)
 
     def _output(self, out: A) -> A:
         """Join the heads of what was pooled, and project."""
@@ -520,8 +567,7 @@ class BaseAttention(Generic[A]):
         """The weights of the last call, before dropout, detached: (batch, query, key).
 
         Multi-head: (batch, head, query, key). They are computed now, O(n^2) memory while they are held, and the call
-        kept its queries and keys alone. The call itself computes and keeps up to 4096, which takes less time, and up to
-        a million where those of the call before were read.
+        kept its queries and keys alone. The call itself computes and keeps up to 4096, which takes less time.
 
         Raises
         ------
@@ -529,11 +575,8 @@ class BaseAttention(Generic[A]):
             There was no call, the last one was compiled, traced or transformed (``torch.compile``, ``fit``, ``jit``,
             ``vmap``), ``keep_last`` is off, or the inputs were changed in place or donated since.
         """
-        last = self._last_call()
-        if not isinstance(last, LastCall):
-            last = shared.last_call(last, self.keep_last, where=self._where)
+        last: LastCall = shared.last_call(self._last_call(), self.keep_last, where=self._where)
         weights: A = last.weights()
-        last.is_read = True
         return weights
 
     def _last_call(self) -> Any:

@@ -8,7 +8,7 @@
 - Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
 - Dropout draws from the ``dropout`` stream, in training only: ``model.train()``, ``model.eval()``, ``deterministic``.
 - ``attention_weights`` are computed when read, of the last concrete call, which is kept as the inputs of its softmax in
-  O(n) memory. A call computes and keeps them itself where they are few, or where those of the call before were read.
+  O(n) memory. A call computes and keeps them itself where they are few.
   ``jit``, ``grad``, ``vmap``, copies and pickle keep nothing.
 
 All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features).
@@ -19,8 +19,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,6 @@ from flax import nnx
 from jax import lax
 
 from attnscore import backends
-from attnscore.analysis.weights import attention_weights
-from attnscore.api import attend
 from attnscore.backends.jax.tracers import trace_state
 from attnscore.base.arguments import check_flag
 from attnscore.base.cache import BoundedCache
@@ -49,7 +46,6 @@ from attnscore.layers.description import (
 )
 from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
 from attnscore.masks import Mask
-from attnscore.plans.prepared import with_exps_of
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
@@ -86,7 +82,7 @@ rngs : nnx.Rngs
 )
 
 # Not attributes: those are part of the graph, which ``nnx.jit`` compiles anew for when they change, and keeps alive.
-_LAST: weakref.WeakKeyDictionary[nnx.Module, _Call | _Weights | str] = weakref.WeakKeyDictionary()
+_LAST: weakref.WeakKeyDictionary[nnx.Module, LastCall | str] = weakref.WeakKeyDictionary()
 
 # The trace state of JAX where no transformation runs.
 _OUTSIDE = trace_state()
@@ -134,9 +130,32 @@ def _made(part: Linear | Parameter, options: Mapping[str, Any], rngs: Any) -> An
 # ------------------------------------------------------------------ the call
 
 
+class _LastCall(LastCall):
+    """JAX's arrays cannot be written to, but donated."""
+
+    def __init__(self, query: jax.Array, key: jax.Array, arguments: dict[str, Any], weights: jax.Array | None) -> None:
+        # They are traced where the seed is.
+        super().__init__(query, key, arguments, None if isinstance(weights, jax.core.Tracer) else weights)
+
+    def copied(self, x: Any) -> Any:
+        return x if isinstance(x, jax.Array) else np.array(x)
+
+    def weights(self) -> jax.Array:
+        held, expected = [self.computed], "the weights as they were read before"
+        if self.computed is None:
+            arrays = arrays_of(self.arguments["score"]).values()
+            held, expected = jax.tree.leaves((vars(self), *arrays)), "inputs as they were in the call"
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in held):
+            hint = "read the weights before a function takes its arguments over (donate_argnums)"
+            raise ArgumentError(message("attention_weights", expected, "donated ones", hint=hint))
+        found: jax.Array = super().weights()
+        return found
+
+
 class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
     """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
 
+    _last_call_type = _LastCall
     _where = "outside jit, grad and vmap "
 
     def __init__(
@@ -202,23 +221,17 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
         cache = arguments.pop("cache", None)
         query, key, value = _promoted(operands, self.dtype)
-        bound, options = with_exps_of(given, key, arguments)
         training = not (self.deterministic if deterministic is None else deterministic)
         dropout = self.dropout if training else 0.0
         seed = self._draw(rngs) if dropout else None
-        is_staged = _is_traced(query, key, value, arguments)
-        keeps_weights = self.keep_last and not is_staged and self._computes_in_pass(query, key, value)
+        staged = "jit, grad and vmap, which keep nothing" if _is_traced(query, key, arguments) else None
+        in_pass = not isinstance(value, jax.core.Tracer)
+        out, _, last = self._attend(
+            given, (query, key, value), arguments, dropout, seed, staged=staged, in_pass=in_pass
+        )
         _LAST.pop(self, None)
-        kept: _Call | _Weights | str | None = None
-        out: jax.Array
-        if keeps_weights:
-            out, weights = attend(query, bound, value, dropout=dropout, seed=seed, return_weights=True, **options)
-            # They are traced where the seed is.
-            kept = None if isinstance(weights, jax.core.Tracer) else _Weights(weights)
-        else:
-            out = attend(query, bound, value, dropout=dropout, seed=seed, **options)
-        if self.keep_last:
-            _LAST[self] = _Call.of(query, key, arguments) if kept is None else kept
+        if last is not None:
+            _LAST[self] = last
         return self._output(out), cache
 
     def _last_call(self) -> Any:
@@ -295,56 +308,12 @@ def _assign(parameter: Any, array: shared.HostArray) -> None:
     parameter[...] = jnp.asarray(array, parameter.dtype)
 
 
-def _is_traced(query: jax.Array, key: jax.Array, value: jax.Array | None, arguments: Mapping[str, Any]) -> bool:
-    """Whether any array of a call is traced."""
+def _is_traced(query: jax.Array, key: jax.Array, arguments: Mapping[str, Any]) -> bool:
+    """Whether any array that the weights of a call depend on is traced."""
     mask, others = arguments["mask"], (arguments.get(name) for name in ("valid_lens", "bias", "sink"))
     masked = mask.arrays().values() if isinstance(mask, Mask) else (mask,)
-    arrays = (query, key, value, *others, *masked, *arrays_of(arguments["score"]).values())
+    arrays = (query, key, *others, *masked, *arrays_of(arguments["score"]).values())
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
-
-
-@dataclass(eq=False)
-class _Weights(LastCall):
-    """The weights of one softmax. JAX arrays cannot be written to."""
-
-    values: jax.Array
-
-    def weights(self) -> jax.Array:
-        if self.values.is_deleted():
-            _raise_donated("the weights as they were read before")
-        return self.values
-
-
-@dataclass(eq=False)
-class _Call(LastCall):
-    """The inputs of one softmax. JAX arrays cannot be written to; what can is copied."""
-
-    query: jax.Array
-    key: jax.Array
-    arguments: dict[str, Any]
-
-    @classmethod
-    def of(cls, query: jax.Array, key: jax.Array, arguments: dict[str, Any]) -> _Call | str:
-        """Return the call, or why there is nothing to keep of it."""
-        if _is_traced(query, key, None, arguments):
-            return "jit, grad and vmap, which keep nothing"
-        own = {name: shared.copied(x, np.ndarray) for name, x in arguments.items()}
-        lens = arguments["valid_lens"]
-        if lens is not None and not isinstance(lens, jax.Array):
-            own["valid_lens"] = np.array(lens)
-        return cls(query, key, own)
-
-    def weights(self) -> jax.Array:
-        held = (*jax.tree.leaves((self.query, self.key, self.arguments)), *arrays_of(self.arguments["score"]).values())
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in held):
-            _raise_donated("inputs as they were in the call")
-        found: jax.Array = attention_weights(self.query, self.key, **self.arguments)
-        return found
-
-
-def _raise_donated(expected: str) -> NoReturn:
-    hint = "read the weights before a function takes its arguments over (donate_argnums)"
-    raise ArgumentError(message("attention_weights", expected, "donated ones", hint=hint))
 
 
 def _checked(inputs: dict[str, Any]) -> dict[str, jax.Array]:

@@ -9,23 +9,19 @@
   Dive into Deep Learning (``W_q``, ``W_k``, ``w_v``; multi-head also ``W_v``, ``W_o``), so that its weights load.
 - Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
 - ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax in O(n) memory. It
-  computes and keeps them itself where they are few, or where those of the call before were read. Nothing is kept in
-  graphs and jit.
+  computes and keeps them itself where they are few. Nothing is kept in graphs and jit.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import keras
 import numpy as np
 
 from attnscore import backends
-from attnscore.analysis.weights import attention_weights
-from attnscore.api import attend
 from attnscore.backends.base import HALF_PRECISION, Array
 from attnscore.base.arguments import check_flag
 from attnscore.errors import ArgumentError, ShapeError, message
@@ -58,7 +54,6 @@ from attnscore.layers.keras_inputs import (
     whole,
 )
 from attnscore.masks import Mask
-from attnscore.plans.prepared import with_exps_of
 from attnscore.problem.normalizers import Entmax
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
@@ -164,12 +159,64 @@ class _Arguments(inspect.BoundArguments):
                 self.arguments.setdefault(f"{name}_mask", None)
 
 
+def _is_staged(operands: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
+    """Whether any array that the weights of a call depend on stands for values of a later run."""
+    mask = arguments["mask"]
+    masked = mask.arrays().values() if isinstance(mask, Mask) else (mask,)
+    given = (arguments.get(name) for name in ("valid_lens", "bias", "sink"))
+    others = [x for x in (*given, *masked) if backends.is_array(x)]
+    return _is_traced(*operands, *arrays_of(arguments["score"]).values(), *others)
+
+
+def _is_traced(*arrays: Array) -> bool:
+    """Whether these stand for values of a later run."""
+    if BACKEND == "torch":
+        from attnscore.layers import torch
+
+        return torch.is_traced(*arrays)
+    if BACKEND == "tensorflow":
+        return not all(hasattr(x, "numpy") or not hasattr(x, "graph") for x in arrays)
+    return BACKEND == "jax" and (OPS.needs_grad(*arrays) or OPS.needs_host_callback(*arrays))
+
+
+_STAGED = "compiled functions (fit, evaluate, predict, tf.function, jit), which keep nothing"
+
+
+class _LastCall(LastCall):
+    """NumPy's arrays may be written to after the call; with its backend all are NumPy's."""
+
+    def __init__(self, query: Array, key: Array, arguments: dict[str, Any], weights: Array | None) -> None:
+        # They are traced where the seed is.
+        super().__init__(query, key, arguments, None if weights is not None and _is_traced(weights) else weights)
+
+    def copied(self, x: Any) -> Any:
+        return x if backends.is_array(x) and not isinstance(x, np.ndarray) else np.array(x)
+
+    def detached(self, x: Array) -> Array:
+        # Now: a tape that has ended still knows the tensors of the call.
+        return OPS.stop_gradient(x) if OPS.needs_grad(x) else self.copied(x)
+
+    def compute(self) -> Array:
+        return OPS.stop_gradient(super().compute())
+
+
+def _last_call_type() -> type[LastCall]:
+    if BACKEND != "torch":
+        return _LastCall
+    # Tensors there can be written to, and carry a graph.
+    from attnscore.layers import torch
+
+    return torch.LastCall
+
+
 class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     """Base of the layers: calls as Keras makes them, parameters, dropout in training, the inputs of the last softmax.
 
     Keras passes a mask, of an Embedding for instance, only to an argument that is called ``<argument>_mask``, and to
     none where the tensors come in a list. So a list is unpacked before Keras looks at the call.
     """
+
+    _last_call_type = _last_call_type()
 
     def __init__(
         self,
@@ -296,23 +343,16 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
         cache = arguments.pop("cache", None)
         dropping = bool(training) and self.seed_generator is not None
-        keeps_weights = self.keep_last and not _is_staged(operands, arguments) and self._computes_in_pass(*operands)
-        query, key, value = operands
-        bound, options = with_exps_of(given, key, arguments)
-        found = attend(
-            query,
-            bound,
-            value,
-            dropout=self.dropout if dropping else 0.0,
-            seed=drawn_seed(self.seed_generator) if dropping else None,
-            return_weights=keeps_weights or bool(return_attention_scores),
-            **options,
+        out, weights, self.__dict__["_last"] = self._attend(
+            given,
+            operands,
+            arguments,
+            self.dropout if dropping else 0.0,
+            drawn_seed(self.seed_generator) if dropping else None,
+            staged=_STAGED if _is_staged(operands[:2], arguments) else None,
+            in_pass=not _is_traced(operands[2]),
+            returns_weights=bool(return_attention_scores),
         )
-        out, weights = found if isinstance(found, tuple) else (found, None)
-        if self.keep_last:
-            # The buffers of NumPy are written to.
-            key = key.copy() if cache is not None and BACKEND == "numpy" else key
-            self.__dict__["_last"] = _kept(query, key, arguments, weights if keeps_weights else None)
         wanted = ((True, self._output(out)), (return_attention_scores, weights), (cache is not None, cache))
         results = tuple(x for is_wanted, x in wanted if is_wanted)
         return results if len(results) > 1 else results[0]
@@ -408,70 +448,6 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
 
 def _kind(setting: str) -> Any:
     return _KINDS[setting.rpartition("_")[2]]
-
-
-@dataclass(eq=False)
-class _Call(LastCall):
-    """The inputs of one softmax, in arrays that are not written to."""
-
-    query: Array
-    key: Array
-    arguments: dict[str, Any]
-
-    def weights(self) -> Array:
-        return OPS.stop_gradient(attention_weights(self.query, self.key, **self.arguments))
-
-
-@dataclass(eq=False)
-class _Weights(LastCall):
-    """The weights of one softmax, without a gradient."""
-
-    values: Array
-
-    def weights(self) -> Array:
-        # NumPy's may be written to.
-        return self.values.copy() if BACKEND == "numpy" else self.values
-
-
-def _kept(query: Array, key: Array, arguments: dict[str, Any], weights: Array | None) -> Any:
-    """Return `weights`, or what `attention_weights` computes them from, or why that is not kept."""
-    if weights is not None and not _is_traced(weights):  # they are traced where the seed is
-        if BACKEND == "torch":
-            from attnscore.layers import torch
-
-            return torch.Weights(weights.detach())
-        # Detached now: a tape that has ended still knows the tensors of the call.
-        return _Weights(OPS.stop_gradient(weights) if OPS.needs_grad(weights) else weights)
-    if _is_staged((query, key), arguments):
-        return "compiled functions (fit, evaluate, predict, tf.function, jit), which keep nothing"
-    if BACKEND == "torch":
-        # Tensors there can be written to, and carry a graph.
-        from attnscore.layers import torch
-
-        return torch.Call.of(query, key, arguments)
-    # Arrays of NumPy may be written to after the call, and with its backend all are NumPy's.
-    query, key = (shared.copied(x, np.ndarray) for x in (query, key))
-    return _Call(query, key, {name: shared.copied(x, np.ndarray) for name, x in arguments.items()})
-
-
-def _is_staged(operands: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
-    """Whether any array of a call stands for values of a later run."""
-    mask = arguments["mask"]
-    masked = mask.arrays().values() if isinstance(mask, Mask) else (mask,)
-    given = (arguments.get(name) for name in ("valid_lens", "bias", "sink"))
-    others = [x for x in (*given, *masked) if backends.is_array(x)]
-    return _is_traced(*operands, *arrays_of(arguments["score"]).values(), *others)
-
-
-def _is_traced(*arrays: Array) -> bool:
-    """Whether these stand for values of a later run."""
-    if BACKEND == "torch":
-        from attnscore.layers import torch
-
-        return torch.is_traced(*arrays)
-    if BACKEND == "tensorflow":
-        return not all(hasattr(x, "numpy") or not hasattr(x, "graph") for x in arrays)
-    return BACKEND == "jax" and (OPS.needs_grad(*arrays) or OPS.needs_host_callback(*arrays))
 
 
 # ------------------------------------------------------------------ the layers

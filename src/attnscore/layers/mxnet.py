@@ -8,7 +8,7 @@
 - Dropout is active under ``autograd.record()`` (or ``train_mode``), as in Gluon.
 - Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
 - ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax, without a graph and in
-  O(n) memory. It computes and keeps them itself where they are few, or where those of the call before were read.
+  O(n) memory. It computes and keeps them itself where they are few.
 
 All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features), after
 ``mxnet.npx.set_np()`` and ``layer.initialize()``.
@@ -17,7 +17,6 @@ All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, final
 
 import mxnet as mx
@@ -26,8 +25,6 @@ from mxnet import autograd, gluon
 from mxnet.gluon.parameter import DeferredInitializationError
 
 from attnscore import backends
-from attnscore.analysis.weights import attention_weights
-from attnscore.api import attend
 from attnscore.backends.base import Array
 from attnscore.base.arguments import check_flag
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
@@ -35,8 +32,6 @@ from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys, option
 from attnscore.layers.documentation import BIAS, CACHE, Documentation, documented_call
-from attnscore.plans.prepared import with_exps_of
-from attnscore.scores.arrays import with_arrays
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
 __all__ = [
@@ -128,8 +123,25 @@ def _check_operand(name: str, x: Array, weight: Array, owner: str, *, axis: int)
 # ------------------------------------------------------------------ the call
 
 
+class _LastCall(LastCall):
+    """MXNet counts no versions of an array, so all that a caller could write to is copied."""
+
+    def copied(self, x: Any) -> Any:
+        with autograd.pause():
+            return x.detach().copy() if isinstance(x, mx.np.ndarray) else np.array(x)
+
+    def copied_mask(self, mask: Any) -> Any:
+        return shared.copied(mask)
+
+    def compute(self) -> Array:
+        with autograd.pause():
+            return super().compute()
+
+
 class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
     """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
+
+    _last_call_type = _LastCall
 
     def __init__(
         self, layer: Layer, dropout: float, keep_last: bool, prefix: str | None = None, params: Any = None
@@ -138,7 +150,7 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         self._layer = layer
         self.dropout = shared.check_probability(dropout)
         self.keep_last = check_flag("keep_last", keep_last)
-        self._last: _Call | _Weights | None = None
+        self._last: Any = None
         with self.name_scope():
             for linear in layer.linears:
                 units, size = linear.units, linear.in_features
@@ -178,23 +190,8 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         shapes = [x.shape for x in inputs.values()]
         operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
         cache = arguments.pop("cache", None)
-        query, key, value = operands
-        bound, options = with_exps_of(given, key, arguments)
         dropout = self.dropout if autograd.is_training() else 0.0
-        keeps_weights = self.keep_last and self._computes_in_pass(*operands)
-        self._last = None
-        if keeps_weights:
-            out, weights = attend(query, bound, value, dropout=dropout, return_weights=True, **options)
-            self._last = _Weights(weights.detach())
-            return self._output(out), cache
-        out = attend(query, bound, value, dropout=dropout, **options)
-        if self.keep_last:
-            with autograd.pause():
-                # MXNet counts no versions of an array, so what the caller could write to is copied.
-                query, key = (
-                    x.copy() if x is given else x.detach() for x, given in zip(operands, (queries, keys), strict=False)
-                )
-                self._last = _Call.of(query, key, arguments)
+        out, _, self._last = self._attend(given, operands, arguments, dropout)
         return self._output(out), cache
 
     def _project(self, linear: Linear, x: Array) -> Array:
@@ -219,40 +216,6 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the last call: a copy carries no activations."""
         return {**self.__dict__, "_last": None}
-
-
-@dataclass(eq=False)
-class _Weights(LastCall):
-    """The detached weights of one softmax."""
-
-    values: Array
-
-    def weights(self) -> Array:
-        with autograd.pause():
-            # A copy: a caller may write to what it reads.
-            return self.values.copy()
-
-
-@dataclass(eq=False)
-class _Call(LastCall):
-    """The detached inputs of one softmax."""
-
-    query: Array
-    key: Array
-    arguments: dict[str, Any]
-
-    @classmethod
-    def of(cls, query: Array, key: Array, arguments: dict[str, Any]) -> _Call:
-        lens = arguments["valid_lens"]
-        own = {"score": with_arrays(arguments["score"], lambda x: x.detach().copy())}
-        own |= {name: arguments[name].detach().copy() for name in ("bias", "sink") if name in arguments}
-        if lens is not None:
-            own["valid_lens"] = np.array(backends.host(lens))
-        return cls(query, key, arguments | own | {"mask": shared.copied(arguments["mask"])})
-
-    def weights(self) -> Array:
-        with autograd.pause():
-            return attention_weights(self.query, self.key, **self.arguments)
 
 
 # ------------------------------------------------------------------ the layers

@@ -6,8 +6,8 @@
   also ``W_v.weight``, ``W_o.weight``), so its checkpoints load. Sizes not given are inferred at the first call.
 - Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
 - ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax, without a graph and in
-  O(n) memory. A call computes them in its own pass where they are so few that keeping the inputs takes longer, or where
-  those of the last call were read. Nothing is kept under tracing, by pickle or by deepcopy.
+  O(n) memory. A call computes them in its own pass where they are so few that keeping the inputs takes longer. Nothing
+  is kept under tracing, by pickle or by deepcopy.
 
 All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features).
 """
@@ -19,7 +19,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, final
 
 import numpy as np
@@ -29,26 +29,20 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
 from attnscore import backends
-from attnscore.analysis.weights import attention_weights
-from attnscore.api import attend
 from attnscore.backends import torch as backend
 from attnscore.backends import torch_private as private
-from attnscore.backends.base import Signature
-from attnscore.base import thresholds
-from attnscore.base.arguments import CallArguments, check_flag, shown
+from attnscore.base.arguments import check_flag, shown
 from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys, option
+from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, PreparesKeys, option
 from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
 from attnscore.masks import Mask
 from attnscore.parallel.shard import Shard
-from attnscore.plans import plan as plans
 from attnscore.plans.padding import may_save, over_rows, real_rows
-from attnscore.plans.prepared import with_exps_of
+from attnscore.plans.prepared import PreparedKeys
 from attnscore.scores import arrays_of
-from attnscore.scores.arrays import with_arrays
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
 __all__ = [
@@ -60,8 +54,6 @@ __all__ = [
 ]
 
 _OPS = backends.load("torch")
-_LENS_DTYPES = (torch.int32, torch.int64)  # which a plan reads at each call
-_OWN_ATTEND = (attend,)  # not a name of it: `watch` binds all names of `attend` to a function that reports the call
 _documented = Documentation(
     "from torch import ones",
     options="""
@@ -189,10 +181,42 @@ def _check_operand(name: str, x: Tensor, weight: Tensor, owner: str, *, axis: in
 # ------------------------------------------------------------------ the call
 
 
+class LastCall(description.LastCall):
+    """Inputs of a softmax are kept by reference, with their version."""
+
+    def detached(self, x: Tensor) -> Tensor:
+        return x.detach() if x.requires_grad else x
+
+    def copied(self, x: Any) -> Any:
+        return x.detach().clone() if isinstance(x, Tensor) else np.array(x)
+
+    def copied_mask(self, mask: Any) -> Any:
+        return mask
+
+    def keep_inputs(self, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> None:
+        super().keep_inputs(query, key, arguments)
+        held = (self.query, self.key, *_tensors(self.arguments["mask"]))
+        # Inference tensors count no versions.
+        self.versions = [(x, x._version) for x in held if not x.is_inference()]
+
+    def compute(self) -> Tensor:
+        if any(x._version != version for x, version in self.versions):
+            hint = "read the weights before writing to the tensors that the layer was called with"
+            raise ArgumentError(
+                message("attention_weights", "inputs as they were in the call", "changed ones", hint=hint)
+            )
+        with torch.no_grad(), torch.autocast(self.query.device.type, enabled=False):
+            found: Tensor = super().compute()
+        return found
+
+
 # nn.Module comes first: FSDP2 sets the __class__ of a layer to a subclass, which Python allows where the instances of
 # both have their __dict__ from a direct child of `object`.
 class Attention(nn.Module, BaseAttention[Tensor]):
     """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
+
+    _last_call_type = LastCall
+    _modules: dict[str, Any]
 
     def __init__(
         self, layer: Layer, dropout: float, keep_last: bool, device: Any = None, dtype: torch.dtype | None = None
@@ -201,7 +225,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         self.dropout = shared.check_probability(dropout)
         self.keep_last = check_flag("keep_last", keep_last)
         self._layer = layer
-        self._last: Call | Weights | str | None = None
+        self._last: description.LastCall | str | None = None
         for linear in layer.linears:
             self.add_module(linear.name, _linear(linear, device, dtype))
         for parameter in layer.parameters:
@@ -227,91 +251,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None, mask: Any = None
     ) -> Tensor:
-        if mask is None and attend is _OWN_ATTEND[0] and not torch.compiler.is_compiling():
-            layout = self._layout(queries, keys, values, valid_lens)
-            if layout is not None:
-                return self._planned(layout, queries, keys, values, valid_lens)
         return self._pooled(queries, keys, values, valid_lens, mask)
-
-    def _layout(self, queries: Tensor, keys: Tensor, values: Tensor, lens: Any) -> Signature | None:
-        """Return the layouts of the arrays of a call and of all parameters; None unless all are plain tensors."""
-        if private.tracing_state() is not None or private.are_transforms_active():
-            return None
-        arrays: list[Any] = [queries, keys, values]
-        if lens is not None:
-            # Plans of other lengths hold their values.
-            if type(lens) is not Tensor or lens.dtype not in _LENS_DTYPES or lens.dim() not in (1, 2):
-                return None
-            arrays.append(lens)
-        modules: dict[str, Any] = self._modules
-        for part in self._layer.parts:
-            # Not the attribute: torch's lookup takes 0.7 us, and a parametrisation (spectral norm) would compute it,
-            # and count a step, once more.
-            is_own = type(part) is Parameter and not part.inputs
-            arrays.append(self._parameters.get(part.name) if is_own else modules[part.name]._parameters.get("weight"))
-        return _OPS.signature(arrays)
-
-    def _planned(
-        self, layout: Signature, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
-    ) -> Tensor:
-        """Return the output of a call of plain tensors, as `_pooled` does, by the plan of its layout."""
-        layer, inputs = self._layer, {"queries": queries, "keys": keys, "values": values}
-        may_unpad = _CHECKED.get_or_compute((layer.key, layout), lambda: self._check_planned(inputs, valid_lens))
-        projected = None
-        if (score := layer.fixed_score) is None:
-            for linear in layer.linears:
-                if linear.input == "keys" and may_unpad:
-                    inputs["keys"] = self._project_unpadded(linear, keys, valid_lens)
-                elif linear.input in inputs:
-                    inputs[linear.input] = self._project(linear, inputs[linear.input])
-            arrays: dict[str, Tensor] = {}
-            are_given = not layer.linears
-            for part in layer.score_parts:
-                kind = nn.Linear if isinstance(part, Linear) else Matrix if part.inputs else None
-                if kind is not None and _is_bare(module := self._module(part), kind):
-                    # The weight of w_v is that of one head, (1, units): a view would be one more step of the gradient.
-                    arrays[part.name] = module._parameters["weight"]
-                else:
-                    arrays[part.name], are_given = self._read(part, inputs), False
-            score, (queries, keys, values) = layer.make_score(arrays), inputs.values()
-            if not are_given:
-                # Hooks, and what replaced a projection, may lay them out in any way.
-                projected = _OPS.signature([queries, keys, *arrays.values()])
-        dropout = self._active_dropout()
-        key = (layer.key, dropout, layout, projected)
-        known = _KNOWN.get(key)
-        if known is None:
-            known = _KNOWN.get_or_compute(key, lambda: Known(self._pairs(queries, keys, values)))
-        has_weights = bool(self.keep_last) and self._are_few(known.pairs)
-        # As `CallArguments`, without the constructor.
-        arguments = tuple.__new__(CallArguments, (queries, keys, values, score, None, valid_lens, None, None, None))
-        if (plan := known.plans_of.get(has_weights)) is None:
-            options = (-3, layer.normalizer, "auto", dropout, has_weights, False)
-            plan, arguments = plans.planned(plans.signature(arguments, options), arguments, options)
-            if has_weights:
-                plan = plan.with_detached_weights()
-            if plan.is_reusable and plan.heads <= thresholds.PLANNED_HEADS:
-                known.plans_of[has_weights] = plan
-                _KNOWN.weigh(key, sum(each.heads for each in tuple(known.plans_of.values())))
-        out: Tensor
-        kept: Call | Weights | None = None
-        if has_weights:
-            out, weights = plan.run(arguments)
-            kept = Weights.of(weights)
-        else:
-            out = plan.run(arguments)
-        if self.keep_last and kept is None:
-            given = {"score": score, "valid_lens": valid_lens, "mask": None, "normalizer": layer.normalizer}
-            kept = Call.of(queries, keys, given)
-        self._keep(kept)
-        return out
-
-    def _active_dropout(self) -> float:
-        return self.dropout if self.training else 0.0
-
-    def _keep(self, call: Call | Weights | str | None) -> None:
-        # Not by torch, which looks through all modules and parameters before it sets an attribute.
-        object.__setattr__(self, "_last", call)
 
     def _pooled(
         self,
@@ -325,15 +265,18 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         context: Context | None = None,
     ) -> Tensor:
         """Return the output of a call, and keep what `attention_weights` reads."""
-        given, (keys, linears) = keys, self._unprepared(keys)
+        layer, given, linears = self._layer, keys, self._layer.linears
+        if isinstance(keys, PreparedKeys):
+            keys, linears = self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
-        is_plain = not torch.compiler.is_compiling() and self._are_checked(inputs, linears)
+        may_unpad = self._checked_once(inputs, linears)
+        is_plain = may_unpad is not None
         if not is_plain:
             self._check(inputs, linears)
-        shapes = [x.shape for x in inputs.values()] if self._layer.heads else []
+        shapes = [x.shape for x in inputs.values()] if layer.heads else []
         positions = None if context is None else context.positions(queries)
         own_mask = mask if context is None else None  # that of the whole sequence does not fit these shapes
-        lens = valid_lens if is_plain and cache is None and context is None else None
+        lens = valid_lens if may_unpad and cache is None and context is None else None
         operands, arguments = self._operands(
             inputs, shapes, valid_lens, own_mask, linears, bias, cache, positions, lens
         )
@@ -342,54 +285,47 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             # `attend` would cast as well, but the inputs kept must be those of the softmax.
             with _OPS.numeric_scope():
                 operands = _OPS.autocast(*operands)
-        query, key, value = operands
-        bound, options = with_exps_of(given, key, arguments)
-        dropout = self._active_dropout()
-        is_staged = not is_plain and is_traced(query, key, *_others(arguments))
-        kept: Call | Weights | str | None = None
-        if context is not None:
-            # The lengths of the whole sequence are checked where they are known.
-            own_mask = shared.over_heads(mask, (len(queries), None, None))
-            out = context.attend(query, key, value, dropout=dropout, **{**arguments, "mask": own_mask})
-            kept = _SHARDED
-        elif self.keep_last and not is_staged and self._computes_in_pass(query, key, value):
-            out, weights = attend(query, bound, value, dropout=dropout, return_weights=True, **options)
-            kept = Weights.of(weights)
+        dropout = self.dropout if self.training else 0.0
+        last: description.LastCall | str | None
+        if context is None:
+            staged = None if is_plain or not is_traced(*operands[:2], *_others(arguments)) else _STAGED
+            out, _, last = self._attend(given, operands, arguments, dropout, staged=staged)
         else:
-            out = attend(query, bound, value, dropout=dropout, **options)
-            if self.keep_last:
-                kept = _STAGED if is_staged else Call.of(query, key, arguments)
+            # The lengths of the whole sequence are checked where they are known.
+            arguments["mask"] = shared.over_heads(mask, (len(queries), None, None))
+            out, last = context.attend(*operands, dropout=dropout, **arguments), _SHARDED
         if cache is not None:
             cache.hold_for(out)
-        self._keep(kept)
-        return self._output(out)
+        # Not by torch, which looks through all modules and parameters before it sets an attribute.
+        object.__setattr__(self, "_last", last)
+        return self._output(out) if layer.heads else out
 
-    def _are_checked(self, inputs: dict[str, Any], linears: tuple[Linear, ...]) -> bool:
-        """Whether inputs and weights are plain, and others of their layouts have passed `_check` for such a layer."""
-        arrays = [*inputs.values()]
-        for linear in linears:
-            if linear.input in inputs and (weight := self._weight(linear)) is not None:
+    def _checked_once(self, inputs: dict[str, Any], linears: tuple[Linear, ...]) -> bool | None:
+        """Check inputs whose layouts are new to such a layer; return whether leaving padded keys out may save time.
+
+        None unless inputs and weights are all plain tensors.
+        """
+        layer, arrays = self._layer, [*inputs.values()]
+        for name in layer.on_inputs:
+            # Not the attribute: torch's lookup takes 0.7 us, and a parametrisation (spectral norm) would compute it,
+            # and count a step, once more.
+            if (weight := self._modules[name]._parameters.get("weight")) is not None:
                 arrays.append(weight)
-        if private.tracing_state() is not None or private.are_transforms_active():
-            return False
+        # The signature first: torch.compile cannot trace the others.
         if (signature := _OPS.signature(arrays)) is None:
-            return False
-        key = (type(self), len(linears), signature)
-        return _CHECKED.get_or_compute(key, lambda: self._check(inputs, linears))
+            return None
+        if private.tracing_state() is not None or private.are_transforms_active():
+            return None
 
-    def _check_planned(self, inputs: dict[str, Any], lens: Tensor | None) -> bool:
-        """Raise as `_check` does; return whether the keys may have so much padding that it should not be projected."""
-        layer = self._layer
-        self._check(inputs, layer.linears)
-        for parameter in layer.parameters:
-            # The call of a matrix checks this too, but one without hooks is read, not called.
-            if parameter.inputs and isinstance(module := self._module(parameter), Matrix):
-                _check_sides(inputs["queries"], inputs["keys"], _weight_of(module))
-        of_keys = [linear.units for linear in layer.linears if linear.input == "keys"]
-        return lens is not None and any(may_save(_OPS, inputs["keys"], units) for units in of_keys)
+        def check() -> bool:
+            self._check(inputs, linears)
+            padded = [x for x in linears if x.input in ("keys", "values")]
+            return any(may_save(_OPS, inputs[x.input], x.units) for x in padded)
 
-    def _check(self, inputs: dict[str, Any], linears: Sequence[Linear]) -> bool:
-        """Raise unless the inputs fit each other and the weights that are applied to them; return True."""
+        return _CHECKED.get_or_compute((layer.key, len(linears), signature), check)
+
+    def _check(self, inputs: dict[str, Any], linears: Sequence[Linear]) -> None:
+        """Raise unless the inputs fit each other and the weights that are applied to them."""
         shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
         # A lazy module gets its weight when it is first called. A compiler then starts its trace anew, and fails where
         # that takes another way than the first.
@@ -397,24 +333,26 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         for linear in linears:
             if linear.input not in inputs or (is_compiling and linear.size is None):
                 continue
-            weight, module = self._weight(linear), self._module(linear)
+            weight, module = self._weight(linear), self._modules[linear.name]
             # Packed weights, and those of other modules, have other shapes; a lazy module may have loaded its weight.
             if isinstance(module, nn.Linear) and weight is not None and module.in_features in (0, weight.shape[-1]):
                 _check_operand(linear.input, inputs[linear.input], weight, linear.name, axis=1)
-        return True
+        for parameter in self._layer.parameters:
+            if parameter.inputs and _is_bare(module := self._modules[parameter.name], Matrix):
+                _check_sides(inputs["queries"], inputs["keys"], _weight_of(module))
 
     def _weight(self, linear: Linear) -> Tensor | None:
         """Return the weight of a projection; None where it has none yet, or where another module took its place."""
         # Not the attribute: a parametrisation (spectral norm) would compute it, and count a step, once more.
-        weight = self._module(linear)._parameters.get("weight")
+        weight = self._modules[linear.name]._parameters.get("weight")
         return weight if isinstance(weight, Tensor) and not isinstance(weight, UninitializedParameter) else None
 
     def _project(self, linear: Linear, x: Tensor) -> Tensor:
         # arrays of the core are Any
-        return with_nonfinite_rows_isolated(_OPS, x, self._module(linear))  # type: ignore[no-any-return]
+        return with_nonfinite_rows_isolated(_OPS, x, self._modules[linear.name])  # type: ignore[no-any-return]
 
     def _project_unpadded(self, linear: Linear, x: Tensor, lens: Any) -> Tensor:
-        module = self._module(linear)
+        module = self._modules[linear.name]
         is_read = (type(lens) is Tensor and lens.is_cpu) or type(lens) is np.ndarray
         if not (is_read and may_save(_OPS, x, linear.units) and _is_bare(module, nn.Linear)):
             return self._project(linear, x)
@@ -428,22 +366,19 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         found: Tensor = over_rows(_OPS, x, rows, lambda x: with_nonfinite_rows_isolated(_OPS, x, product))
         return found
 
-    def _module(self, part: Linear | Parameter) -> Any:
-        """Return the module of a projection or a matrix, where torch's lookup of an attribute takes 0.7 us."""
-        return self._modules[part.name]
-
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Tensor]) -> Tensor:
         found: Any
-        if isinstance(part, Linear):
-            module = self._module(part)
-            if _is_bare(module, nn.Linear):
-                # A view: an index takes twice as long, and its gradient five times.
-                return module._parameters["weight"].reshape(-1)  # type: ignore[no-any-return]
-            return self._vector(part, inputs["queries"])  # type: ignore[no-any-return]
-        if part.inputs:
-            found = self._module(part)(*map(inputs.__getitem__, part.inputs))
-        else:
+        if isinstance(part, Parameter) and not part.inputs:
             found = getattr(self, part.name)
+            return found  # type: ignore[no-any-return]
+        module, weight = self._modules[part.name], None
+        if _is_bare(module, nn.Linear if isinstance(part, Linear) else Matrix):
+            weight = module._parameters["weight"]
+        if isinstance(part, Linear):
+            # A view: an index takes twice as long, and its gradient five times.
+            found = self._vector(part, inputs["queries"]) if weight is None else weight.reshape(-1)
+        else:
+            found = module(*map(inputs.__getitem__, part.inputs)) if weight is None else weight
         return found  # type: ignore[no-any-return]
 
     def __dir__(self) -> list[str]:
@@ -490,76 +425,13 @@ def _process_group(group: Any) -> Any:
     return group.get_group() if hasattr(group, "get_group") else group
 
 
-@dataclass(eq=False)
-class Weights(LastCall):
-    """The weights of one softmax."""
-
-    values: Tensor
-
-    @classmethod
-    def of(cls, weights: Tensor) -> Weights:
-        """Keep weights without their graph."""
-        return cls(weights.detach() if weights.requires_grad else weights)
-
-    def weights(self) -> Tensor:
-        # A copy: autograd holds the memory of the values, and a caller may write to what it reads.
-        return self.values.clone()
-
-
-@dataclass(eq=False)
-class Call(LastCall):
-    """The detached inputs of one softmax."""
-
-    query: Tensor
-    key: Tensor
-    arguments: dict[str, Any]
-    versions: tuple[tuple[Tensor, int], ...]
-
-    @classmethod
-    def of(cls, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Call:
-        """Keep inputs by reference, with their version; copy what an optimiser or a decoding loop writes to."""
-        query, key, arguments = query.detach(), key.detach(), dict(arguments)
-        score, lens = arguments["score"], arguments["valid_lens"]
-        arguments["score"] = with_arrays(score, lambda x: x.detach().clone())
-        for name in ("bias", "sink"):
-            if isinstance(x := arguments.get(name), Tensor):
-                arguments[name] = x.detach().clone()
-        if lens is not None:
-            arguments["valid_lens"] = lens.detach().clone() if isinstance(lens, Tensor) else np.array(lens)
-        held = (query, key, *_tensors(arguments["mask"]))
-        # Inference tensors count no versions.
-        versions = tuple((x, x._version) for x in held if not x.is_inference())
-        return cls(query, key, arguments, versions)
-
-    def weights(self) -> Tensor:
-        if any(x._version != version for x, version in self.versions):
-            hint = "read the weights before writing to the tensors that the layer was called with"
-            raise ArgumentError(
-                message("attention_weights", "inputs as they were in the call", "changed ones", hint=hint)
-            )
-        with torch.no_grad(), torch.autocast(self.query.device.type, enabled=False):
-            found: Tensor = attention_weights(self.query, self.key, **self.arguments)
-        return found
-
-
 def _others(arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return the arrays and masks of a call beside its query, key and value."""
     others = (arguments.get(name) for name in ("mask", "valid_lens", "bias", "sink"))
     return (*arrays_of(arguments["score"]).values(), *others)
 
 
-@dataclass(eq=False, slots=True)
-class Known:
-    """What is known of the calls of a layer that have the same layouts and dropout."""
-
-    pairs: float
-    """`BaseAttention._pairs`."""
-    plans_of: dict[bool, Any] = field(default_factory=dict)
-    """The plans without weights (False), and with detached weights (True)."""
-
-
 _CHECKED: BoundedCache[bool] = BoundedCache(256)
-_KNOWN: BoundedCache[Known] = BoundedCache(256, thresholds.PLANNED_HEADS)
 # Why nothing is kept of a call.
 _SHARDED = "a context group, whose ranks have some of the keys each"
 _STAGED = "torch.compile, torch.func and tracing, which keep nothing"
