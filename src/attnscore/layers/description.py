@@ -106,12 +106,12 @@ class Layer:
     """A name, or a template of `score_template`."""
     options: tuple[tuple[str, Any], ...] = ()
     """The arguments that a configuration repeats, checked, with None resolved where the sizes follow from others."""
+    printed: tuple[tuple[str, Any], ...] = ()
+    """The options that ``repr`` shows; None is left out."""
     linears: tuple[Linear, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     heads: int = 0
     """0: a layer without heads."""
-    printed: tuple[tuple[str, Any], ...] = ()
-    """The options that ``repr`` shows; None is left out."""
     score_parts: tuple[Linear | Parameter, ...] = field(init=False, repr=False, compare=False)
     """What holds the arrays of the score."""
     after_keys: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
@@ -179,80 +179,126 @@ class Layer:
         return sizes
 
 
+def option(name: str) -> Any:
+    """Return the property that reads an option of a layer."""
+    return property(lambda layer: layer._layer.option(name), doc=f"The constructor's argument `{name}`.")
+
+
 # ------------------------------------------------------------------ the layers
 
 
-def dot_product(scaled: bool, normalizer: Any = "softmax") -> Layer:
-    """Describe `DotProductAttention`."""
-    scaled, chosen = check_flag("scaled", scaled), _normalizer_option(normalizer)
-    printed = () if scaled else (("scaled", False),)
-    return Layer("scaled_dot" if scaled else "dot", options=(("scaled", scaled), *chosen), printed=(*printed, *chosen))
+# In every framework the class of a layer inherits its constructor and options from its description here, which passes
+# the arguments `framework` on to the next base, that of the framework. Children of `object`, as PyTorch's base needs.
 
 
-def additive(num_hiddens: int, key_size: int | None, query_size: int | None, normalizer: Any = "softmax") -> Layer:
-    """Describe `AdditiveAttention`: w_v . tanh(W_q q + W_k k)."""
-    num_hiddens = shared.check_size("num_hiddens", num_hiddens)
-    query_size = shared.check_size("query_size", query_size, optional=True)
-    key_size = shared.check_size("key_size", key_size, optional=True)
-    chosen = _normalizer_option(normalizer)
-    return Layer(
-        "additive",
-        options=(("num_hiddens", num_hiddens), ("key_size", key_size), ("query_size", query_size), *chosen),
-        printed=chosen,
-        linears=(
-            Linear("W_q", "queries", query_size, num_hiddens),
-            Linear("W_k", "keys", key_size, num_hiddens),
-            Linear("w_v", HIDDEN, num_hiddens, 1),
-        ),
-    )
+class DotProductLayer:
+    """Description of `DotProductAttention`."""
+
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        *,
+        scaled: bool = True,
+        normalizer: Any = "softmax",
+        keep_last: bool = True,
+        **framework: Any,
+    ) -> None:
+        scaled, chosen = check_flag("scaled", scaled), _normalizer_option(normalizer)
+        options = (("scaled", scaled), *chosen)
+        printed = chosen if scaled else options
+        super().__init__(Layer("scaled_dot" if scaled else "dot", options, printed), dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
+
+    scaled = option("scaled")
 
 
-def bilinear(key_size: int | None, query_size: int | None, normalizer: Any = "softmax") -> Layer:
-    """Describe `BilinearAttention`: q . W k.
+class AdditiveLayer:
+    """Description of `AdditiveAttention`: w_v . tanh(W_q q + W_k k)."""
+
+    @shared.naming_arguments(shared.D2L_ADDITIVE)
+    def __init__(
+        self,
+        num_hiddens: int,
+        dropout: float = 0.0,
+        *,
+        key_size: int | None = None,
+        query_size: int | None = None,
+        normalizer: Any = "softmax",
+        keep_last: bool = True,
+        **framework: Any,
+    ) -> None:
+        units = shared.check_size("num_hiddens", num_hiddens)
+        sizes, chosen = _checked_sizes(key_size=key_size, query_size=query_size), _normalizer_option(normalizer)
+        linears = (
+            Linear("W_q", "queries", sizes["query_size"], units),
+            Linear("W_k", "keys", sizes["key_size"], units),
+            Linear("w_v", HIDDEN, units, 1),
+        )
+        layer = Layer("additive", (("num_hiddens", units), *sizes.items(), *chosen), chosen, linears)
+        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
+
+    num_hiddens = option("num_hiddens")
+
+
+class BilinearLayer:
+    """Description of `BilinearAttention`: q . W k.
 
     A score sums query_size * key_size products, so that is the fan-in of W. With the usual 1/sqrt(key_size) the
     variance of the scores grows with query_size, and the softmax starts saturated.
     """
-    query_size = shared.check_size("query_size", query_size, optional=True)
-    key_size = shared.check_size("key_size", key_size, optional=True)
-    chosen = _normalizer_option(normalizer)
-    return Layer(
-        "bilinear",
-        options=(("key_size", key_size), ("query_size", query_size), *chosen),
-        printed=chosen,
-        parameters=(Parameter("W", (query_size, key_size), fan_in_axes=2, inputs=("queries", "keys")),),
-    )
+
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        *,
+        key_size: int | None = None,
+        query_size: int | None = None,
+        normalizer: Any = "softmax",
+        keep_last: bool = True,
+        **framework: Any,
+    ) -> None:
+        sizes, chosen = _checked_sizes(key_size=key_size, query_size=query_size), _normalizer_option(normalizer)
+        shape = sizes["query_size"], sizes["key_size"]
+        matrix = Parameter("W", shape, fan_in_axes=2, inputs=("queries", "keys"))
+        layer = Layer("bilinear", (*sizes.items(), *chosen), chosen, parameters=(matrix,))
+        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
 
 
-def gaussian(bandwidth: float, learn_bandwidth: bool, normalizer: Any = "softmax") -> Layer:
-    """Describe `GaussianAttention`. A bandwidth is learned as its logarithm, so that it stays above 0."""
-    bandwidth, learn_bandwidth = check_positive("bandwidth", bandwidth), check_flag("learn_bandwidth", learn_bandwidth)
-    learned = Parameter("log_bandwidth", (), start=math.log(bandwidth))
-    chosen = _normalizer_option(normalizer)
-    return Layer(
-        "gaussian",
-        options=(("bandwidth", bandwidth), ("learn_bandwidth", learn_bandwidth), *chosen),
-        parameters=(learned,) if learn_bandwidth else (),
-        printed=(("bandwidth", bandwidth), ("learn_bandwidth", True if learn_bandwidth else None), *chosen),
-    )
+class GaussianLayer:
+    """Description of `GaussianAttention`. A bandwidth is learned as its logarithm, so that it stays above 0."""
+
+    log_bandwidth: Any
+
+    def __init__(
+        self,
+        bandwidth: float = 1.0,
+        dropout: float = 0.0,
+        *,
+        learn_bandwidth: bool = False,
+        normalizer: Any = "softmax",
+        keep_last: bool = True,
+        **framework: Any,
+    ) -> None:
+        start, learn = check_positive("bandwidth", bandwidth), check_flag("learn_bandwidth", learn_bandwidth)
+        chosen = _normalizer_option(normalizer)
+        options = (("bandwidth", start), ("learn_bandwidth", learn), *chosen)
+        printed = (("bandwidth", start), ("learn_bandwidth", learn or None), *chosen)
+        learned = Parameter("log_bandwidth", (), start=math.log(start))
+        layer = Layer("gaussian", options, printed, parameters=(learned,) if learn else ())
+        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
+        if not learn:
+            self.log_bandwidth = None
+
+    start = option("bandwidth")
+
+    @property
+    def bandwidth(self) -> Any:
+        """The bandwidth as it is now: a number, or an array where it is learned."""
+        layer: Any = self
+        return self.start if self.log_bandwidth is None else _exp(layer._read(layer._layer.parameters[0], {}))
 
 
-def multi_head(
-    num_hiddens: int,
-    num_heads: int,
-    bias: bool,
-    score: Any,
-    score_hiddens: int | None,
-    num_key_value_heads: int | None,
-    query_size: int | None,
-    key_size: int | None,
-    value_size: int | None,
-    *,
-    sink: bool = False,
-    qk_norm: bool = False,
-    normalizer: Any = "softmax",
-) -> Layer:
-    """Describe `MultiHeadAttention`: W_o concat_h(pool_h).
+class MultiHeadLayer:
+    """Description of `MultiHeadAttention`: W_o concat_h(pool_h).
 
     Raises
     ------
@@ -262,75 +308,94 @@ def multi_head(
     ShapeError
         Heads that do not divide.
     """
-    bias = check_flag("bias", bias)
-    num_hiddens, num_heads = shared.check_size("num_hiddens", num_hiddens), shared.check_size("num_heads", num_heads)
-    num_key_value_heads = shared.check_size("num_key_value_heads", num_key_value_heads, optional=True)
-    score_hiddens = shared.check_size("score_hiddens", score_hiddens, optional=True)
-    sizes = {"query_size": query_size, "key_size": key_size, "value_size": value_size}
-    sizes = {name: shared.check_size(name, size, optional=True) for name, size in sizes.items()}
-    names = score_template.names_in(score, tuple(_SCORES))
-    if score_hiddens is not None and "additive" not in names:
-        hint = "only the additive score has hidden units"
-        raise ArgumentError(message("score_hiddens", f"None for score={score!r}", score_hiddens, hint=hint))
-    kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
-    if num_hiddens % num_heads:
-        raise ShapeError(message("num_hiddens", f"a multiple of num_heads ({num_heads})", num_hiddens))
-    if num_heads % kv_heads:
-        raise ShapeError(message("num_key_value_heads", f"a number that divides num_heads ({num_heads})", kv_heads))
-    dim = num_hiddens // num_heads
-    # Of the queries and keys of one head; for the additive score its hidden units.
-    score_dim = score_hiddens or dim
-    parameters = [x for name in names if name in _PARAMETERS for x in _PARAMETERS[name](num_heads, score_dim)]
-    parameters += [Parameter(name, x.shape, _nested(x)) for name, x in score_template.arrays_in(score).items()]
-    chosen = _normalizer_option(normalizer)
-    if check_flag("sink", sink):
-        if chosen:
-            raise ArgumentError(message("sink", "False, as the normalizer is not the softmax", True))
-        parameters.append(Parameter("sink", (num_heads,)))
-    if check_flag("qk_norm", qk_norm):
-        parameters += [Parameter(name, (score_dim,), start=1.0) for name in _NORMS]
-    further = (("sink", sink or None), ("qk_norm", qk_norm or None), *chosen)
-    return Layer(
-        score,
-        options=(
-            ("num_hiddens", num_hiddens),
-            ("num_heads", num_heads),
+
+    @shared.naming_arguments(shared.D2L_MULTI_HEAD)
+    def __init__(
+        self,
+        num_hiddens: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        *,
+        bias: bool = False,
+        score: Any = "scaled_dot",
+        score_hiddens: int | None = None,
+        num_key_value_heads: int | None = None,
+        sink: bool = False,
+        qk_norm: bool = False,
+        normalizer: Any = "softmax",
+        rotary: Any = None,
+        query_size: int | None = None,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        keep_last: bool = True,
+        **framework: Any,
+    ) -> None:
+        bias = check_flag("bias", bias)
+        units, heads = shared.check_size("num_hiddens", num_hiddens), shared.check_size("num_heads", num_heads)
+        given = _checked_sizes(num_key_value_heads=num_key_value_heads, score_hiddens=score_hiddens)
+        sizes = _checked_sizes(query_size=query_size, key_size=key_size, value_size=value_size)
+        names = score_template.names_in(score, tuple(_SCORES))
+        if given["score_hiddens"] is not None and "additive" not in names:
+            hint = "only the additive score has hidden units"
+            raise ArgumentError(message("score_hiddens", f"None for score={score!r}", score_hiddens, hint=hint))
+        kv_heads = given["num_key_value_heads"] or heads
+        if units % heads:
+            raise ShapeError(message("num_hiddens", f"a multiple of num_heads ({heads})", units))
+        if heads % kv_heads:
+            raise ShapeError(message("num_key_value_heads", f"a number that divides num_heads ({heads})", kv_heads))
+        dim = units // heads
+        # Of the queries and keys of one head; for the additive score its hidden units.
+        score_dim = given["score_hiddens"] or dim
+        parameters = [x for name in names if name in _PARAMETERS for x in _PARAMETERS[name](heads, score_dim)]
+        parameters += [Parameter(name, x.shape, _nested(x)) for name, x in score_template.arrays_in(score).items()]
+        chosen = _normalizer_option(normalizer)
+        if check_flag("sink", sink):
+            if chosen:
+                raise ArgumentError(message("sink", "False, as the normalizer is not the softmax", True))
+            parameters.append(Parameter("sink", (heads,)))
+        if check_flag("qk_norm", qk_norm):
+            parameters += [Parameter(name, (score_dim,), start=1.0) for name in _NORMS]
+        further = [(name, True) for name, x in (("sink", sink), ("qk_norm", qk_norm)) if x] + [*chosen]
+        options = (
+            ("num_hiddens", units),
+            ("num_heads", heads),
             ("bias", bias),
             ("score", score),
             ("score_hiddens", score_dim if "additive" in names else None),
             ("num_key_value_heads", kv_heads),
             *sizes.items(),
-            *[option for option in further if option[1]],
-        ),
-        linears=(
-            Linear("W_q", "queries", sizes["query_size"], num_heads * score_dim, bias, num_heads),
-            Linear("W_k", "keys", sizes["key_size"], kv_heads * score_dim, bias, kv_heads),
-            Linear("W_v", "values", sizes["value_size"], kv_heads * dim, bias, kv_heads),
-            Linear("W_o", POOLED, num_hiddens, num_hiddens, bias),
-        ),
-        parameters=tuple(parameters),
-        heads=num_heads,
-        printed=(
-            ("num_hiddens", num_hiddens),
-            ("num_heads", num_heads),
+            *further,
+        )
+        printed = (
+            ("num_hiddens", units),
+            ("num_heads", heads),
             ("score", score),
             ("score_hiddens", score_dim if score_dim != dim else None),
-            ("num_key_value_heads", kv_heads if kv_heads != num_heads else None),
+            ("num_key_value_heads", kv_heads if kv_heads != heads else None),
             *further,
-        ),
-    )
+        )
+        linears = (
+            Linear("W_q", "queries", sizes["query_size"], heads * score_dim, bias, heads),
+            Linear("W_k", "keys", sizes["key_size"], kv_heads * score_dim, bias, kv_heads),
+            Linear("W_v", "values", sizes["value_size"], kv_heads * dim, bias, kv_heads),
+            Linear("W_o", POOLED, units, units, bias),
+        )
+        layer = Layer(score, options, printed, linears, tuple(parameters), heads)
+        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
+        if rotary is not None and not callable(rotary):
+            raise ArgumentError(message("rotary", "a function of queries, keys and positions, or None", shown(rotary)))
+        self.rotary = rotary
+
+    num_hiddens, num_heads = option("num_hiddens"), option("num_heads")
+
+
+def _checked_sizes(**sizes: Any) -> dict[str, int | None]:
+    return {name: shared.check_size(name, size, optional=True) for name, size in sizes.items()}
 
 
 def _normalizer_option(normalizer: Any) -> tuple[tuple[str, Any], ...]:
     """Return the option of a normalizer that `attend` takes; none for the softmax, so that configurations stay."""
     return () if normalizers.resolve(normalizer) is None else (("normalizer", normalizer),)
-
-
-def check_rotary(rotary: Any) -> Any:
-    """Return a rotary embedding; raise ArgumentError unless it is a function, or None."""
-    if rotary is not None and not callable(rotary):
-        raise ArgumentError(message("rotary", "a function of queries, keys and positions, or None", shown(rotary)))
-    return rotary
 
 
 def _nested(x: Any) -> Any:
@@ -699,8 +764,3 @@ class LoadsTorch:
     @abstractmethod
     def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
         """Assign a checkpoint, and make the parameters that were not sized yet."""
-
-
-def option(name: str) -> Any:
-    """Return the property that reads an option of a layer."""
-    return property(lambda layer: layer._layer.option(name), doc=f"The constructor's argument `{name}`.")

@@ -9,9 +9,11 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, TypeVar
+
+from attnscore.layers.shared import with_constructor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
@@ -188,13 +190,22 @@ class Documentation:
     """Arguments that a layer with parameters always needs."""
     ready: str = ""
     """The line between the constructor and the first call."""
+    without: tuple[str, ...] = ()
+    """The framework's arguments that the constructor does not have."""
+    required: tuple[str, ...] = ()
+    """Those that have no default."""
+
+    def altered(self, **fields: tuple[str, ...]) -> Documentation:
+        """Return the decorator with other fields."""
+        return replace(self, **fields)  # type: ignore[arg-type]  # those of the last two
 
     def __call__(self, cls: Class) -> Class:
-        """Give a layer's class its docstring; the one written in the class is for readers of the source."""
+        """Give a layer's class its constructor and docstring; the one in the class is for readers of the source."""
+        made: Any = with_constructor(cls, self.without, self.required)
         about, example = _LAYERS[cls.__name__]
         example = example.replace("({more})", f"({self.more})").replace("{more}", self.more and f", {self.more}")
         example = example.replace(">>> {ready}\n", self.ready and f">>> {self.ready}\n")
-        parameters = _parameters(vars(cls)["__init__"], _OPTIONS + self.options)
+        parameters = _parameters(made.__init__, _OPTIONS + self.options)
         cls.__doc__ = f"{about.strip()}\n\n{parameters}\n\nExamples\n--------\n>>> {self.imports}{example}"
         return cls
 

@@ -33,16 +33,20 @@ from attnscore.base.arguments import check_flag
 from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, message
 from attnscore.kv_cache import KeyValueCache
-from attnscore.layers import description, shared
+from attnscore.layers import shared
 from attnscore.layers.description import (
+    AdditiveLayer,
     BaseAttention,
+    BilinearLayer,
+    DotProductLayer,
+    GaussianLayer,
     LastCall,
     Layer,
     Linear,
     LoadsTorch,
+    MultiHeadLayer,
     Parameter,
     PreparesKeys,
-    option,
 )
 from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
 from attnscore.masks import Mask
@@ -162,11 +166,12 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         self,
         layer: Layer,
         dropout: float,
-        deterministic: bool,
         keep_last: bool,
-        dtype: Any,
-        param_dtype: Any,
-        rngs: nnx.Rngs | None,
+        *,
+        deterministic: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs | None = None,
     ) -> None:
         self._layer = layer
         options = {"dtype": dtype, "param_dtype": param_dtype}
@@ -361,146 +366,36 @@ def _promoted(operands: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
 
 
 @final
-@_documented
-class DotProductAttention(Attention):
+@_documented.altered(without=("param_dtype",))
+class DotProductAttention(DotProductLayer, Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
-
-    def __init__(
-        self,
-        dropout: float = 0.0,
-        *,
-        scaled: bool = True,
-        normalizer: Any = "softmax",
-        deterministic: bool = False,
-        keep_last: bool = True,
-        dtype: Any = None,
-        rngs: nnx.Rngs | None = None,
-    ) -> None:
-        super().__init__(
-            description.dot_product(scaled, normalizer), dropout, deterministic, keep_last, dtype, None, rngs
-        )
-
-    scaled = option("scaled")
 
 
 @final
-@_documented
-class AdditiveAttention(Attention, PreparesKeys[jax.Array]):
+@_documented.altered(required=("rngs",))
+class AdditiveAttention(AdditiveLayer, Attention, PreparesKeys[jax.Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
-
-    @shared.naming_arguments(shared.D2L_ADDITIVE)
-    def __init__(
-        self,
-        num_hiddens: int,
-        dropout: float = 0.0,
-        *,
-        key_size: int | None = None,
-        query_size: int | None = None,
-        normalizer: Any = "softmax",
-        deterministic: bool = False,
-        keep_last: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        layer = description.additive(num_hiddens, key_size, query_size, normalizer)
-        super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
-
-    num_hiddens = option("num_hiddens")
 
     def _checked_keys(self, keys: Any, linear: Linear) -> jax.Array:
         return _checked({"keys": keys, "values": keys})["keys"]
 
 
 @final
-@_documented
-class BilinearAttention(Attention):
+@_documented.altered(required=("rngs",))
+class BilinearAttention(BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
 
-    def __init__(
-        self,
-        dropout: float = 0.0,
-        *,
-        key_size: int | None = None,
-        query_size: int | None = None,
-        normalizer: Any = "softmax",
-        deterministic: bool = False,
-        keep_last: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        layer = description.bilinear(key_size, query_size, normalizer)
-        super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
-
 
 @final
 @_documented
-class GaussianAttention(Attention):
+class GaussianAttention(GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
-    def __init__(
-        self,
-        bandwidth: float = 1.0,
-        dropout: float = 0.0,
-        *,
-        learn_bandwidth: bool = False,
-        normalizer: Any = "softmax",
-        deterministic: bool = False,
-        keep_last: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs | None = None,
-    ) -> None:
-        layer = description.gaussian(bandwidth, learn_bandwidth, normalizer)
-        super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
-        if not learn_bandwidth:
-            self.log_bandwidth = nnx.data(None)
-
-    start = option("bandwidth")
-
-    @property
-    def bandwidth(self) -> float | jax.Array:
-        """The bandwidth as it is now."""
-        return float(self.start) if self.log_bandwidth is None else jnp.exp(self.log_bandwidth[...])
-
 
 @final
-@_documented
-class MultiHeadAttention(Attention):
+@_documented.altered(required=("rngs",))
+class MultiHeadAttention(MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
-
-    @shared.naming_arguments(shared.D2L_MULTI_HEAD)
-    def __init__(
-        self,
-        num_hiddens: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        *,
-        bias: bool = False,
-        score: Any = "scaled_dot",
-        score_hiddens: int | None = None,
-        num_key_value_heads: int | None = None,
-        sink: bool = False,
-        qk_norm: bool = False,
-        normalizer: Any = "softmax",
-        rotary: Any = None,
-        query_size: int | None = None,
-        key_size: int | None = None,
-        value_size: int | None = None,
-        deterministic: bool = False,
-        keep_last: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ) -> None:
-        sizes = query_size, key_size, value_size
-        layer = description.multi_head(
-            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink,
-            qk_norm=qk_norm, normalizer=normalizer,
-        )  # fmt: skip
-        super().__init__(layer, dropout, deterministic, keep_last, dtype, param_dtype, rngs)
-        self.rotary = description.check_rotary(rotary)
 
     @documented_call(
         _CALL_OPTIONS
@@ -526,5 +421,3 @@ cache : KeyValueCache, optional
     ) -> Any:
         out, cache = self._pooled(queries, keys, values, valid_lens, mask, deterministic, rngs, bias, cache)
         return out if cache is None else (out, cache)
-
-    num_hiddens, num_heads = option("num_hiddens"), option("num_heads")

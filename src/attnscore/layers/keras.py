@@ -26,14 +26,19 @@ from attnscore.backends.base import HALF_PRECISION, Array
 from attnscore.base.arguments import check_flag
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
-from attnscore.layers import description, score_template, shared
+from attnscore.layers import score_template, shared
 from attnscore.layers.description import (
     INPUTS,
+    AdditiveLayer,
     BaseAttention,
+    BilinearLayer,
+    DotProductLayer,
+    GaussianLayer,
     LastCall,
     Layer,
     Linear,
     LoadsTorch,
+    MultiHeadLayer,
     Parameter,
     PreparesKeys,
     option,
@@ -222,9 +227,13 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         self,
         layer: Layer,
         dropout: float,
-        seed: int | None,
         keep_last: bool,
-        settings: Mapping[str, Any] | None = None,
+        *,
+        seed: int | None = None,
+        kernel_initializer: Any = "glorot_uniform",
+        bias_initializer: Any = "zeros",
+        kernel_regularizer: Any = None,
+        bias_regularizer: Any = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -242,9 +251,15 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         # Around Keras's tracking of attributes: this is no state of the model.
         self.__dict__["_last"] = None
         # Initializers and regularizers of the projections.
-        self._settings = {name: _kind(name).get(x) for name, x in (settings or {}).items()}
+        settings = {"kernel_initializer": kernel_initializer, "kernel_regularizer": kernel_regularizer}
+        if layer.heads:
+            settings |= {"bias_initializer": bias_initializer, "bias_regularizer": bias_regularizer}
+        self._settings = {name: _kind(name).get(x) for name, x in settings.items()} if layer.linears else {}
         for linear in layer.linears:
             setattr(self, linear.name, _dense(linear, self, self._settings))
+        for parameter in layer.parameters:
+            # Made when the layer is built.
+            setattr(self, parameter.name, None)
 
     def build(self, queries_shape: Any, keys_shape: Any = None, values_shape: Any = None) -> None:
         """Make the parameters, of the sizes of these inputs."""
@@ -453,53 +468,24 @@ def _kind(setting: str) -> Any:
 # ------------------------------------------------------------------ the layers
 
 
+_registered = keras.saving.register_keras_serializable(package="attnscore")
+_OF_KERNELS, _OF_BIASES = (tuple(f"{part}_{kind}" for kind in _KINDS) for part in ("kernel", "bias"))
+
+
 @final
-@keras.saving.register_keras_serializable(package="attnscore")
-@_documented
-class DotProductAttention(Attention):
+@_registered
+@_documented.altered(without=_OF_KERNELS + _OF_BIASES)
+class DotProductAttention(DotProductLayer, Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
-    def __init__(
-        self,
-        dropout: float = 0.0,
-        *,
-        scaled: bool = True,
-        normalizer: Any = "softmax",
-        seed: int | None = None,
-        keep_last: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(description.dot_product(scaled, normalizer), dropout, seed, keep_last, **kwargs)
-
-    scaled = option("scaled")
-
 
 @final
-@keras.saving.register_keras_serializable(package="attnscore")
-@_documented
-class AdditiveAttention(Attention, PreparesKeys[Array]):
+@_registered
+@_documented.altered(without=_OF_BIASES)
+class AdditiveAttention(AdditiveLayer, Attention, PreparesKeys[Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
-    @shared.naming_arguments(shared.D2L_ADDITIVE)
-    def __init__(
-        self,
-        num_hiddens: int,
-        dropout: float = 0.0,
-        *,
-        key_size: int | None = None,
-        query_size: int | None = None,
-        normalizer: Any = "softmax",
-        seed: int | None = None,
-        keep_last: bool = True,
-        kernel_initializer: Any = "glorot_uniform",
-        kernel_regularizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        layer = description.additive(num_hiddens, key_size, query_size, normalizer)
-        settings = {"kernel_initializer": kernel_initializer, "kernel_regularizer": kernel_regularizer}
-        super().__init__(layer, dropout, seed, keep_last, settings, **kwargs)
-
-    num_hiddens, key_size, query_size = option("num_hiddens"), option("key_size"), option("query_size")
+    key_size, query_size = option("key_size"), option("query_size")
 
     def _checked_keys(self, keys: Any, linear: Linear) -> Any:
         if not self.built:
@@ -513,102 +499,28 @@ class AdditiveAttention(Attention, PreparesKeys[Array]):
 
 
 @final
-@keras.saving.register_keras_serializable(package="attnscore")
-@_documented
-class BilinearAttention(Attention):
+@_registered
+@_documented.altered(without=_OF_KERNELS + _OF_BIASES)
+class BilinearAttention(BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
-
-    def __init__(
-        self,
-        dropout: float = 0.0,
-        *,
-        key_size: int | None = None,
-        query_size: int | None = None,
-        normalizer: Any = "softmax",
-        seed: int | None = None,
-        keep_last: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(description.bilinear(key_size, query_size, normalizer), dropout, seed, keep_last, **kwargs)
 
     key_size, query_size = option("key_size"), option("query_size")
 
 
 @final
-@keras.saving.register_keras_serializable(package="attnscore")
-@_documented
-class GaussianAttention(Attention):
+@_registered
+@_documented.altered(without=_OF_KERNELS + _OF_BIASES)
+class GaussianAttention(GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
-    def __init__(
-        self,
-        bandwidth: float = 1.0,
-        dropout: float = 0.0,
-        *,
-        learn_bandwidth: bool = False,
-        normalizer: Any = "softmax",
-        seed: int | None = None,
-        keep_last: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        layer = description.gaussian(bandwidth, learn_bandwidth, normalizer)
-        super().__init__(layer, dropout, seed, keep_last, **kwargs)
-        # A learned one is made when the layer is built.
-        self.log_bandwidth: Any = None
-
-    start, learn_bandwidth = option("bandwidth"), option("learn_bandwidth")
-
-    @property
-    def bandwidth(self) -> Any:
-        """The bandwidth as it is now: a number, or a tensor where it is learned."""
-        return self.start if self.log_bandwidth is None else OPS.exp(value_of(self.log_bandwidth))
+    learn_bandwidth = option("learn_bandwidth")
 
 
 @final
-@keras.saving.register_keras_serializable(package="attnscore")
+@_registered
 @_documented
-class MultiHeadAttention(Attention):
+class MultiHeadAttention(MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
-
-    @shared.naming_arguments(shared.D2L_MULTI_HEAD)
-    def __init__(
-        self,
-        num_hiddens: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        *,
-        bias: bool = False,
-        score: Any = "scaled_dot",
-        score_hiddens: int | None = None,
-        num_key_value_heads: int | None = None,
-        sink: bool = False,
-        qk_norm: bool = False,
-        normalizer: Any = "softmax",
-        rotary: Any = None,
-        query_size: int | None = None,
-        key_size: int | None = None,
-        value_size: int | None = None,
-        seed: int | None = None,
-        keep_last: bool = True,
-        kernel_initializer: Any = "glorot_uniform",
-        bias_initializer: Any = "zeros",
-        kernel_regularizer: Any = None,
-        bias_regularizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        sizes = query_size, key_size, value_size
-        layer = description.multi_head(
-            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink,
-            qk_norm=qk_norm, normalizer=normalizer,
-        )  # fmt: skip
-        settings = {
-            "kernel_initializer": kernel_initializer,
-            "bias_initializer": bias_initializer,
-            "kernel_regularizer": kernel_regularizer,
-            "bias_regularizer": bias_regularizer,
-        }
-        super().__init__(layer, dropout, seed, keep_last, settings, **kwargs)
-        self.rotary = description.check_rotary(rotary)
 
     @documented_call(_CALL + BIAS + CACHE)
     def call(
@@ -644,4 +556,4 @@ class MultiHeadAttention(Attention):
         score = score_template.from_config(config.get("score", "scaled_dot"))
         return super().from_config({**config, "score": score, **made})
 
-    num_hiddens, num_heads, bias = option("num_hiddens"), option("num_heads"), option("bias")
+    bias = option("bias")

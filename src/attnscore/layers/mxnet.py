@@ -29,8 +29,20 @@ from attnscore.backends.base import Array
 from attnscore.base.arguments import check_flag
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
 from attnscore.kv_cache import KeyValueCache
-from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys, option
+from attnscore.layers import shared
+from attnscore.layers.description import (
+    AdditiveLayer,
+    BaseAttention,
+    BilinearLayer,
+    DotProductLayer,
+    GaussianLayer,
+    LastCall,
+    Layer,
+    Linear,
+    MultiHeadLayer,
+    Parameter,
+    PreparesKeys,
+)
 from attnscore.layers.documentation import BIAS, CACHE, Documentation, documented_call
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
@@ -95,9 +107,9 @@ def _starting(parameter: Parameter) -> Any:
     return np.asarray(parameter.start) if isinstance(parameter.start, tuple) else parameter.start
 
 
-def _data(parameter: gluon.Parameter, like: Array) -> Array:
+def _data(parameter: gluon.Parameter, like: Array | None) -> Array:
     """Return the array of a parameter in the context of `like`; one loaded from a file is a legacy array."""
-    return parameter.data(like.ctx).as_np_ndarray()
+    return parameter.data(None if like is None else like.ctx).as_np_ndarray()
 
 
 def _is_plain(block: gluon.Block) -> bool:
@@ -143,10 +155,8 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
 
     _last_call_type = _LastCall
 
-    def __init__(
-        self, layer: Layer, dropout: float, keep_last: bool, prefix: str | None = None, params: Any = None
-    ) -> None:
-        super().__init__(prefix=prefix, params=params)
+    def __init__(self, layer: Layer, dropout: float, keep_last: bool, **block: Any) -> None:
+        super().__init__(**block)
         self._layer = layer
         self.dropout = shared.check_probability(dropout)
         self.keep_last = check_flag("keep_last", keep_last)
@@ -206,7 +216,7 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
             return with_nonfinite_rows_isolated(_OPS, x, dense)
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Array]) -> Array:
-        held, like = getattr(self, part.name), inputs["queries"]
+        held, like = getattr(self, part.name), inputs.get("queries")
         if isinstance(part, Linear):
             return _data(held.weight, like).reshape((-1,)) if _is_plain(held) else self._vector(part, like)
         if part.inputs:
@@ -223,42 +233,14 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
 
 @final
 @_documented
-class DotProductAttention(Attention):
+class DotProductAttention(DotProductLayer, Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
-
-    def __init__(
-        self,
-        dropout: float = 0.0,
-        *,
-        scaled: bool = True,
-        normalizer: Any = "softmax",
-        keep_last: bool = True,
-        **block: Any,
-    ) -> None:
-        super().__init__(description.dot_product(scaled, normalizer), dropout, keep_last, **block)
-
-    scaled = option("scaled")
 
 
 @final
 @_documented
-class AdditiveAttention(Attention, PreparesKeys[Array]):
+class AdditiveAttention(AdditiveLayer, Attention, PreparesKeys[Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
-
-    @shared.naming_arguments(shared.D2L_ADDITIVE)
-    def __init__(
-        self,
-        num_hiddens: int,
-        dropout: float = 0.0,
-        *,
-        key_size: int | None = None,
-        query_size: int | None = None,
-        normalizer: Any = "softmax",
-        keep_last: bool = True,
-        **block: Any,
-    ) -> None:
-        layer = description.additive(num_hiddens, key_size, query_size, normalizer)
-        super().__init__(layer, dropout, keep_last, **block)
 
     def _checked_keys(self, keys: Array, linear: Linear) -> Array:
         _check({"keys": keys, "values": keys})
@@ -267,85 +249,20 @@ class AdditiveAttention(Attention, PreparesKeys[Array]):
 
 @final
 @_documented
-class BilinearAttention(Attention):
+class BilinearAttention(BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
 
-    def __init__(
-        self,
-        dropout: float = 0.0,
-        *,
-        key_size: int | None = None,
-        query_size: int | None = None,
-        normalizer: Any = "softmax",
-        keep_last: bool = True,
-        **block: Any,
-    ) -> None:
-        super().__init__(description.bilinear(key_size, query_size, normalizer), dropout, keep_last, **block)
-
 
 @final
 @_documented
-class GaussianAttention(Attention):
+class GaussianAttention(GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
-    def __init__(
-        self,
-        bandwidth: float = 1.0,
-        dropout: float = 0.0,
-        *,
-        learn_bandwidth: bool = False,
-        normalizer: Any = "softmax",
-        keep_last: bool = True,
-        **block: Any,
-    ) -> None:
-        layer = description.gaussian(bandwidth, learn_bandwidth, normalizer)
-        super().__init__(layer, dropout, keep_last, **block)
-        if not learn_bandwidth:
-            self.log_bandwidth = None
-
-    start = option("bandwidth")
-
-    @property
-    def bandwidth(self) -> float | Array:
-        """The bandwidth as it is now."""
-        if self.log_bandwidth is None:
-            return self.start
-        return _OPS.exp(self.log_bandwidth.data().as_np_ndarray().reshape(()))
-
 
 @final
 @_documented
-class MultiHeadAttention(Attention):
+class MultiHeadAttention(MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
-
-    @shared.naming_arguments(shared.D2L_MULTI_HEAD)
-    def __init__(
-        self,
-        num_hiddens: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        *,
-        bias: bool = False,
-        score: Any = "scaled_dot",
-        score_hiddens: int | None = None,
-        num_key_value_heads: int | None = None,
-        sink: bool = False,
-        qk_norm: bool = False,
-        normalizer: Any = "softmax",
-        rotary: Any = None,
-        query_size: int | None = None,
-        key_size: int | None = None,
-        value_size: int | None = None,
-        keep_last: bool = True,
-        **block: Any,
-    ) -> None:
-        sizes = query_size, key_size, value_size
-        layer = description.multi_head(
-            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink,
-            qk_norm=qk_norm, normalizer=normalizer,
-        )  # fmt: skip
-        super().__init__(layer, dropout, keep_last, **block)
-        self.rotary = description.check_rotary(rotary)
 
     def __call__(
         self,

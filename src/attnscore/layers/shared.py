@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -26,6 +26,7 @@ Shape = tuple[int, ...]
 HostArray = np.ndarray[Any, Any]
 Kept = TypeVar("Kept")
 """What a layer keeps of a call."""
+Class = TypeVar("Class", bound=type)
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 # The order of the constructors' arguments in older editions of "Dive into Deep Learning"; all but bias are required.
@@ -72,6 +73,37 @@ def naming_arguments(older: tuple[str, ...]) -> Callable[[Constructor], Construc
         return cast(Constructor, checked)
 
     return decorate
+
+
+def with_constructor(cls: Class, without: Collection[str], required: Collection[str]) -> Class:
+    """Give a layer's class one constructor, whose signature has the arguments that its bases take by name.
+
+    Each passes its ``**`` arguments on to that of the next base; the last is the framework's, which takes a `layer`.
+    The constructor raises TypeError for the arguments `without`, and where one of those `required` is missing.
+    """
+    found: list[inspect.Parameter] = []
+    for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
+        given = inspect.signature(vars(base)["__init__"]).parameters
+        found = [x for x in found if x.kind is not x.VAR_KEYWORD]
+        found += [x for x in given.values() if base is cls.__mro__[0] or not found or x.kind >= x.KEYWORD_ONLY]
+        if "layer" in given:
+            break
+    made: Any = cls
+    inherited = made.__init__
+
+    @functools.wraps(inherited)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in (*without, *required):
+            if (name in kwargs) == (name in without):
+                problem = "got an unexpected" if name in kwargs else "misses the required"
+                raise TypeError(f"{cls.__name__}.__init__() {problem} keyword argument {name!r}")
+        inherited(self, *args, **kwargs)
+
+    found = [x.replace(default=x.empty) if x.name in required else x for x in found if x.name not in without]
+    # Keras reads the signature without following __wrapped__.
+    init.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    made.__init__ = init
+    return cls
 
 
 def _named(owner: str, older: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:

@@ -36,7 +36,18 @@ from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, PreparesKeys, option
+from attnscore.layers.description import (
+    AdditiveLayer,
+    BaseAttention,
+    BilinearLayer,
+    DotProductLayer,
+    GaussianLayer,
+    Layer,
+    Linear,
+    MultiHeadLayer,
+    Parameter,
+    PreparesKeys,
+)
 from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
 from attnscore.masks import Mask
 from attnscore.parallel.shard import Shard
@@ -219,12 +230,21 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     _modules: dict[str, Any]
 
     def __init__(
-        self, layer: Layer, dropout: float, keep_last: bool, device: Any = None, dtype: torch.dtype | None = None
+        self,
+        layer: Layer,
+        dropout: float,
+        keep_last: bool,
+        *,
+        context_group: Any = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.dropout = shared.check_probability(dropout)
         self.keep_last = check_flag("keep_last", keep_last)
         self._layer = layer
+        if layer.heads:
+            self.context_group = context_group
         self._last: description.LastCall | str | None = None
         for linear in layer.linears:
             self.add_module(linear.name, _linear(linear, device, dtype))
@@ -457,44 +477,19 @@ def is_traced(*arguments: Any) -> bool:
 
 
 @final
-@_documented
-class DotProductAttention(Attention):
+@_documented.altered(without=("context_group", "device", "dtype"))
+class DotProductAttention(DotProductLayer, Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
-
-    def __init__(
-        self, dropout: float = 0.0, *, scaled: bool = True, normalizer: Any = "softmax", keep_last: bool = True
-    ) -> None:
-        super().__init__(description.dot_product(scaled, normalizer), dropout, keep_last)
-
-    scaled = option("scaled")
 
 
 @final
-@_documented
-class AdditiveAttention(Attention, PreparesKeys[Tensor]):
+@_documented.altered(without=("context_group",))
+class AdditiveAttention(AdditiveLayer, Attention, PreparesKeys[Tensor]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
     W_q: nn.Linear
     W_k: nn.Linear
     w_v: nn.Linear
-
-    @shared.naming_arguments(shared.D2L_ADDITIVE)
-    def __init__(
-        self,
-        num_hiddens: int,
-        dropout: float = 0.0,
-        *,
-        key_size: int | None = None,
-        query_size: int | None = None,
-        normalizer: Any = "softmax",
-        keep_last: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        layer = description.additive(num_hiddens, key_size, query_size, normalizer)
-        super().__init__(layer, dropout, keep_last, device, dtype)
-
-    num_hiddens = option("num_hiddens")
 
     def _checked_keys(self, keys: Tensor, linear: Linear) -> Tensor:
         self._check({"keys": keys, "values": keys}, [linear])
@@ -502,56 +497,19 @@ class AdditiveAttention(Attention, PreparesKeys[Tensor]):
 
 
 @final
-@_documented
-class BilinearAttention(Attention):
+@_documented.altered(without=("context_group",))
+class BilinearAttention(BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
 
     W: Matrix
 
-    def __init__(
-        self,
-        dropout: float = 0.0,
-        *,
-        key_size: int | None = None,
-        query_size: int | None = None,
-        normalizer: Any = "softmax",
-        keep_last: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        layer = description.bilinear(key_size, query_size, normalizer)
-        super().__init__(layer, dropout, keep_last, device, dtype)
-
 
 @final
-@_documented
-class GaussianAttention(Attention):
+@_documented.altered(without=("context_group",))
+class GaussianAttention(GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
     log_bandwidth: nn.Parameter | None
-
-    def __init__(
-        self,
-        bandwidth: float = 1.0,
-        dropout: float = 0.0,
-        *,
-        learn_bandwidth: bool = False,
-        normalizer: Any = "softmax",
-        keep_last: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        layer = description.gaussian(bandwidth, learn_bandwidth, normalizer)
-        super().__init__(layer, dropout, keep_last, device, dtype)
-        if not learn_bandwidth:
-            self.log_bandwidth = None
-
-    start = option("bandwidth")
-
-    @property
-    def bandwidth(self) -> float | Tensor:
-        """The bandwidth as it is now."""
-        return float(self.start) if self.log_bandwidth is None else self.log_bandwidth.exp()
 
 
 Rotary: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -560,45 +518,13 @@ Rotary: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @final
 @_documented
-class MultiHeadAttention(Attention):
+class MultiHeadAttention(MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
 
     W_q: nn.Linear
     W_k: nn.Linear
     W_v: nn.Linear
     W_o: nn.Linear
-
-    @shared.naming_arguments(shared.D2L_MULTI_HEAD)
-    def __init__(
-        self,
-        num_hiddens: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        *,
-        bias: bool = False,
-        score: Any = "scaled_dot",
-        score_hiddens: int | None = None,
-        num_key_value_heads: int | None = None,
-        sink: bool = False,
-        qk_norm: bool = False,
-        normalizer: Any = "softmax",
-        rotary: Rotary | None = None,
-        context_group: Any = None,
-        query_size: int | None = None,
-        key_size: int | None = None,
-        value_size: int | None = None,
-        keep_last: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        sizes = query_size, key_size, value_size
-        layer = description.multi_head(
-            num_hiddens, num_heads, bias, score, score_hiddens, num_key_value_heads, *sizes, sink=sink,
-            qk_norm=qk_norm, normalizer=normalizer,
-        )  # fmt: skip
-        super().__init__(layer, dropout, keep_last, device, dtype)
-        self.rotary = description.check_rotary(rotary)
-        self.context_group = context_group
 
     @documented_call(CALL_OPTIONS)
     def forward(
@@ -630,8 +556,6 @@ class MultiHeadAttention(Attention):
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]  # torch's own
         return copied
-
-    num_hiddens, num_heads = option("num_hiddens"), option("num_heads")
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, *, keep_last: bool = True) -> Self:
