@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from attnscore.layers import keras as layers
-from attnscore.layers.keras import torch_names
 from attnscore.masks import Mask
 from layer_cases import Case
 
@@ -111,7 +110,9 @@ def named_gradients(ours: Any, grads: list[np.ndarray]) -> dict[str, np.ndarray]
     by_id = {id(variable): grad for variable, grad in zip(ours.trainable_variables, grads, strict=True)}
     return {
         name: by_id[id(variable)].T if transposed else by_id[id(variable)]
-        for name, (variable, transposed) in torch_names(ours).items()
+        for name, (variable, transposed) in ours._layer.torch_variables(
+            lambda name: getattr(ours, name), keras.layers.Dense
+        ).items()
     }
 
 

@@ -47,8 +47,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "keras-config-without-normalizer",
-        "src/attnscore/layers/keras.py",
-        "Attention.get_config",
+        "src/attnscore/layers/description.py",
+        "Layer.to_config",
         "A['normalizer'] = {'alpha': B.alpha}",
         "del A['normalizer']",
         "-W 'ignore:__array__ implementation:DeprecationWarning' tests/keras_checks/check_models.py -k "

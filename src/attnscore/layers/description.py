@@ -152,6 +152,21 @@ class Layer:
             return _SCORES[self.score](given)
         return score_template.filled(self.score, arrays, lambda name: _SCORES[name](given))
 
+    def to_config(self) -> dict[str, Any]:
+        """Return the options as plain data."""
+        config = {**self._options}
+        if isinstance(entmax := config.get("normalizer"), normalizers.Entmax):
+            config["normalizer"] = {"alpha": entmax.alpha}
+        return config | ({"score": score_template.to_config(self.score)} if "score" in config else {})
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options that `to_config` wrote, those that were not plain data."""
+        made = {"score": score_template.from_config(config["score"])} if "score" in config else {}
+        if isinstance(entmax := config.get("normalizer"), Mapping):
+            made["normalizer"] = normalizers.Entmax(**entmax)
+        return made
+
     def out_features(self, value_features: int | None) -> int | None:
         """Return the number of features of the output."""
         return next((linear.units for linear in self.linears if linear.input == POOLED), value_features)
@@ -165,6 +180,20 @@ class Layer:
         for parameter in self.parameters:
             # There a matrix that is sized by the inputs is a module; those of many heads are one parameter.
             yield (f"{parameter.name}.weight" if parameter.inputs else parameter.name), parameter.name, None
+
+    def torch_variables(self, held: Callable[[str], Any], dense: type) -> dict[str, tuple[Any, bool]]:
+        """Return what a layer has by the keys of ``torch_names``, each with whether it is transposed there.
+
+        `held` gives an attribute by its name, `dense` is the class of projections: others have no such parameters.
+        """
+        found = {}
+        for key, name, member in self.torch_names():
+            part = held(name)
+            if member is None:
+                found[key] = part, False
+            elif isinstance(part, dense):
+                found[key] = (part.kernel, True) if member == "weight" else (part.bias, False)  # type: ignore[attr-defined]
+        return found
 
     def sizes_in(self, arrays: Mapping[str, Array]) -> dict[str, int]:
         """Return the features of the inputs according to a ``state_dict``, 1 where it does not say."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
@@ -33,33 +33,13 @@ from attnscore.base.arguments import check_flag
 from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, message
 from attnscore.kv_cache import KeyValueCache
-from attnscore.layers import shared
-from attnscore.layers.description import (
-    AdditiveLayer,
-    BaseAttention,
-    BilinearLayer,
-    DotProductLayer,
-    GaussianLayer,
-    LastCall,
-    Layer,
-    Linear,
-    LoadsTorch,
-    MultiHeadLayer,
-    Parameter,
-    PreparesKeys,
-)
+from attnscore.layers import description, shared
+from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, LoadsTorch, Parameter, PreparesKeys
 from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
-from attnscore.masks import Mask
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
-__all__ = [
-    "AdditiveAttention",
-    "BilinearAttention",
-    "DotProductAttention",
-    "GaussianAttention",
-    "MultiHeadAttention",
-]
+__all__ = ["AdditiveAttention", "BilinearAttention", "DotProductAttention", "GaussianAttention", "MultiHeadAttention"]
 
 _OPS = backends.load("jax")
 _CALL_OPTIONS = """
@@ -229,7 +209,8 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         training = not (self.deterministic if deterministic is None else deterministic)
         dropout = self.dropout if training else 0.0
         seed = self._draw(rngs) if dropout else None
-        staged = "jit, grad and vmap, which keep nothing" if _is_traced(query, key, arguments) else None
+        is_staged = any(isinstance(x, jax.core.Tracer) for x in shared.arrays_of_weights(query, key, arguments))
+        staged = "jit, grad and vmap, which keep nothing" if is_staged else None
         in_pass = not isinstance(value, jax.core.Tracer)
         out, _, last = self._attend(
             given, (query, key, value), arguments, dropout, seed, staged=staged, in_pass=in_pass
@@ -294,31 +275,13 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         sizes = self._layer.sizes_in(arrays)
         parts = {part.name: getattr(self, part.name) for part in self._layer.parts}
         made = {name: part.made(sizes) for name, part in parts.items() if isinstance(part, Unsized)}
-        shared.load_state(arrays, dict(_torch_names(self._layer, parts | made)), _assign)
+        shared.load_state(arrays, self._layer.torch_variables((parts | made).__getitem__, nnx.Linear), _assign)
         for name, part in made.items():
             setattr(self, name, part)
 
 
-def _torch_names(layer: Layer, parts: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, bool]]]:
-    """Yield the parameters by PyTorch's name, each with whether it is transposed there."""
-    for key, name, member in layer.torch_names():
-        if member is None:
-            yield key, (parts[name], False)
-        # An adapter in the place of a projection has no such parameters.
-        elif isinstance(parts[name], nnx.Linear):
-            yield key, (parts[name].kernel, True) if member == "weight" else (parts[name].bias, False)
-
-
 def _assign(parameter: Any, array: shared.HostArray) -> None:
     parameter[...] = jnp.asarray(array, parameter.dtype)
-
-
-def _is_traced(query: jax.Array, key: jax.Array, arguments: Mapping[str, Any]) -> bool:
-    """Whether any array that the weights of a call depend on is traced."""
-    mask, others = arguments["mask"], (arguments.get(name) for name in ("valid_lens", "bias", "sink"))
-    masked = mask.arrays().values() if isinstance(mask, Mask) else (mask,)
-    arrays = (query, key, *others, *masked, *arrays_of(arguments["score"]).values())
-    return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
 def _checked(inputs: dict[str, Any]) -> dict[str, jax.Array]:
@@ -367,13 +330,13 @@ def _promoted(operands: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
 
 @final
 @_documented.altered(without=("param_dtype",))
-class DotProductAttention(DotProductLayer, Attention):
+class DotProductAttention(description.DotProductLayer, Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
 
 @final
 @_documented.altered(required=("rngs",))
-class AdditiveAttention(AdditiveLayer, Attention, PreparesKeys[jax.Array]):
+class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[jax.Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
     def _checked_keys(self, keys: Any, linear: Linear) -> jax.Array:
@@ -382,19 +345,19 @@ class AdditiveAttention(AdditiveLayer, Attention, PreparesKeys[jax.Array]):
 
 @final
 @_documented.altered(required=("rngs",))
-class BilinearAttention(BilinearLayer, Attention):
+class BilinearAttention(description.BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
 
 
 @final
 @_documented
-class GaussianAttention(GaussianLayer, Attention):
+class GaussianAttention(description.GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
 
 @final
 @_documented.altered(required=("rngs",))
-class MultiHeadAttention(MultiHeadLayer, Attention):
+class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
 
     @documented_call(

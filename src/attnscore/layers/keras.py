@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, final
 
 import keras
@@ -26,23 +26,8 @@ from attnscore.backends.base import HALF_PRECISION, Array
 from attnscore.base.arguments import check_flag
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
-from attnscore.layers import score_template, shared
-from attnscore.layers.description import (
-    INPUTS,
-    AdditiveLayer,
-    BaseAttention,
-    BilinearLayer,
-    DotProductLayer,
-    GaussianLayer,
-    LastCall,
-    Layer,
-    Linear,
-    LoadsTorch,
-    MultiHeadLayer,
-    Parameter,
-    PreparesKeys,
-    option,
-)
+from attnscore.layers import description, shared
+from attnscore.layers.description import INPUTS, BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys
 from attnscore.layers.documentation import BIAS, CACHE, Documentation, documented_call
 from attnscore.layers.keras_inputs import (
     BACKEND,
@@ -58,18 +43,9 @@ from attnscore.layers.keras_inputs import (
     value_of,
     whole,
 )
-from attnscore.masks import Mask
-from attnscore.problem.normalizers import Entmax
-from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
-__all__ = [
-    "AdditiveAttention",
-    "BilinearAttention",
-    "DotProductAttention",
-    "GaussianAttention",
-    "MultiHeadAttention",
-]
+__all__ = ["AdditiveAttention", "BilinearAttention", "DotProductAttention", "GaussianAttention", "MultiHeadAttention"]
 
 Shape = tuple[int | None, ...]
 
@@ -131,18 +107,6 @@ def _matrix_and_bias(dense: Any, x: Array) -> tuple[Array, Array | None] | None:
     return (kernel, None if dense.bias is None else value_of(dense.bias)) if kernel.dtype == x.dtype else None
 
 
-def torch_names(layer: Any) -> dict[str, tuple[Any, bool]]:
-    """Return the variables of a built layer by PyTorch's name, each with whether it is transposed there."""
-    found = {}
-    for key, name, member in layer._layer.torch_names():
-        held = getattr(layer, name)
-        if member is None:
-            found[key] = held, False
-        elif isinstance(held, keras.layers.Dense):
-            found[key] = (held.kernel, True) if member == "weight" else (held.bias, False)
-    return found
-
-
 # ------------------------------------------------------------------ the call
 
 
@@ -162,15 +126,6 @@ class _Arguments(inspect.BoundArguments):
         for name, x in list(self.arguments.items()):
             if getattr(x, "_keras_mask", None) is not None and f"{name}_mask" in self.signature.parameters:
                 self.arguments.setdefault(f"{name}_mask", None)
-
-
-def _is_staged(operands: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
-    """Whether any array that the weights of a call depend on stands for values of a later run."""
-    mask = arguments["mask"]
-    masked = mask.arrays().values() if isinstance(mask, Mask) else (mask,)
-    given = (arguments.get(name) for name in ("valid_lens", "bias", "sink"))
-    others = [x for x in (*given, *masked) if backends.is_array(x)]
-    return _is_traced(*operands, *arrays_of(arguments["score"]).values(), *others)
 
 
 def _is_traced(*arrays: Array) -> bool:
@@ -214,7 +169,7 @@ def _last_call_type() -> type[LastCall]:
     return torch.LastCall
 
 
-class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     """Base of the layers: calls as Keras makes them, parameters, dropout in training, the inputs of the last softmax.
 
     Keras passes a mask, of an Embedding for instance, only to an argument that is called ``<argument>_mask``, and to
@@ -364,7 +319,7 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
             arguments,
             self.dropout if dropping else 0.0,
             drawn_seed(self.seed_generator) if dropping else None,
-            staged=_STAGED if _is_staged(operands[:2], arguments) else None,
+            staged=_STAGED if _is_traced(*shared.arrays_of_weights(*operands[:2], arguments)) else None,
             in_pass=not _is_traced(operands[2]),
             returns_weights=bool(return_attention_scores),
         )
@@ -437,20 +392,19 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         return mask[0] if isinstance(mask, (list, tuple)) else mask
 
     def get_config(self) -> dict[str, Any]:
-        """Return what `from_config` makes the same layer from."""
+        """Return what `from_config` makes the same layer from, a rotary embedding by its name."""
         settings = {name: _kind(name).serialize(x) for name, x in self._settings.items()}
         given = {"dropout": self.dropout, "seed": self.seed, "keep_last": self.keep_last}
-        options = dict(self._layer.options)
-        if isinstance(normalizer := options.get("normalizer"), Entmax):
-            options["normalizer"] = {"alpha": normalizer.alpha}
-        return {**super().get_config(), **given, **options, **settings}
+        rotary = getattr(self, "rotary", None)
+        made = {} if rotary is None else {"rotary": keras.saving.serialize_keras_object(rotary)}
+        return {**super().get_config(), **given, **self._layer.to_config(), **settings, **made}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """Return the layer of a configuration."""
-        normalizer = config.get("normalizer")
-        made = {"normalizer": Entmax(**normalizer)} if isinstance(normalizer, Mapping) else {}
-        return super().from_config({**config, **made})
+        rotary = config.get("rotary")
+        made = {} if rotary is None else {"rotary": keras.saving.deserialize_keras_object(rotary)}
+        return super().from_config({**config, **Layer.from_config(config), **made})
 
     def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
         if not self.built:
@@ -458,7 +412,8 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
             shared.check_names(arrays, [name for name, *_ in self._layer.torch_names()])
             sizes = self._layer.sizes_in(arrays)
             self.build(*((None, None, sizes[name]) for name in INPUTS))
-        shared.load_state(arrays, torch_names(self), lambda variable, array: variable.assign(array))
+        variables = self._layer.torch_variables(lambda name: getattr(self, name), keras.layers.Dense)
+        shared.load_state(arrays, variables, lambda variable, array: variable.assign(array))
 
 
 def _kind(setting: str) -> Any:
@@ -475,17 +430,17 @@ _OF_KERNELS, _OF_BIASES = (tuple(f"{part}_{kind}" for kind in _KINDS) for part i
 @final
 @_registered
 @_documented.altered(without=_OF_KERNELS + _OF_BIASES)
-class DotProductAttention(DotProductLayer, Attention):
+class DotProductAttention(description.DotProductLayer, Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
 
 @final
 @_registered
 @_documented.altered(without=_OF_BIASES)
-class AdditiveAttention(AdditiveLayer, Attention, PreparesKeys[Array]):
+class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
-    key_size, query_size = option("key_size"), option("query_size")
+    key_size, query_size = description.option("key_size"), description.option("query_size")
 
     def _checked_keys(self, keys: Any, linear: Linear) -> Any:
         if not self.built:
@@ -501,25 +456,25 @@ class AdditiveAttention(AdditiveLayer, Attention, PreparesKeys[Array]):
 @final
 @_registered
 @_documented.altered(without=_OF_KERNELS + _OF_BIASES)
-class BilinearAttention(BilinearLayer, Attention):
+class BilinearAttention(description.BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
 
-    key_size, query_size = option("key_size"), option("query_size")
+    key_size, query_size = description.option("key_size"), description.option("query_size")
 
 
 @final
 @_registered
 @_documented.altered(without=_OF_KERNELS + _OF_BIASES)
-class GaussianAttention(GaussianLayer, Attention):
+class GaussianAttention(description.GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
-    learn_bandwidth = option("learn_bandwidth")
+    learn_bandwidth = description.option("learn_bandwidth")
 
 
 @final
 @_registered
 @_documented
-class MultiHeadAttention(MultiHeadLayer, Attention):
+class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
 
     @documented_call(_CALL + BIAS + CACHE)
@@ -542,18 +497,4 @@ class MultiHeadAttention(MultiHeadLayer, Attention):
         masks = attention_mask, queries_mask, keys_mask, values_mask, use_causal_mask
         return self._pooled(queries, keys, values, valid_lens, masks, training, return_attention_scores, bias, cache)
 
-    def get_config(self) -> dict[str, Any]:
-        """Return what `from_config` makes the same layer from: a score as its parts, a rotary embedding by its name."""
-        config = super().get_config()
-        rotary = {} if self.rotary is None else {"rotary": keras.saving.serialize_keras_object(self.rotary)}
-        return {**config, "score": score_template.to_config(config["score"]), **rotary}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        """Return the layer of a configuration."""
-        rotary = config.get("rotary")
-        made = {} if rotary is None else {"rotary": keras.saving.deserialize_keras_object(rotary)}
-        score = score_template.from_config(config.get("score", "scaled_dot"))
-        return super().from_config({**config, "score": score, **made})
-
-    bias = option("bias")
+    bias = description.option("bias")

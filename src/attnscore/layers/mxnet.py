@@ -29,30 +29,12 @@ from attnscore.backends.base import Array
 from attnscore.base.arguments import check_flag
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
 from attnscore.kv_cache import KeyValueCache
-from attnscore.layers import shared
-from attnscore.layers.description import (
-    AdditiveLayer,
-    BaseAttention,
-    BilinearLayer,
-    DotProductLayer,
-    GaussianLayer,
-    LastCall,
-    Layer,
-    Linear,
-    MultiHeadLayer,
-    Parameter,
-    PreparesKeys,
-)
+from attnscore.layers import description, shared
+from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys
 from attnscore.layers.documentation import BIAS, CACHE, Documentation, documented_call
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
-__all__ = [
-    "AdditiveAttention",
-    "BilinearAttention",
-    "DotProductAttention",
-    "GaussianAttention",
-    "MultiHeadAttention",
-]
+__all__ = ["AdditiveAttention", "BilinearAttention", "DotProductAttention", "GaussianAttention", "MultiHeadAttention"]
 
 _OPS = backends.load("mxnet")
 _documented = Documentation(
@@ -233,13 +215,13 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
 
 @final
 @_documented
-class DotProductAttention(DotProductLayer, Attention):
+class DotProductAttention(description.DotProductLayer, Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
 
 @final
 @_documented
-class AdditiveAttention(AdditiveLayer, Attention, PreparesKeys[Array]):
+class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
     def _checked_keys(self, keys: Array, linear: Linear) -> Array:
@@ -249,19 +231,19 @@ class AdditiveAttention(AdditiveLayer, Attention, PreparesKeys[Array]):
 
 @final
 @_documented
-class BilinearAttention(BilinearLayer, Attention):
+class BilinearAttention(description.BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
 
 
 @final
 @_documented
-class GaussianAttention(GaussianLayer, Attention):
+class GaussianAttention(description.GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
 
 @final
 @_documented
-class MultiHeadAttention(MultiHeadLayer, Attention):
+class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
 
     def __call__(

@@ -21,6 +21,7 @@ from attnscore.masks import And, Dense, Mask, Not, Or
 from attnscore.masks.base import map_atoms
 from attnscore.masks.shape_spec import shape_of
 from attnscore.problem.dropout import check_dropout
+from attnscore.scores import arrays_of
 
 Shape = tuple[int, ...]
 HostArray = np.ndarray[Any, Any]
@@ -42,6 +43,18 @@ def copied(x: Any, kind: type = object) -> Any:
         return x
     array: Any = x
     return array.copy()
+
+
+def arrays_in(mask: Any) -> list[Any]:
+    """Return the arrays in a mask; an array itself."""
+    return [*mask.arrays().values()] if isinstance(mask, Mask) else [mask] if backends.is_array(mask) else []
+
+
+def arrays_of_weights(query: Any, key: Any, arguments: Mapping[str, Any]) -> list[Any]:
+    """Return the arrays of a call that its weights depend on."""
+    others = (arguments.get(name) for name in ("valid_lens", "bias", "sink"))
+    others = (x for x in others if backends.is_array(x))
+    return [query, key, *others, *arrays_in(arguments["mask"]), *arrays_of(arguments["score"]).values()]
 
 
 def naming_arguments(older: tuple[str, ...]) -> Callable[[Constructor], Constructor]:

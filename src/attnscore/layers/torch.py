@@ -36,33 +36,14 @@ from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
-from attnscore.layers.description import (
-    AdditiveLayer,
-    BaseAttention,
-    BilinearLayer,
-    DotProductLayer,
-    GaussianLayer,
-    Layer,
-    Linear,
-    MultiHeadLayer,
-    Parameter,
-    PreparesKeys,
-)
+from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, PreparesKeys
 from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
-from attnscore.masks import Mask
 from attnscore.parallel.shard import Shard
 from attnscore.plans.padding import may_save, over_rows, real_rows
 from attnscore.plans.prepared import PreparedKeys
-from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
-__all__ = [
-    "AdditiveAttention",
-    "BilinearAttention",
-    "DotProductAttention",
-    "GaussianAttention",
-    "MultiHeadAttention",
-]
+__all__ = ["AdditiveAttention", "BilinearAttention", "DotProductAttention", "GaussianAttention", "MultiHeadAttention"]
 
 _OPS = backends.load("torch")
 _documented = Documentation(
@@ -96,13 +77,6 @@ def _is_bare(module: nn.Module, kind: type[nn.Module]) -> bool:
     )
 
 
-def _weight_of(module: Any) -> Tensor:
-    """Return the weight of a module, where torch's lookup of an attribute takes 0.6 us."""
-    found: Tensor | None = module._parameters.get("weight")
-    # Under a parametrisation it is no parameter.
-    return module.weight if found is None else found
-
-
 def _start(x: Tensor, parameter: Parameter) -> None:
     """Give a parameter its starting values."""
     if parameter.bound:
@@ -128,11 +102,8 @@ class Matrix(nn.Module):
         _start(self.weight, self._parameter.sized(self.weight.shape))
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        weight = _weight_of(self)
-        # Keys have the dtype and device of the queries. The usual case costs three comparisons.
-        sizes = queries.size(-1), keys.size(-1)
-        if sizes != weight.shape or queries.dtype != weight.dtype or queries.device != weight.device:
-            _check_sides(queries, keys, weight)
+        weight: Tensor = self.weight
+        _check_sides(queries, keys, weight)
         return weight
 
     def extra_repr(self) -> str:
@@ -206,9 +177,9 @@ class LastCall(description.LastCall):
 
     def keep_inputs(self, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> None:
         super().keep_inputs(query, key, arguments)
-        held = (self.query, self.key, *_tensors(self.arguments["mask"]))
+        held = [self.query, self.key, *shared.arrays_in(self.arguments["mask"])]
         # Inference tensors count no versions.
-        self.versions = [(x, x._version) for x in held if not x.is_inference()]
+        self.versions = [(x, x._version) for x in held if isinstance(x, Tensor) and not x.is_inference()]
 
     def compute(self) -> Tensor:
         if any(x._version != version for x, version in self.versions):
@@ -308,7 +279,8 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         dropout = self.dropout if self.training else 0.0
         last: description.LastCall | str | None
         if context is None:
-            staged = None if is_plain or not is_traced(*operands[:2], *_others(arguments)) else _STAGED
+            is_staged = not is_plain and is_traced(*shared.arrays_of_weights(*operands[:2], arguments))
+            staged = _STAGED if is_staged else None
             out, _, last = self._attend(given, operands, arguments, dropout, staged=staged)
         else:
             # The lengths of the whole sequence are checked where they are known.
@@ -353,19 +325,17 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         for linear in linears:
             if linear.input not in inputs or (is_compiling and linear.size is None):
                 continue
-            weight, module = self._weight(linear), self._modules[linear.name]
+            # Not the attribute: a parametrisation (spectral norm) would compute it, and count a step, once more.
+            module = self._modules[linear.name]
+            weight = module._parameters.get("weight")
             # Packed weights, and those of other modules, have other shapes; a lazy module may have loaded its weight.
-            if isinstance(module, nn.Linear) and weight is not None and module.in_features in (0, weight.shape[-1]):
+            if not isinstance(module, nn.Linear) or weight is None or isinstance(weight, UninitializedParameter):
+                continue
+            if module.in_features in (0, weight.shape[-1]):
                 _check_operand(linear.input, inputs[linear.input], weight, linear.name, axis=1)
         for parameter in self._layer.parameters:
             if parameter.inputs and _is_bare(module := self._modules[parameter.name], Matrix):
-                _check_sides(inputs["queries"], inputs["keys"], _weight_of(module))
-
-    def _weight(self, linear: Linear) -> Tensor | None:
-        """Return the weight of a projection; None where it has none yet, or where another module took its place."""
-        # Not the attribute: a parametrisation (spectral norm) would compute it, and count a step, once more.
-        weight = self._modules[linear.name]._parameters.get("weight")
-        return weight if isinstance(weight, Tensor) and not isinstance(weight, UninitializedParameter) else None
+                _check_sides(inputs["queries"], inputs["keys"], module._parameters["weight"])
 
     def _project(self, linear: Linear, x: Tensor) -> Tensor:
         # arrays of the core are Any
@@ -445,32 +415,17 @@ def _process_group(group: Any) -> Any:
     return group.get_group() if hasattr(group, "get_group") else group
 
 
-def _others(arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the arrays and masks of a call beside its query, key and value."""
-    others = (arguments.get(name) for name in ("mask", "valid_lens", "bias", "sink"))
-    return (*arrays_of(arguments["score"]).values(), *others)
-
-
 _CHECKED: BoundedCache[bool] = BoundedCache(256)
 # Why nothing is kept of a call.
 _SHARDED = "a context group, whose ranks have some of the keys each"
 _STAGED = "torch.compile, torch.func and tracing, which keep nothing"
 
 
-def _tensors(x: Any) -> list[Tensor]:
-    """Return the tensors in a mask, or a tensor itself."""
-    if x is None:
-        return []
-    if isinstance(x, Tensor):
-        return [x]
-    return [array for array in x.arrays().values() if isinstance(array, Tensor)] if isinstance(x, Mask) else []
-
-
-def is_traced(*arguments: Any) -> bool:
-    """Whether the tensors in these stand for values of a later run, or for many values at once."""
+def is_traced(*arrays: Any) -> bool:
+    """Whether the tensors among these stand for values of a later run, or for many values at once."""
     if torch.compiler.is_compiling() or private.tracing_state() is not None:
         return True
-    return any(x.device.type != "meta" and backend.is_traced(x) for argument in arguments for x in _tensors(argument))
+    return any(isinstance(x, Tensor) and x.device.type != "meta" and backend.is_traced(x) for x in arrays)
 
 
 # ------------------------------------------------------------------ the layers
@@ -478,13 +433,13 @@ def is_traced(*arguments: Any) -> bool:
 
 @final
 @_documented.altered(without=("context_group", "device", "dtype"))
-class DotProductAttention(DotProductLayer, Attention):
+class DotProductAttention(description.DotProductLayer, Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
 
 @final
 @_documented.altered(without=("context_group",))
-class AdditiveAttention(AdditiveLayer, Attention, PreparesKeys[Tensor]):
+class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Tensor]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
     W_q: nn.Linear
@@ -498,7 +453,7 @@ class AdditiveAttention(AdditiveLayer, Attention, PreparesKeys[Tensor]):
 
 @final
 @_documented.altered(without=("context_group",))
-class BilinearAttention(BilinearLayer, Attention):
+class BilinearAttention(description.BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
 
     W: Matrix
@@ -506,7 +461,7 @@ class BilinearAttention(BilinearLayer, Attention):
 
 @final
 @_documented.altered(without=("context_group",))
-class GaussianAttention(GaussianLayer, Attention):
+class GaussianAttention(description.GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
     log_bandwidth: nn.Parameter | None
@@ -518,7 +473,7 @@ Rotary: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @final
 @_documented
-class MultiHeadAttention(MultiHeadLayer, Attention):
+class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
 
     W_q: nn.Linear
