@@ -449,16 +449,13 @@ _PARAMETERS: dict[str, Callable[[int, int], tuple[Parameter, ...]]] = {
 _SCORES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "dot": lambda _: Dot(),
     "scaled_dot": lambda _: ScaledDot(),
-    "gaussian": lambda given: Gaussian(bandwidth_of(given)),
+    "gaussian": lambda given: Gaussian(
+        _exp(given["log_bandwidth"]) if "log_bandwidth" in given else given["bandwidth"]
+    ),
     "cosine": lambda given: Cosine(_exp(given["log_scale"])),
     "additive": lambda given: Additive(given["w_v"]),
     "bilinear": lambda given: Bilinear(given["W"]),
 }
-
-
-def bandwidth_of(given: Mapping[str, Any]) -> Any:
-    """Return the bandwidth: that of the learned logarithm, or the constant."""
-    return _exp(given["log_bandwidth"]) if "log_bandwidth" in given else given["bandwidth"]
 
 
 def _exp(x: Array) -> Array:

@@ -144,18 +144,9 @@ valid_lens : (batch,) or (batch, query) whole numbers, optional
 mask : a mask object, or a boolean array broadcastable to (batch, query, key), True = may attend; optional
 """
 
-BIAS = """
+BIAS_AND_CACHE = """
 bias : broadcastable to (batch, head, query, key), or (head, 1, query + key - 1), optional
     Added to the scores; the second has one number for each key - query. Gets a gradient.
-"""
-
-CACHE = """
-cache : KeyValueCache, optional
-    One with ``head_axis=-2`` and no score. Keys and values are appended, and the queries are those of the same
-    positions, which attend to all before. The call then returns the new cache too, last; weights are over its slots.
-"""
-
-CALL_OPTIONS = f"""{BIAS}
 valid_lens : (batch,) or (batch, query) whole numbers, optional
     With a cache (batch,): how many of the new positions are real.
 mask : a mask object, or a boolean array broadcastable to (batch, query, key), True = may attend; optional
@@ -163,9 +154,8 @@ mask : a mask object, or a boolean array broadcastable to (batch, query, key), T
 cache : KeyValueCache, optional
     One with ``head_axis=-2`` and no score. Keys and values are appended, and the queries are those of the same
     positions, which attend to all before. The weights of the call are then over the slots of the cache.
-shards : Shard of each rank, optional
-    With ``context_group=``: the positions that the ranks hold, of queries and keys alike. None: consecutive parts.
 """
+BIAS_AND_NEW_CACHE = BIAS_AND_CACHE + "    The call returns the new cache too, last.\n"
 
 _AFTER_CALL = """
 Returns

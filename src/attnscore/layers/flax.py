@@ -35,7 +35,7 @@ from attnscore.errors import ArgumentError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, LoadsTorch, Parameter, PreparesKeys
-from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
+from attnscore.layers.documentation import BIAS_AND_NEW_CACHE, Documentation, documented_call
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
@@ -360,15 +360,7 @@ class GaussianAttention(description.GaussianLayer, Attention):
 class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
 
-    @documented_call(
-        _CALL_OPTIONS
-        + CALL_OPTIONS
-        + """
-cache : KeyValueCache, optional
-    One with ``head_axis=-2``, no score, and a capacity or a window. The call appends keys and values, and returns the
-    output and the new cache; the queries are those of the same positions, which attend to all before.
-"""
-    )
+    @documented_call(_CALL_OPTIONS + BIAS_AND_NEW_CACHE + "    The cache has a capacity or a window.\n")
     def __call__(  # with a cache the new cache is returned too
         self,
         queries: Any,

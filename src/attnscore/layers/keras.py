@@ -28,7 +28,7 @@ from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
 from attnscore.layers.description import INPUTS, BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys
-from attnscore.layers.documentation import BIAS, CACHE, Documentation, documented_call
+from attnscore.layers.documentation import BIAS_AND_NEW_CACHE, Documentation, documented_call
 from attnscore.layers.keras_inputs import (
     BACKEND,
     OPS,
@@ -233,16 +233,11 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         for parameter in self._layer.parameters:
             sizes = zip(parameter.inputs, parameter.shape, strict=False)
             sized = parameter.sized([features(name, size, parameter.name) for name, size in sizes])
-            setattr(self, parameter.name, self._add(sized))
-
-    def _add(self, parameter: Parameter) -> Any:
-        """Add a weight in the variable dtype, which `attend` takes as it is under mixed precision too."""
-        start = (
-            keras.initializers.RandomUniform(-parameter.bound, parameter.bound)
-            if parameter.bound
-            else keras.initializers.Constant(parameter.start)
-        )
-        return self.add_weight(name=parameter.name, shape=parameter.sizes, initializer=start, autocast=False)
+            bound, start = sized.bound, keras.initializers.Constant(sized.start)
+            start = keras.initializers.RandomUniform(-bound, bound) if bound else start
+            # In the variable dtype, which `attend` takes as it is under mixed precision too.
+            made = self.add_weight(name=sized.name, shape=sized.sizes, initializer=start, autocast=False)
+            setattr(self, parameter.name, made)
 
     def __call__(
         self, queries: Any, keys: Any = None, values: Any = None, valid_lens: Any = None, *args: Any, **kwargs: Any
@@ -477,7 +472,7 @@ class GaussianAttention(description.GaussianLayer, Attention):
 class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
 
-    @documented_call(_CALL + BIAS + CACHE)
+    @documented_call(_CALL + BIAS_AND_NEW_CACHE)
     def call(
         self,
         queries: Any,

@@ -31,7 +31,7 @@ from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys
-from attnscore.layers.documentation import BIAS, CACHE, Documentation, documented_call
+from attnscore.layers.documentation import BIAS_AND_NEW_CACHE, Documentation, documented_call
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
 __all__ = ["AdditiveAttention", "BilinearAttention", "DotProductAttention", "GaussianAttention", "MultiHeadAttention"]
@@ -80,13 +80,9 @@ class _Start(mx.init.Initializer):  # type: ignore[misc]
         self._parameter = parameter
 
     def _init_weight(self, _: Any, array: Any) -> None:
-        bound = self._parameter.sized(array.shape).bound
-        array[:] = mx.np.random.uniform(-bound, bound, size=array.shape) if bound else _starting(self._parameter)
-
-
-def _starting(parameter: Parameter) -> Any:
-    """Return the constant that a parameter starts at, a number or a NumPy array."""
-    return np.asarray(parameter.start) if isinstance(parameter.start, tuple) else parameter.start
+        bound, start = self._parameter.sized(array.shape).bound, self._parameter.start
+        constant = np.asarray(start) if isinstance(start, tuple) else start
+        array[:] = mx.np.random.uniform(-bound, bound, size=array.shape) if bound else constant
 
 
 def _data(parameter: gluon.Parameter, like: Array | None) -> Array:
@@ -260,7 +256,7 @@ class MultiHeadAttention(description.MultiHeadLayer, Attention):
         """Call `forward` with Gluon's hooks; ``gluon.Block`` takes no keywords."""
         return gluon.Block.__call__(self, queries, keys, values, valid_lens, mask, bias, cache)
 
-    @documented_call(BIAS + CACHE)
+    @documented_call(BIAS_AND_NEW_CACHE)
     def forward(
         self,
         queries: Array,

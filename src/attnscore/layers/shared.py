@@ -25,8 +25,6 @@ from attnscore.scores import arrays_of
 
 Shape = tuple[int, ...]
 HostArray = np.ndarray[Any, Any]
-Kept = TypeVar("Kept")
-"""What a layer keeps of a call."""
 Class = TypeVar("Class", bound=type)
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
@@ -208,7 +206,7 @@ def check_inputs(
     check_axes({name: ops.shape(x) for name, x in inputs.items()})
 
 
-def last_call(kept: Kept | str | None, keep_last: bool, *, where: str = "") -> Kept:
+def last_call(kept: Any, keep_last: bool, *, where: str = "") -> Any:
     """Return what a layer kept of its last call; raise AttnscoreError when it kept nothing (None, or why not).
 
     Not an AttributeError: frameworks answer that one with a search for attributes, which would hide the reason.

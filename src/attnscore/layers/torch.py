@@ -37,7 +37,7 @@ from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, PreparesKeys
-from attnscore.layers.documentation import CALL_OPTIONS, Documentation, documented_call
+from attnscore.layers.documentation import BIAS_AND_CACHE, Documentation, documented_call
 from attnscore.parallel.shard import Shard
 from attnscore.plans.padding import may_save, over_rows, real_rows
 from attnscore.plans.prepared import PreparedKeys
@@ -56,13 +56,6 @@ device, dtype : optional
 
 
 # ------------------------------------------------------------------ parameters
-
-
-def _linear(linear: Linear, device: Any, dtype: torch.dtype | None) -> nn.Linear:
-    if linear.size is not None:
-        return nn.Linear(linear.size, linear.units, bias=linear.bias, device=device, dtype=dtype)
-    with _without_lazy_warning():
-        return nn.LazyLinear(linear.units, bias=linear.bias, device=device, dtype=dtype)
 
 
 def _is_bare(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -217,17 +210,19 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         if layer.heads:
             self.context_group = context_group
         self._last: description.LastCall | str | None = None
-        for linear in layer.linears:
-            self.add_module(linear.name, _linear(linear, device, dtype))
-        for parameter in layer.parameters:
-            if parameter.inputs:
-                kind = _LazyMatrix if None in parameter.shape else Matrix
-                with _without_lazy_warning():
-                    self.add_module(parameter.name, kind(parameter, device=device, dtype=dtype))
-            else:
-                empty = torch.empty(parameter.sizes, device=device, dtype=dtype)
-                self.register_parameter(parameter.name, nn.Parameter(empty))
-                _start(self.get_parameter(parameter.name), parameter)
+        on = {"device": device, "dtype": dtype}
+        with _without_lazy_warning():
+            for linear in layer.linears:
+                sizes = (linear.units,) if linear.size is None else (linear.size, linear.units)
+                kind: Any = nn.LazyLinear if linear.size is None else nn.Linear
+                self.add_module(linear.name, kind(*sizes, bias=linear.bias, **on))
+            for parameter in layer.parameters:
+                if parameter.inputs:
+                    kind = _LazyMatrix if None in parameter.shape else Matrix
+                    self.add_module(parameter.name, kind(parameter, **on))
+                else:
+                    self.register_parameter(parameter.name, nn.Parameter(torch.empty(parameter.sizes, **on)))
+                    _start(self.get_parameter(parameter.name), parameter)
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew; those that start constant are set to their start."""
@@ -396,7 +391,8 @@ class Context:
         """Return the positions of the rank's part, (1, positions)."""
         if self.shards is None:
             return None
-        own: Tensor = self.shards[torch.distributed.get_rank(_process_group(self.group))].positions(like)
+        group = self.group.get_group() if hasattr(self.group, "get_group") else self.group  # of a mesh of one axis
+        own: Tensor = self.shards[torch.distributed.get_rank(group)].positions(like)
         return own[None]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -408,11 +404,6 @@ class Context:
             query, key, value, group=self.group, queries=self.shards, sum_parameters=False, **options
         )
         return found
-
-
-def _process_group(group: Any) -> Any:
-    """Return the process group of a mesh of one axis; a process group as it is."""
-    return group.get_group() if hasattr(group, "get_group") else group
 
 
 _CHECKED: BoundedCache[bool] = BoundedCache(256)
@@ -481,7 +472,13 @@ class MultiHeadAttention(description.MultiHeadLayer, Attention):
     W_v: nn.Linear
     W_o: nn.Linear
 
-    @documented_call(CALL_OPTIONS)
+    @documented_call(
+        BIAS_AND_CACHE
+        + """
+shards : Shard of each rank, optional
+    With ``context_group=``: the positions that the ranks hold, of queries and keys alike. None: consecutive parts.
+"""
+    )
     def forward(
         self,
         queries: Tensor,
