@@ -320,17 +320,20 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         for linear in linears:
             if linear.input not in inputs or (is_compiling and linear.size is None):
                 continue
-            # Not the attribute: a parametrisation (spectral norm) would compute it, and count a step, once more.
-            module = self._modules[linear.name]
-            weight = module._parameters.get("weight")
+            weight, module = self._weight(linear.name), self._modules[linear.name]
             # Packed weights, and those of other modules, have other shapes; a lazy module may have loaded its weight.
-            if not isinstance(module, nn.Linear) or weight is None or isinstance(weight, UninitializedParameter):
-                continue
-            if module.in_features in (0, weight.shape[-1]):
+            if isinstance(module, nn.Linear) and weight is not None and module.in_features in (0, weight.shape[-1]):
                 _check_operand(linear.input, inputs[linear.input], weight, linear.name, axis=1)
         for parameter in self._layer.parameters:
-            if parameter.inputs and _is_bare(module := self._modules[parameter.name], Matrix):
-                _check_sides(inputs["queries"], inputs["keys"], module._parameters["weight"])
+            has_matrix = parameter.inputs and isinstance(self._modules[parameter.name], Matrix)
+            if has_matrix and (weight := self._weight(parameter.name)) is not None:
+                _check_sides(inputs["queries"], inputs["keys"], weight)
+
+    def _weight(self, name: str) -> Tensor | None:
+        """Return the weight of a module; None where it has none yet, or where another module took its place."""
+        # Not the attribute: a parametrisation (spectral norm) would compute it, and count a step, once more.
+        weight = self._modules[name]._parameters.get("weight")
+        return weight if isinstance(weight, Tensor) and not isinstance(weight, UninitializedParameter) else None
 
     def _project(self, linear: Linear, x: Tensor) -> Tensor:
         # arrays of the core are Any
