@@ -106,10 +106,6 @@ class Plan(ABC):
     def run(self, arguments: CallArguments) -> Any:
         """Return what `attend` returns."""
 
-    def with_detached_weights(self) -> Plan:
-        """Return the plan of the same calls, in which no gradient flows through the weights."""
-        return self
-
 
 @dataclass(frozen=True, eq=False)
 class SinglePlan(Plan, DifferentiableOp):

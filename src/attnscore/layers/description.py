@@ -28,7 +28,7 @@ from attnscore.base.sizes import may_equal
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import score_template, shared
-from attnscore.plans.prepared import PreparedKeys, prepare_keys, with_exps, with_exps_of
+from attnscore.plans.prepared import PreparedKeys, prepare_keys
 from attnscore.problem import normalizers
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
 from attnscore.scores.arrays import with_arrays
@@ -610,7 +610,6 @@ class BaseAttention(Generic[A]):
 
     def _attend(
         self,
-        given: Any,
         operands: Sequence[Any],
         arguments: dict[str, Any],
         dropout: float,
@@ -622,11 +621,10 @@ class BaseAttention(Generic[A]):
     ) -> tuple[A, A | None, LastCall | str | None]:
         """Return the output of the softmax, its weights if they were computed, and what to keep of the call.
 
-        `given` are the keys of the caller, perhaps prepared. `staged` says in which calls nothing can be kept; without
+        `staged` says in which calls nothing can be kept; without
         `in_pass` it is the inputs.
         """
         query, key, value = operands
-        bound, options = with_exps_of(given, key, arguments) if type(given) is PreparedKeys else (key, arguments)
         keeps_weights = self.keep_last and in_pass and staged is None
         if keeps_weights:
             batch, heads = max(query.shape[0], key.shape[0]), self._layer.heads or 1
@@ -634,9 +632,9 @@ class BaseAttention(Generic[A]):
             keeps_weights = batch * heads * query.shape[1] * key.shape[1] <= FEW_WEIGHTS and value.shape[0] <= batch
         weights = None
         if keeps_weights or returns_weights:
-            out, weights = attend(query, bound, value, dropout=dropout, seed=seed, return_weights=True, **options)
+            out, weights = attend(query, key, value, dropout=dropout, seed=seed, return_weights=True, **arguments)
         else:
-            out = attend(query, bound, value, dropout=dropout, seed=seed, **options)
+            out = attend(query, key, value, dropout=dropout, seed=seed, **arguments)
         if not self.keep_last:
             return out, weights, None
         return out, weights, staged or self._last_call_type(query, key, arguments, weights if keeps_weights else None)
@@ -759,7 +757,7 @@ class PreparesKeys(BaseAttention[A]):
         (linear,) = (linear for linear in layer.linears if linear.input == "keys")
         keys = self._checked_keys(keys, linear)
         score = layer.make_score({part.name: self._read(part, {"queries": keys}) for part in layer.score_parts})
-        return with_exps(backends.of({"keys": keys}), self._project(linear, keys), score)
+        return PreparedKeys(self._project(linear, keys), score)
 
     @abstractmethod
     def _checked_keys(self, keys: A, linear: Linear) -> A:

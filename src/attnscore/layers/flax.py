@@ -200,7 +200,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         cache: KeyValueCache | None = None,
     ) -> tuple[jax.Array, KeyValueCache | None]:
         """Return the output of a call and its cache, and keep what `attention_weights` reads."""
-        given, (keys, linears) = keys, self._unprepared(keys)
+        keys, linears = self._unprepared(keys)
         inputs = _checked({"queries": queries, "keys": keys, "values": values})
         shapes = [x.shape for x in inputs.values()]
         operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
@@ -212,9 +212,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         is_staged = any(isinstance(x, jax.core.Tracer) for x in shared.arrays_of_weights(query, key, arguments))
         staged = "jit, grad and vmap, which keep nothing" if is_staged else None
         in_pass = not isinstance(value, jax.core.Tracer)
-        out, _, last = self._attend(
-            given, (query, key, value), arguments, dropout, seed, staged=staged, in_pass=in_pass
-        )
+        out, _, last = self._attend((query, key, value), arguments, dropout, seed, staged=staged, in_pass=in_pass)
         _LAST.pop(self, None)
         if last is not None:
             _LAST[self] = last

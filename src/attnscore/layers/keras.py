@@ -290,7 +290,7 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
             self.dtype_policy.convert_input(x, self.autocast, self.input_dtype) if isinstance(x, np.ndarray) else x
             for x in unpacked(queries, keys, values)
         )
-        given, (keys, linears) = keys, self._unprepared(keys)
+        keys, linears = self._unprepared(keys)
         inputs = dict(zip(INPUTS, (queries, keys, values), strict=True))
         shapes = checked_shapes(inputs)
         batch, *lengths = shape = shared.scores_shape(*shapes)
@@ -309,7 +309,6 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         cache = arguments.pop("cache", None)
         dropping = bool(training) and self.seed_generator is not None
         out, weights, self.__dict__["_last"] = self._attend(
-            given,
             operands,
             arguments,
             self.dropout if dropping else 0.0,

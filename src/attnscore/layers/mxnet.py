@@ -172,14 +172,14 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         if not mx.util.is_np_array():
             expected, hint = "NumPy semantics in Gluon", "mxnet.npx.set_np() once, at the start of a program"
             raise FrameworkError(message("mxnet", expected, "legacy ones", hint=hint))
-        given, (keys, linears) = keys, self._unprepared(keys)
+        keys, linears = self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
         _check(inputs)
         shapes = [x.shape for x in inputs.values()]
         operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
         cache = arguments.pop("cache", None)
         dropout = self.dropout if autograd.is_training() else 0.0
-        out, _, self._last = self._attend(given, operands, arguments, dropout)
+        out, _, self._last = self._attend(operands, arguments, dropout)
         return self._output(out), cache
 
     def _project(self, linear: Linear, x: Array) -> Array:

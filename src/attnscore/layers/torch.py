@@ -251,7 +251,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         context: Context | None = None,
     ) -> Tensor:
         """Return the output of a call, and keep what `attention_weights` reads."""
-        layer, given, linears = self._layer, keys, self._layer.linears
+        layer, linears = self._layer, self._layer.linears
         if isinstance(keys, PreparedKeys):
             keys, linears = self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
@@ -276,7 +276,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         if context is None:
             is_staged = not is_plain and is_traced(*shared.arrays_of_weights(*operands[:2], arguments))
             staged = _STAGED if is_staged else None
-            out, _, last = self._attend(given, operands, arguments, dropout, staged=staged)
+            out, _, last = self._attend(operands, arguments, dropout, staged=staged)
         else:
             # The lengths of the whole sequence are checked where they are known.
             arguments["mask"] = shared.over_heads(mask, (len(queries), None, None))

@@ -81,7 +81,3 @@ class LoweredPlan(Plan):
         if (product := ops.plain_product(x, matrix, self.plan.threads())) is None:
             return None
         return [product, key] if of_query else [query, product]
-
-    def with_detached_weights(self) -> LoweredPlan:
-        """Return the plan of the same calls whose weights are returned detached."""
-        return replace(self, plan=self.plan.with_detached_weights())

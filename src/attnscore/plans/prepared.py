@@ -131,14 +131,6 @@ def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys
         return PreparedKeys(found, remaining_score)
 
 
-def with_exps(ops: Any, key: Array, score: Any) -> PreparedKeys:
-    return PreparedKeys(key, score)
-
-
-def with_exps_of(prepared: Any, key: Array, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return key, arguments
-
-
 def _layout(shape: tuple[int, ...], head_axis: int) -> AxisLayout:
     """Return the layout of keys alone."""
     axes, dim = len(shape), shape[-1]

@@ -153,8 +153,6 @@ class NativePlan(Plan):
     """Whether the last operand is the bandwidth of a Gaussian."""
     copies_bias: bool
     """Whether the bias is copied to C order: a relative one, which each query reads from another place."""
-    detaches_weights: bool = False
-    """Whether the returned weights are detached: as an output that autograd records they cost a tiny call 20 us."""
     _forwards: dict[bool, Forward] = field(default_factory=dict)
     _backwards: dict[Hashable, Backward] = field(default_factory=dict)
     _layouts: list[Signature | None] = field(default_factory=list)
@@ -209,16 +207,11 @@ class NativePlan(Plan):
         seed = arguments.seed
         return (self.ops.draw_seed(arguments.query) if seed is None else int(seed)) % 2**63
 
-    def with_detached_weights(self) -> NativePlan:
-        """Return the plan of the same calls whose weights are returned detached."""
-        return dataclasses.replace(self, detaches_weights=True, _forwards={}, _backwards={}, _layouts=[])
-
     @cached_property
     def differentiable(self) -> tuple[str, ...]:
         """Names of the outputs through which a gradient flows."""
         statistics = (name for name in DIFFERENTIABLE if name in self.statistics)
-        has_weights = self.returns_weights and not self.detaches_weights
-        return ("out", *statistics, *(("attention_weights",) if has_weights else ()))
+        return ("out", *statistics, *(("attention_weights",) if self.returns_weights else ()))
 
     @cached_property
     def saved(self) -> tuple[str, ...]:
@@ -239,7 +232,7 @@ class NativePlan(Plan):
     def returned(self) -> tuple[str, ...]:
         """Names of the outputs of a forward, the differentiable ones first."""
         detached = (name for name in self.statistics if name not in DIFFERENTIABLE)
-        return (*self.differentiable, *(("attention_weights",) if self.detaches_weights else ()), *detached)
+        return (*self.differentiable, *detached)
 
     def forward(
         self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool
