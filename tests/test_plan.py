@@ -61,13 +61,12 @@ def test_the_least_recently_used_make_room_for_heavy_ones() -> None:
     for key, weight in enumerate((1, 4, 4, 3, 2)):
         memory.get_or_compute(key, lambda key=key: 10 * key, weight)
     assert [memory.get(key) for key in range(5)] == [None, None, 20, 30, 40]
-    memory.weigh(3, 8)
-    assert [memory.get(key) for key in range(5)] == [None, None, None, 30, 40]
+    assert memory.get_or_compute(5, lambda: 50, 8) == 50
+    assert [memory.get(key) for key in range(6)] == [None, None, None, None, 40, 50]
     # What is larger than the whole cache leaves the others where they are.
-    assert memory.get_or_compute("large", lambda: 50, 11) == 50
-    assert [memory.get(key) for key in (3, 4, "large")] == [30, 40, None]
-    memory.weigh(3, 11)
-    assert memory.values() == [40]
+    assert memory.get_or_compute("large", lambda: 60, 11) == 60
+    assert [memory.get(key) for key in (4, 5, "large")] == [40, 50, None]
+    assert memory.values() == [40, 50]
 
 
 def test_threads_share_a_cache() -> None:

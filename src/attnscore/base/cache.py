@@ -69,17 +69,6 @@ class BoundedCache(Generic[Result]):
         self._make_room(key)
         return entry.value
 
-    def weigh(self, key: Hashable, weight: float) -> None:
-        """Set the weight of an entry, which has grown; the least recently used make room for it."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return
-        if weight > self._max_weight:
-            self._entries.pop(key, None)
-        else:
-            entry.weight = weight
-            self._make_room(key)
-
     def values(self) -> list[Result]:
         """Return all cached results."""
         return [entry.value for entry in self._entries.copy().values()]
