@@ -18,7 +18,7 @@ import torch
 
 import attnscore as ats
 import oracle
-from attnscore.problem.statistics import AttentionStats
+from attnscore.problem.statistics import KEYS, AttentionStats
 from autodiff import Var, gradients
 from cases import MASK, SCORE, MaskCase, Score, Sizes
 
@@ -146,7 +146,8 @@ class Call:
 
     @property
     def _returned(self) -> tuple[str, ...]:
-        return ("out", *STATISTICS, *(("weights",) if "weights" in self.seeds else ()))
+        numbers = (name for name in STATISTICS if name not in KEYS)
+        return ("out", *numbers, *(("weights",) if "weights" in self.seeds else ()))
 
     def _answer(self, outputs: Mapping[str, Any], grads: Mapping[str, Any]) -> Results:
         found = {name: self.layout.outward(name, array(outputs[name])) for name in self._returned}
@@ -193,9 +194,10 @@ class Call:
         weight = max(1.0, level / 4)
         found = {
             "out": float(np.abs(array(self.value)).max(initial=0)),
-            "log_sum_exp": level + np.log(keys), "max_score": level, "mean_score": level, "var_score": level**2,
-            "entropy": level + np.log(keys), "max_weight": weight, "sum_weights": weight, "sum_sq_weights": 2 * weight,
-            "weights": weight,
+            "log_sum_exp": level + np.log(keys), "max_score": level, "min_score": level, "mean_score": level,
+            "var_score": level**2, "entropy": level + np.log(keys),
+            "max_weight": weight, "sum_weights": weight, "sum_sq_weights": 2 * weight,
+            "weights": weight, "argmax_key": 0.0,
         }  # fmt: skip
         return found | {
             f"grad.{name}": float(np.abs(grad).max(initial=0)) for name, grad in self._wide_gradients(True).items()
@@ -333,11 +335,13 @@ class Call:
 
     def check(self, got: Mapping[str, Any], skip: tuple[str, ...] = ()) -> None:
         """Assert that every result is as accurate as ``numerics`` defines it, and of the right shape and dtype."""
-        assert set(got) == set(self.reference) or "grad.query" not in got
+        assert set(got) - {*KEYS} == set(self.reference) or "grad.query" not in got
         problems = [text for name, x in got.items() if name not in skip and (text := self._problem(name, x))]
         assert not problems, "\n".join(problems)
 
     def _problem(self, name: str, x: Any) -> str | None:
+        if name in KEYS:
+            return self.key_problem(name, x)
         want = self.reference[name]
         dtype = accumulator(self.dtype) if name in STATISTICS else self.dtype
         if name.startswith("grad."):
@@ -356,6 +360,22 @@ class Call:
         if error <= allowed:
             return None
         return f"{name}: error {error:.3g}, allowed {allowed:.3g} (plain {plain:.3g}, scale {self.scale[name]:.3g})"
+
+    def key_problem(self, name: str, x: Any) -> str | None:
+        """The score of the key is the largest but for rounding, and no key before it has the same."""
+        if dtype_of(x) != "int32" or tuple(x.shape) != self.reference["max_score"].shape:
+            return f"{name}: got {dtype_of(x)} {tuple(x.shape)}"
+        found, scores = array(x), self.layout.outward("weights", self.scores)
+        found = found.swapaxes(-1, -2) if self.layout.head_axis == -2 and self.layout.axes > 3 else found
+        largest = scores.max(-1, initial=-np.inf)
+        if not np.array_equal(found < 0, largest == -np.inf):
+            return f"{name}: -1 where there are keys, or a key where there are none"
+        here = np.append(scores, np.full((*found.shape, 1), -np.inf), -1)
+        here = np.take_along_axis(here, found[..., None].astype(int), -1)[..., 0]
+        allowed = 16 * EPS[self.dtype if self.dtype == "float64" else "float32"] * self.scale["max_score"]
+        if (here < np.where(largest == -np.inf, largest, largest - allowed)).any():
+            return f"{name}: not the largest score"
+        return None
 
 
 def _largest(x: np.ndarray, want: np.ndarray) -> float:

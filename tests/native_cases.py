@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import attnscore as ats
+from attnscore.kernels.native.results import STATISTICS
 
 BITS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 TOLERANCE = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
@@ -30,7 +31,6 @@ OPTIONS = {
     "dropout": 0.0,
     "seed": 0,
 }
-STATISTICS = ("max_score", "mean_score", "var_score", "entropy", "max_weight", "sum_sq_weights", "sum_weights")
 ROWS = ("out", "row_max", "log_denom", "entropy", "scores", "attention_weights", "grad_out", "grad_log_sum_exp")
 ROWS += ("grad_entropy", "grad_attention_scores", "grad_attention_weights")
 GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_query_bias", "grad_key_bias", "grad_bias", "grad_w_v")
@@ -202,6 +202,7 @@ class Case:
         count = np.maximum(seen.sum(-1, keepdims=True), 1)
         mean = np.where(seen, scores, 0).sum(-1, keepdims=True) / count
         log_p = np.log(np.where(p > 0, p, 1))
+        ends = [(0, 0)] * (scores.ndim - 1) + [(0, 1)]
         expected = {
             "max_score": np.max(scores, axis=-1, initial=-np.inf, where=seen, keepdims=True),
             "mean_score": mean,
@@ -210,12 +211,14 @@ class Case:
             "max_weight": p.max(-1, initial=0, keepdims=True),
             "sum_sq_weights": (p * p).sum(-1, keepdims=True),
             "sum_weights": p.sum(-1, keepdims=True),
+            "min_score": np.min(scores, axis=-1, initial=np.inf, where=seen, keepdims=True),
+            "argmax_key": np.pad(np.where(seen, scores, -np.inf), ends, constant_values=-np.inf).argmax(-1)[..., None],
         }
         some = seen.any(-1, keepdims=True)
-        np.testing.assert_array_equal(self.statistics["max_score"][~some], -np.inf)
+        empty = {"max_score": -np.inf, "min_score": np.inf, "argmax_key": -1}
         for name, x in self.statistics.items():
             close(np.where(some, x, 0), np.where(some, expected[name], 0), tolerance)
-            assert name == "max_score" or not x[~some].any(), name
+            assert (x[~some] == empty.get(name, 0)).all(), name
 
     def summed(self, x: np.ndarray, axis: int = -3) -> np.ndarray:
         """Over the query heads that share a KV head."""

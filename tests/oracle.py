@@ -170,4 +170,5 @@ def row_numbers(s, visible, weights):
         "max_weight": weights.amax(-1),
         "sum_sq_weights": (weights * weights).sum(-1),
         "sum_weights": weights.sum(-1),
+        "min_score": -(-s).where(visible, NEG_INF).amax(-1),
     }

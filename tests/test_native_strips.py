@@ -78,7 +78,7 @@ def results(mask: Any, score: str, extras: str, **more: Any) -> list[np.ndarray]
     _, stats = ats.attend(QUERY, KEY, VALUE, **arguments, return_stats=True)
     found = ats.attend_vjp(QUERY, KEY, VALUE, **arguments)
     grads = found[1](np.cos(np.arange(found[0].size)).reshape(found[0].shape))
-    names = ("log_sum_exp", "max_score", "mean_score", "var_score", "entropy", "max_weight", "sum_sq_weights")
+    names = [name for name in stats._fields if name != "sum_weights"]
     kept = [found[0], *(getattr(stats, name) for name in names), grads.query, grads.key, grads.value]
     return [*kept, *(x for x in (grads.bias, grads.sink) if x is not None), *grads.score.values()]
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from attnscore.backends import torch as torch_backend
-from native_cases import Case, native
+from attnscore.kernels.native.results import FILLED
+from native_cases import STATISTICS, Case, native
 
 reads_tensors = pytest.mark.skipif(not torch_backend._SHARES_LAYOUTS, reason="this PyTorch has no exchange API")
 F4 = np.float32
@@ -52,8 +53,9 @@ WRONG_FORWARD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"out": np.zeros((2, 2, 3, 5, 6))}, TypeError, "out: expected dtype float32, got float64"),
     ({"out": np.zeros((1, 2, 3, 5, 6), F4)}, ValueError, "query: expected shape"),
     ({"out": None}, ValueError, "out: expected an array, got None"),
+    # The module has the names of Python's table, in its order.
+    *(({x: np.zeros((2, 2, 3, 4, 1), F4)}, ValueError, rf"^{x}: expected shape \(2, 2, 3, 5, 1\)") for x in STATISTICS),
     ({"entropy": np.zeros((2, 2, 3, 5), F4)}, ValueError, r"entropy: expected shape \(2, 2, 3, 5, 1\)"),
-    ({"max_score": np.zeros((2, 2, 3, 4, 1), F4)}, ValueError, r"max_score: expected shape \(2, 2, 3, 5, 1\)"),
     ({"var_score": np.zeros((2, 2, 3, 5, 1))}, TypeError, "var_score: expected dtype float32"),
     ({"sum_weights": np.broadcast_to(F4(0), (2, 2, 3, 5, 1))}, TypeError, "sum_weights: expected a writable NumPy"),
     ({"start": np.zeros((2, 5), np.int64)}, ValueError, "stop: expected start and stop together, got None"),
@@ -265,14 +267,14 @@ def test_gradients_that_are_written_in_any_case(name: str) -> None:
         case.run_backward(**{name: None})
 
 
-@pytest.mark.parametrize("count", [0, 12, 16])
+@pytest.mark.parametrize("count", [0, 12, 17])
 def test_wrong_numbers_of_arrays(count: int) -> None:
     case = Case()
     score = tuple(case.options.values())
     row = np.zeros(1, F4)
     with pytest.raises(ValueError, match=f"inputs: expected 14 arrays, got {count}"):
-        native.forward(score, (None,) * count, [row] * 14, 1)
-    with pytest.raises(ValueError, match=f"rows: expected 14 arrays, got {count}"):
+        native.forward(score, (None,) * count, [row] * len(FILLED), 1)
+    with pytest.raises(ValueError, match=f"rows: expected {len(FILLED)} arrays, got {count}"):
         native.forward(score, (None,) * 14, [row] * count, 1)
     inputs = (case.query, case.key, case.value, *(None,) * 11)
     with pytest.raises(ValueError, match=f"rows: expected 11 arrays, got {count}"):
@@ -339,7 +341,9 @@ class Planned:
             self.plan = native.plan_backward(score, inputs, saved, "float32", grads)
         else:
             self.names = (*PLAN_INPUTS, *PLAN_ROWS)
-            self.plan = native.plan_forward(score, inputs, [*(arrays.get(name) for name in PLAN_ROWS), *[None] * 8])
+            self.plan = native.plan_forward(
+                score, inputs, [*(arrays.get(name) for name in PLAN_ROWS), *[None] * (len(STATISTICS) + 1)]
+            )
         self.names = tuple(x for x in self.names if arrays.get(x) is not None)
 
     def __call__(self, arrays: dict[str, Any], threads: int = 1) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import attnscore as ats
 from attnscore.base.cache import BoundedCache
+from attnscore.kernels import Kernel
 from native_cases import GRADIENTS, INPUTS, native
 from own_scores import OwnPlain
 
@@ -36,9 +37,8 @@ class Watched:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     found = Watched()
     monkeypatch.setattr("attnscore.kernels.native.kernel._native", found)
-    monkeypatch.setattr(
-        "attnscore.kernels.native.kernel.Native.prepare", lambda *_: None
-    )  # what is prepared passes by it
+    # What is prepared for all calls passes by it.
+    monkeypatch.setattr("attnscore.kernels.native.kernel.Native.prepare", Kernel.prepare)
     monkeypatch.setattr("attnscore.plans.plan.PLANS", BoundedCache())
     return found
 

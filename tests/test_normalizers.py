@@ -114,6 +114,9 @@ def test_output_weights_and_statistics_are_those_of_the_definition(name: str, sc
         np.testing.assert_allclose(stats.sum_sq_weights, (weights**2).sum(-1).astype(float), rtol=1e-11, atol=1e-14)
         np.testing.assert_allclose(stats.max_weight, weights.max(-1).astype(float), rtol=1e-11, atol=1e-14)
         np.testing.assert_allclose(stats.max_score, scores.max(-1), rtol=1e-14)
+        assert (np.take_along_axis(scores, stats.argmax_key[..., None], -1)[..., 0] == scores.max(-1)).all()
+        smallest = np.where(scores == -np.inf, np.inf, scores).min(-1)
+        np.testing.assert_allclose(stats.min_score, smallest, rtol=1e-14, atol=1e-14)
         assert stats.log_sum_exp is None
         assert stats.entropy is None
         # Exactly: masked, and too far below the largest score.

@@ -14,6 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import attnscore as ats
+from attnscore.problem.statistics import KEYS
 from strategies import INF, NAN, Drawn, HostArray, calls, law, same, tiles_of
 
 # ------------------------------------------------------------------ weights
@@ -69,8 +70,9 @@ def test_permuting_keys_with_values_changes_nothing(call: Drawn, random: Any) ->
     )
     same(turned.attend(), call.attend())
     same(turned.weights(), call.weights()[..., order])
-    for found, expected in zip(turned.statistics(), call.statistics(), strict=True):
-        same(found, expected)
+    for name, found in turned.statistics()._asdict().items():
+        if name not in KEYS:  # which of equal scores is first changes
+            same(found, getattr(call.statistics(), name))
 
 
 @law
@@ -88,8 +90,9 @@ def test_a_mask_equals_removing_the_keys(call: Drawn) -> None:
             return_stats=True,
         )
         same(out[index], alone[0])
-        for found, expected in zip(stats, own, strict=True):
-            same(found[index], expected[0])
+        for name, found in stats._asdict().items():
+            if name not in KEYS:
+                same(found[index], getattr(own, name)[0])
 
 
 @law

@@ -30,9 +30,12 @@ def test_statistics_are_those_of_scores_and_weights(call: Drawn) -> None:
             "max_weight": weights.max(-1),
             "sum_sq_weights": (weights**2).sum(-1),
             "sum_weights": weights.sum(-1),
+            "min_score": np.where(visible, scores, INF).min(-1),
         }
     for name, values in expected.items():
         same(getattr(stats, name), values, 1e-9)
+    largest = np.take_along_axis(scores, np.maximum(stats.argmax_key, 0)[..., None], -1)[..., 0]
+    same(largest[some], scores.max(-1)[some], 1e-9)
 
 
 @law
@@ -50,7 +53,9 @@ def test_statistics_keep_their_bounds(call: Drawn) -> None:
     assert np.all(stats.max_score[some] <= stats.log_sum_exp[some] + slack)
     assert np.all(stats.log_sum_exp[some] <= stats.max_score[some] + np.log(count[some]) + slack)
     assert np.all(stats.var_score >= 0) and np.all(stats.mean_score[some] <= stats.max_score[some] + 1e-9)
-    for name in set(stats._fields) - {"log_sum_exp", "max_score"}:
+    assert np.all(stats.min_score[some] <= stats.mean_score[some] + 1e-9) and np.all(stats.min_score[~some] == INF)
+    assert np.all((stats.argmax_key >= 0) == some) and np.all(stats.argmax_key[~some] == -1)
+    for name in set(stats._fields) - {"log_sum_exp", "max_score", "min_score", "argmax_key"}:
         assert np.all(getattr(stats, name)[~some] == 0)
     assert np.all(stats.log_sum_exp[~some] == -INF) and np.all(stats.max_score[~some] == -INF)
 

@@ -86,7 +86,7 @@ CLASSES = {
 TUPLES = {
     "AttentionStats": (
         *("log_sum_exp", "max_score", "mean_score", "var_score"),
-        *("entropy", "max_weight", "sum_sq_weights", "sum_weights"),
+        *("entropy", "max_weight", "sum_sq_weights", "sum_weights", "min_score", "argmax_key"),
     ),
     "Gradients": ("query", "key", "value", "bias", "sink", "score"),
     "TopWeights": ("weights", "index"),
@@ -286,8 +286,9 @@ def test_results_are_arrays_of_the_kind_that_came() -> None:
     for kind, array in ((np.ndarray, x), (torch.Tensor, torch.ones(2, 3))):
         out, weights, stats = ats.attend(array, array, array, return_weights=True, return_stats=True)
         assert isinstance(stats, ats.AttentionStats)
-        for found in (out, weights, *stats):
+        for found in (out, weights, *stats[:-1]):
             assert type(found) is kind and found.dtype == array.dtype
+        assert str(stats.argmax_key.dtype).endswith("int32")
     gradients = ats.attend_vjp(x, x, x)[1](x)
     assert isinstance(gradients, ats.Gradients) and gradients.score == {}
     assert isinstance(ats.cost("dot", query_len=1, key_len=1, dim=1), ats.Cost)

@@ -225,8 +225,9 @@ def test_axes_of_length_zero(query: Any, key: Any, value: Any, score: str, frame
             assert found[name].shape == rows
         if key[-2] == 0:
             assert (found["out"] == 0).all() and (found["log_sum_exp"] == -np.inf).all()
-            assert (found["max_score"] == -np.inf).all() and (found["sum_weights"] == 0).all()
-            assert all((found[name] == 0).all() for name in ("query", "entropy", "max_weight"))
+            assert (found["max_score"] == -np.inf).all() and (found["min_score"] == np.inf).all()
+            assert (found["argmax_key"] == -1).all()
+            assert all((found[name] == 0).all() for name in ("query", "entropy", "max_weight", "sum_weights"))
 
 
 @frameworks

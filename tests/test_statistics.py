@@ -11,11 +11,13 @@ import torch
 
 import attnscore as ats
 from attnscore import ArgumentError
+from attnscore.problem.statistics import KEYS
 from cases import FRAMEWORKS
 from harness import STATISTICS, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
+NUMBERS = tuple(name for name in STATISTICS if name not in KEYS)
 
 
 def statistics_of(framework: str, scores: np.ndarray, asked: object = True, **arguments: object) -> ats.AttentionStats:
@@ -51,6 +53,7 @@ def exact(s: np.ndarray, level: float = 0.0) -> dict[str, np.ndarray]:
         "mean_score": mean[:, 0] + level, "var_score": ((s - mean) ** 2).mean(-1),
         "entropy": -(p * np.log(np.where(p > 0, p, 1))).sum(-1),
         "max_weight": p.max(-1), "sum_sq_weights": (p * p).sum(-1), "sum_weights": p.sum(-1),
+        "min_score": s.min(-1) + level, "argmax_key": s.argmax(-1),
     }  # fmt: skip
 
 
@@ -116,7 +119,7 @@ def test_functions_of_the_statistics(framework: str) -> None:
         np.testing.assert_array_equal(array(stats.saturated(threshold)), call.reference["max_weight"] >= threshold)
     summary = stats.summary()
     alive = call.reference["sum_weights"] > 0
-    for name in STATISTICS:
+    for name in NUMBERS:
         rows = call.reference[name][alive].astype(float)
         assert summary[name] == pytest.approx({"mean": rows.mean(), "min": rows.min(), "max": rows.max()}, rel=1e-9)
 
@@ -156,6 +159,66 @@ def test_the_variance_is_over_the_visible_keys(framework: str) -> None:
     np.testing.assert_allclose(array(stats.mean_score), [3, 2])
     np.testing.assert_allclose(array(stats.var_score), [4, 0])
     np.testing.assert_allclose(array(stats.max_score), [5, 2])
+    np.testing.assert_allclose(array(stats.min_score), [1, 2])
+
+
+@frameworks
+@pytest.mark.parametrize("kernel", ["dense", "streaming", "native", "auto"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("keys", [1, 2, 7, 63, 64, 65, 300])
+def test_the_first_key_of_the_largest_score(keys: int, dtype: str, kernel: str, framework: str) -> None:
+    """Whole scores, most of which are equal to another, under masks that leave some rows without a key."""
+    rng = np.random.default_rng(keys)
+    scores = rng.integers(-2, 3, (9, keys)).astype(dtype)
+    for mask in (None, ats.Causal("top_left"), ats.Dense(rng.random((9, keys)) < 0.2), ats.KeyRange(1, keys)):
+        stats = statistics_of(framework, scores, ("argmax_key", "min_score"), mask=mask, kernel=kernel)
+        visible = np.ones(scores.shape, bool) if mask is None else mask.materialize(*scores.shape)[0]
+        some = visible.any(-1)
+        want = np.where(visible, scores, -np.inf).argmax(-1)
+        assert array(stats.argmax_key).dtype == np.int32
+        np.testing.assert_array_equal(array(stats.argmax_key), np.where(some, want, -1))
+        smallest = np.where(visible, scores, np.inf).min(-1)
+        np.testing.assert_array_equal(array(stats.min_score), smallest)
+
+
+@frameworks
+@pytest.mark.parametrize("kernel", ["dense", "streaming", "native"])
+def test_without_a_number_there_is_no_largest_score(kernel: str, framework: str) -> None:
+    scores = np.array([[1.0, np.nan, 2.0], [1.0, 3.0, 2.0], [np.nan, 4.0, 4.0]])
+    stats = statistics_of(framework, scores, ("argmax_key", "min_score"), kernel=kernel)
+    # NaN of a score is NaN of its query or key, and so of a column.
+    assert (array(stats.argmax_key) == -1).all() and np.isnan(array(stats.min_score)).all()
+
+
+def test_more_keys_than_float32_counts() -> None:
+    zeros = np.broadcast_to(np.zeros((1, 1), np.float32), (2**24 + 1, 1))
+    with pytest.raises(ArgumentError, match=r"return_stats: expected at most 16777216 keys of float32.* got 16777217"):
+        ats.attend(zeros[:1], zeros, zeros, return_stats=("argmax_key",))
+
+
+@frameworks
+def test_the_first_key_among_gathered_neighbours(framework: str) -> None:
+    """Neighbours in any order, whose scores are equal."""
+    scores = np.random.default_rng(0).integers(0, 2, (3, 40)).astype(np.float32)
+    keys = [*np.random.default_rng(1).permutation(40), 7, 3, 5]
+    mask = ats.Neighbours([0, 40, 40, 43], keys)
+    stats = statistics_of(framework, scores, ("argmax_key", "entropy"), mask=mask, kernel="gather")
+    last = min((3, 5, 7), key=lambda key: (-scores[2, key], key))
+    np.testing.assert_array_equal(array(stats.argmax_key), [scores[0].argmax(), -1, last])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_first_key_of_split_keys(threads: int) -> None:
+    """A query of decoding, whose keys several tasks share; equal scores in all of them."""
+    before = ats.get_num_threads()
+    scores = np.random.default_rng(0).integers(-3, 4, (2, 9000)).astype(np.float32)
+    ats.set_num_threads(threads)
+    try:
+        stats = statistics_of("numpy", scores, ("argmax_key", "min_score"), kernel="native")
+    finally:
+        ats.set_num_threads(before)
+    np.testing.assert_array_equal(stats.argmax_key, scores.argmax(-1))
+    np.testing.assert_array_equal(stats.min_score, scores.min(-1))
 
 
 def test_statistics_of_dropout_are_those_before_it() -> None:
@@ -165,7 +228,7 @@ def test_statistics_of_dropout_are_those_before_it() -> None:
         *arrays, **call.arguments, dropout=0.5, seed=1, return_weights=True, return_stats=True
     )
     np.testing.assert_allclose(weights, call.weights.astype(float), atol=1e-12)
-    for name in STATISTICS:
+    for name in NUMBERS:
         np.testing.assert_allclose(getattr(stats, name), call.reference[name].astype(float), atol=1e-10, err_msg=name)
 
 

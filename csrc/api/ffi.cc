@@ -45,9 +45,11 @@ const char* operand_name(size_t operand) {
     return kForwardResults[i + (i >= kSavedScores)].name;
 }
 
-// Results of a forward in the order of the bits of the attribute `wanted`, as places in kForwardArrays: the statistics
-// before the matrix, and no saved scores. Those of a backward are kGradients.
-constexpr size_t kForwardOrder[] = {0, 1, 2, 6, 7, 8, 9, 10, 11, 12, 4, 5};
+// Results of a forward in the order of the bits of the attribute `wanted`: kForwardArrays without the saved scores and
+// the log-sum-exp, the last of them. Those of a backward are kGradients.
+constexpr size_t kForwardResultCount = std::size(kForwardArrays) - 2;
+constexpr const auto& forward_result(size_t i) { return kForwardArrays[i + (i >= 3)]; }
+static_assert(forward_result(3).array == &ForwardArrays::attention_scores);
 
 const char* name_of(ffi::DataType type) {
     using Type = ffi::DataType;
@@ -419,16 +421,14 @@ std::vector<const char*> result_names(bool is_backward) {
     if (is_backward) {
         for (const auto& field : kGradients) names.push_back(field.name);
     } else {
-        for (const size_t i : kForwardOrder) names.push_back(kForwardArrays[i].name);
+        for (size_t i = 0; i < kForwardResultCount; ++i) names.push_back(forward_result(i).name);
     }
     return names;
 }
 
 ForwardArrays forward_arrays(const Call& call, const Problem& p, const Shape& example) {
     ForwardArrays arrays;
-    for (size_t i = 0; i < std::size(kForwardOrder); ++i) {
-        call.result(i, kForwardArrays[kForwardOrder[i]], p, example, arrays);
-    }
+    for (size_t i = 0; i < kForwardResultCount; ++i) call.result(i, forward_result(i), p, example, arrays);
     return arrays;
 }
 
@@ -465,19 +465,10 @@ class PlannedCall {
         }
         if (is_backward) {
             const BackwardArrays arrays = backward_arrays(call, p, {});
-            for (size_t i = 0; i < rets.size(); ++i) order_.push_back(i);
             plan_.emplace(std::move(p), in, arrays);
             return;
         }
-        // A plan has its addresses in the order of the struct.
         const ForwardArrays arrays = forward_arrays(call, p, {});
-        for (const auto& field : kForwardArrays) {
-            size_t place = 0;
-            for (const size_t i : kForwardOrder) {
-                if (kForwardArrays[i].array == field.array && (arrays.*field.array).given) order_.push_back(place);
-                place += (arrays.*kForwardArrays[i].array).given;
-            }
-        }
         plan_.emplace(std::move(p), in, arrays);
     }
 
@@ -501,7 +492,7 @@ class PlannedCall {
             if (has_lens_ && i == *start_) arrays_.emplace_back();
             arrays_.push_back(extent_of(*args.get<ffi::AnyBuffer>(i)));
         }
-        for (const size_t i : order_) arrays_.push_back(extent_of(**rets.get<ffi::AnyBuffer>(i)));
+        for (size_t i = 0; i < rets.size(); ++i) arrays_.push_back(extent_of(**rets.get<ffi::AnyBuffer>(i)));
         if (has_lens_) {
             read_integers(*args.get<ffi::AnyBuffer>(*start_), ends_[1]);
             if (const size_t lens = ends_[1].size()) {
@@ -540,7 +531,6 @@ class PlannedCall {
     std::optional<CallPlan> plan_;
     std::vector<Size> buffers_;  // of the call
     bool has_dropout_ = false;
-    std::vector<size_t> order_;    // of the results, as the plan takes them
     std::optional<size_t> start_;  // place of the starts of intervals among the arrays; their stops are next
     bool has_lens_ = false;        // whether the call has valid lengths in their place
     int64_t key_len_ = 0;

@@ -320,15 +320,18 @@ Dtype dtype_of(const Problem& problem, Element element) {
     }
 }
 
+#define ATTNSCORE_NEEDED(name, needed) needed,
+constexpr bool Problem::* kNeeded[] = {ATTNSCORE_STATISTICS(ATTNSCORE_NEEDED)};
+
 std::vector<RowArrays> build_forward(Problem& p, const Inputs& in, const ForwardArrays& a) {
     std::vector<RowArrays> rows;
     const CallLayout s = read_inputs(p, in, a.out, rows);
     check_form(a.saved_scores, p.form == Form::additive, "additive");
     p.matrix = matrix_of(a.attention_scores, a.attention_weights);
     check_all(p, s, kForwardArrays, a);
-    // Statistics by the row statistics that they need: max_weight is that of the largest score, sum_weights needs none.
-    p.exact_row_max = a.max_score.given || a.max_weight.given;
-    p.full_statistics = a.mean_score.given || a.var_score.given || a.entropy.given || a.sum_sq_weights.given;
+    for (size_t i = 0; i < std::size(kNeeded); ++i)
+        if (kNeeded[i] && (a.*kForwardArrays[kFirstStatistic + i].array).given) p.*kNeeded[i] = true;
+    p.exact_row_max = p.exact_row_max || p.first_key;
     set_pointers(p, s, kForwardArrays, a, rows);
     return rows;
 }

@@ -19,7 +19,8 @@ struct ForwardArrays {
     Array out, row_max, log_denom;
     Array saved_scores;                         // additive only
     Array attention_scores, attention_weights;  // one of them at most
-    Array max_score, mean_score, var_score, entropy, max_weight, sum_sq_weights, sum_weights, log_sum_exp;
+#define ATTNSCORE_ARRAY(name, needed) Array name;
+    ATTNSCORE_STATISTICS(ATTNSCORE_ARRAY)
 };
 
 struct BackwardArrays {
@@ -120,9 +121,9 @@ constexpr Pointer to{[](Problem& p, std::vector<RowArrays>& rows, size_t owner, 
 
 template <Statistic statistic>
 constexpr Pointer to_statistic{[](Problem&, std::vector<RowArrays>& rows, size_t owner, const MatrixCursor& cursor,
-                                  const Shape& index) { set_part(rows[owner].statistics[statistic], cursor, index); },
+                                  const Shape& index) { set_part(rows[owner].at(statistic), cursor, index); },
                                [](Problem&, std::vector<RowArrays>& rows, ptrdiff_t by) {
-                                   for (RowArrays& row : rows) move_part(row.statistics[statistic], by);
+                                   for (RowArrays& row : rows) move_part(row.at(statistic), by);
                                }};
 
 constexpr Axes kRow{Kind::exact, Size::query_len, Size::one};
@@ -158,14 +159,9 @@ inline constexpr Field<ForwardArrays> kForwardArrays[] = {
     {"scores", &ForwardArrays::saved_scores, Element::sum, kAllPairs, {to<&Head::saved_scores>}},
     {"attention_scores", &ForwardArrays::attention_scores, Element::sum, kAllPairs, {to<&Head::matrix>}},
     {"attention_weights", &ForwardArrays::attention_weights, Element::sum, kAllPairs, {to<&Head::matrix>}},
-    {"max_score", &ForwardArrays::max_score, Element::sum, kRow, {to_statistic<kMaxScore>}},
-    {"mean_score", &ForwardArrays::mean_score, Element::sum, kRow, {to_statistic<kMeanScore>}},
-    {"var_score", &ForwardArrays::var_score, Element::sum, kRow, {to_statistic<kVarScore>}},
-    {"entropy", &ForwardArrays::entropy, Element::sum, kRow, {to_statistic<kEntropy>}},
-    {"max_weight", &ForwardArrays::max_weight, Element::sum, kRow, {to_statistic<kMaxWeight>}},
-    {"sum_sq_weights", &ForwardArrays::sum_sq_weights, Element::sum, kRow, {to_statistic<kSumSqWeights>}},
-    {"sum_weights", &ForwardArrays::sum_weights, Element::sum, kRow, {to_statistic<kSumWeights>}},
-    {"log_sum_exp", &ForwardArrays::log_sum_exp, Element::sum, kRow, {to_statistic<kLogSumExp>}}};
+#define ATTNSCORE_FIELD(name, needed) \
+    {#name, &ForwardArrays::name, Element::sum, kRow, {to_statistic<Statistic::name>}},
+    ATTNSCORE_STATISTICS(ATTNSCORE_FIELD)};
 inline constexpr Field<BackwardArrays> kForwardResults[] = {
     {"out", &BackwardArrays::out, Element::value, kStridedOut, {to<&RowArrays::out>}},
     {"row_max", &BackwardArrays::row_max, Element::sum, kRow, {to<&Head::row_max>, to<&RowArrays::row_max>}},

@@ -162,6 +162,14 @@ class ShortHead {
         T maxima[L];
         store(maxima, maximum);
         if constexpr (statistics) set_moments<W>(size, s, bits, maximum, states);
+        if (problem_.first_key)
+            for (int i = 0; i < size; i++) {
+                const T* line = s + i * kTileKeys;
+                states.first_key[i] = maxima[i] == unset ? T(-1) : static_cast<T>(Softmax::place_of(maxima[i], line));
+            }
+        if (problem_.least_score)
+            states.least = reduce_rows(
+                size, fast_min<T>, [&](int i) { return Softmax::template least_of<W>(s + i * kTileKeys, bits[i]); });
         V<T> sums[L], logits[L], squares[L];
         for (int i = 0; i < size; i++) {
             T* line = s + i * kTileKeys;

@@ -94,7 +94,7 @@ class ForwardTask {
             if (problem_.matrix != MatrixOutput::none)
                 store_scores(problem_, queries_, step_->first, step_->size, step_scores_, key, key_count);
             if (problem_.matrix == MatrixOutput::scores) continue;  // nothing else is wanted
-            update_softmax(*step_, key_count);
+            update_softmax(*step_, key, key_count);
             previous_ = step_;
             step_ = step_ == &steps_[0] ? &steps_[1] : &steps_[0];
         }
@@ -123,12 +123,12 @@ class ForwardTask {
     }
 
     // Compute the weights of a step from its scores.
-    void update_softmax(Step& step, int64_t key_count) {
+    void update_softmax(Step& step, int64_t key, int64_t key_count) {
         uint64_t keep[kStepPanels * kMR];
         if (dropout_.on)
             for (int64_t i = 0; i < step.size; i++) keep[i] = dropout_.keep_bits(queries_.stream[step.first + i]);
         softmax_.update(step.first, step.size, step_weights_, step_scores_, step.bits, key_count,
-                        dropout_.on ? keep : nullptr, static_cast<T>(dropout_.factor));
+                        dropout_.on ? keep : nullptr, static_cast<T>(dropout_.factor), key);
     }
 
     // O += P V for the rows of a step.
@@ -250,6 +250,7 @@ void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, R
         T* out = results[0].out.data() + i * width;
         for (int64_t r = 1; r < ranges; r++) {
             const RowState<T>& part = results[r].states[i];
+            if (part.max > whole.max) whole.first_key = part.first_key;
             const T maximum = (part.max > whole.max || part.max != part.max) ? part.max : whole.max,
                     new_max = safe_max(maximum);
             const T whole_factor = rescale_factor(whole.max, new_max), part_factor = rescale_factor(part.max, new_max);
@@ -266,6 +267,7 @@ void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, R
             whole.denom = whole_factor * whole.denom + part_factor * part.denom;
             whole.max = maximum, whole.out_scale = 1;
             whole.merge_moments(part.count, part.base, part.mean, part.deviation);
+            whole.least = std::min(whole.least, part.least);
         }
         const int lane = static_cast<int>(i % Vector<T>::lanes);
         states.set(lane, whole);

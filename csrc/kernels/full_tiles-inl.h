@@ -47,7 +47,7 @@ class FullTiles {
                     pv.run(0, kTileKeys);
             }
             if (tiles == 0) return key;
-            for (int64_t i = 0; i < tiles; i++) update_softmax(i);
+            for (int64_t i = 0; i < tiles; i++) update_softmax(i, key + i * kTileKeys);
             key += tiles * kTileKeys, pending = tiles;
         }
     }
@@ -76,13 +76,13 @@ class FullTiles {
                       stored_rows<T>(head_.key, key_dtype_, key), kTileKeys, queries_.width, other);
     }
 
-    // Compute the weights of tile i. Where it raises the lazy maximum of a row, the tiles before it, whose values are
-    // not added yet, are rescaled too.
-    void update_softmax(int64_t i) {
+    // Compute the weights of tile i, whose keys begin at `key`. Where it raises the lazy maximum of a row, the tiles
+    // before it, whose values are not added yet, are rescaled too.
+    void update_softmax(int64_t i, int64_t key) {
         constexpr uint64_t bits[kMostRows] = {kAll, kAll, kAll};
         T from[kMostRows];
         std::copy_n(softmax_.lazy_max, queries_.count, from);
-        softmax_.update(0, queries_.count, tile(weights_, i), tile(scores_, i), bits, kTileKeys, nullptr, T(1));
+        softmax_.update(0, queries_.count, tile(weights_, i), tile(scores_, i), bits, kTileKeys, nullptr, T(1), key);
         for (int64_t row = 0; row < queries_.count; row++) {
             if (softmax_.lazy_max[row] == from[row]) continue;
             const T factor = rescale_factor(from[row], softmax_.lazy_max[row]);

@@ -20,6 +20,8 @@ struct RowState {
     // Moments of the scores. The mean is relative to the base: among large scores the difference of two means would
     // lose its digits.
     T count = 0, base = 0, mean = 0, deviation = 0;
+    T least = std::numeric_limits<T>::infinity();  // of the scores
+    T first_key = -1;                              // see RowStat
 
     // Merge the moments of other scores (Chan et al.).
     void merge_moments(T other_count, T other_base, T other_mean, T other_deviation) {
@@ -59,15 +61,17 @@ inline T rescale_factor(T old_max, T to) {
 // The states of consecutive rows, one in each lane.
 template <class T>
 struct RowStates {
-    V<T> max, denom, sum_exp_logit, squares, out_scale, count, base, mean, deviation;
+    V<T> max, denom, sum_exp_logit, squares, out_scale, count, base, mean, deviation, least, first_key;
 
     RowState<T> operator[](int i) const {
-        return {max[i], denom[i], sum_exp_logit[i], squares[i], out_scale[i], count[i], base[i], mean[i], deviation[i]};
+        return {max[i],  denom[i], sum_exp_logit[i], squares[i], out_scale[i], count[i],
+                base[i], mean[i],  deviation[i],     least[i],   first_key[i]};
     }
     void set(int i, const RowState<T>& row) {
         max[i] = row.max, denom[i] = row.denom, sum_exp_logit[i] = row.sum_exp_logit, squares[i] = row.squares;
         out_scale[i] = row.out_scale;
         count[i] = row.count, base[i] = row.base, mean[i] = row.mean, deviation[i] = row.deviation;
+        least[i] = row.least, first_key[i] = row.first_key;
     }
 };
 
@@ -83,6 +87,8 @@ struct OnlineSoftmax {
     // Moments of the scores. `shifted` and `shifted_squares`, by lanes: sums of (s - base) and of its square over the
     // last `count` scores. The base is the mean of `base_count` of them. `merged`: the moments of all scores before.
     T *shifted = nullptr, *shifted_squares = nullptr, *base = nullptr, *base_count = nullptr, *count = nullptr;
+    // Of the scores of each row, where they are wanted: the smallest; the largest and its first key.
+    T *least = nullptr, *largest = nullptr, *first_key = nullptr;
     RowState<T>* merged = nullptr;
     bool has_merged = false;  // otherwise `merged` is not initialised
     int64_t rows, width;
@@ -100,19 +106,34 @@ struct OnlineSoftmax {
         for (int64_t i = 0; i < count_of_sums; i++) *sums[i] = zeros + i * all * L;
         if (problem.exact_row_max || problem.full_statistics)
             row_max = filled(arena, all * L, -std::numeric_limits<T>::infinity());
+        if (problem.least_score) least = filled(arena, whole, std::numeric_limits<T>::infinity());
+        if (problem.first_key) {
+            largest = filled(arena, whole, -std::numeric_limits<T>::infinity());
+            first_key = filled(arena, whole, T(-1));
+        }
         if (!problem.full_statistics) return;
         for (T** x : {&base, &base_count, &count}) *x = filled(arena, whole, T(0));
         merged = arena.take<RowState<T>>(rows);
     }
 
-    // Compute the weights of the scores of a tile, and update the sums of their rows, dropped weights included. `keep`
-    // (null: all) are the bits of the weights that dropout keeps, which are multiplied by `factor`.
+    // Compute the weights of the scores of a tile, and update the sums of their rows, dropped weights included. `key`
+    // is its first key, behind those of the tiles before. `keep` (null: all) are the bits of the weights that dropout
+    // keeps, which are multiplied by `factor`.
     void update(int64_t first, int64_t size, T* weights, const T* s, const uint64_t* bits, int64_t key_count,
-                const uint64_t* keep, T factor) {
+                const uint64_t* keep, T factor, int64_t key) {
         // Exponentials take most of the time of a short row, which is common (a sequence of a few words).
         dispatch_width<T>(key_count, [&](auto vectors) {
             if (first >= started && size > 1) start_rows<vectors>(first, size, s, bits);
             started = std::max(started, first + size);
+            if (least)
+                for (int64_t i = 0; i < size; i++)
+                    least[first + i] = std::min(least[first + i],
+                                                reduce<T>(least_of<vectors>(s + i * kTileKeys, bits[i]), fast_min<T>));
+            for (int64_t i = 0; first_key && i < size; i++)
+                if (const T most = reduce_max<T>(most_of<vectors>(s + i * kTileKeys)); most > largest[first + i]) {
+                    largest[first + i] = most;
+                    first_key[first + i] = static_cast<T>(key + place_of(most, s + i * kTileKeys));
+                }
             const auto rows = [&](auto statistics, auto drops) {
                 update_rows<vectors, statistics, drops>(first, size, weights, s, bits, keep, factor);
             };
@@ -169,6 +190,23 @@ struct OnlineSoftmax {
         return sum;
     }
 
+    // The largest scores of a tile, by lanes; and the first key that has one of these.
+    template <int W>
+    static V<T> most_of(const T* s) {
+        V<T> found = load(s);
+        for (int j = 1; j < W; j++) found = fast_max<T>(found, load(s + j * L));
+        return found;
+    }
+    static int64_t place_of(T most, const T* s) { return std::find(s, s + kTileKeys, most) - s; }
+
+    // The smallest unmasked scores of a tile, by lanes.
+    template <int W>
+    static V<T> least_of(const T* s, uint64_t bits) {
+        V<T> infinity = splat(std::numeric_limits<T>::infinity()), found = infinity;
+        for (int j = 0; j < W; j++) found = fast_min<T>(select_bits<T>(bits, j, load(s + j * L), infinity), found);
+        return found;
+    }
+
     // A base at the mean of some scores. An unmasked infinity propagates through the sums, not through the base.
     static V<T> base_near(V<T> mean) {
         return select<T>(abs_of<T>(mean) < std::numeric_limits<T>::max(), mean, V<T>{});
@@ -200,6 +238,8 @@ struct OnlineSoftmax {
         RowStates<T> found;
         // Vector by vector: clearing the whole struct takes a few rows longer than what they need of it.
         found.sum_exp_logit = found.squares = found.count = found.base = found.mean = found.deviation = V<T>{};
+        found.least = least ? load(least + first) : V<T>{};
+        found.first_key = first_key ? load(first_key + first) : V<T>{};
         found.max = maximum_of(row_max ? reduce_rows(row_max, first, fast_max<T>) : lazy, sum);
         found.denom = sum;
         found.out_scale = splat(T(1));
@@ -225,10 +265,7 @@ struct OnlineSoftmax {
             // The last row stands for those behind it.
             const auto row = [&](int i) { return std::min(i, count_of_rows - 1); };
             V<T> v[L];
-            for (int i = 0; i < L; i++) {
-                v[i] = load(s + row(i) * kTileKeys);
-                for (int j = 1; j < W; j++) v[i] = fast_max<T>(v[i], load(s + row(i) * kTileKeys + j * L));
-            }
+            for (int i = 0; i < L; i++) v[i] = most_of<W>(s + row(i) * kTileKeys);
             const V<T> maximum = reduce_each<T>(v, fast_max<T>), lazy = fast_max<T>(maximum, splat(kUnset));
             store_first(lazy_max + first, count_of_rows, lazy);
             if (!shifted) continue;
@@ -289,9 +326,7 @@ struct OnlineSoftmax {
     // higher. Rare, and therefore not inlined.
     template <int W>
     __attribute__((noinline)) bool raise_lazy_max(int64_t i, const T* s) {
-        V<T> most = load(s);
-        for (int j = 1; j < W; j++) most = fast_max<T>(most, load(s + j * L));
-        const T maximum = reduce_max<T>(most), from = lazy_max[i];
+        const T maximum = reduce_max<T>(most_of<W>(s)), from = lazy_max[i];
         if (!(maximum > from)) return false;
         lazy_max[i] = maximum;
         // Scores equal to the lowest number, which some callers use as a mask, weigh nothing beside any other.

@@ -9,10 +9,10 @@
 // Rows after all their keys, one in each lane: the kernels' statistics, and those with the sink as one more logit.
 template <class T>
 struct FinishedRows {
-    V<T> max, denom, sum_exp_logit{}, squares{}, count{}, mean{}, deviations{};  // see RowStat
-    V<T> row_max, all_denom, log_denom;                                          // with the sink, if any
-    V<T> factor = splat(T(1));  // from sums relative to `max` to those relative to `row_max`
-    V<T> all_sum_exp_logit;     // sum_exp_logit with the sink
+    V<T> max, denom, sum_exp_logit{}, squares{}, count{}, mean{}, deviations{}, least{}, first_key{};  // see RowStat
+    V<T> row_max, all_denom, log_denom;  // with the sink, if any
+    V<T> factor = splat(T(1));           // from sums relative to `max` to those relative to `row_max`
+    V<T> all_sum_exp_logit;              // sum_exp_logit with the sink
 
     // `size` rows from `first` on.
     FinishedRows(const Problem& problem, const Head& head, const T* sink, int64_t first, int64_t size) {
@@ -26,6 +26,8 @@ struct FinishedRows {
             sum_exp_logit = read(kStatSumExpLogit), squares = read(kStatSumSquares), count = read(kStatCount);
             mean = read(kStatMean), deviations = read(kStatDeviation);
         }
+        if (problem.least_score) least = read(kStatLeast);
+        if (problem.first_key) first_key = read(kStatFirstKey);
         all_sum_exp_logit = sum_exp_logit;
         if (sink) add_sink(splat(*sink));
         log_denom = log_of<T>(all_denom);
@@ -36,24 +38,28 @@ struct FinishedRows {
 
     V<T> statistic(Statistic which) const {
         switch (which) {
-            case kMaxScore:
+            case Statistic::max_score:
                 return max;
-            case kMeanScore:
+            case Statistic::mean_score:
                 return mean;
-            case kVarScore:
+            case Statistic::var_score:
                 return deviations / fast_max<T>(count, splat(T(1)));
-            case kEntropy:
+            case Statistic::entropy:
                 // H = log l - sum e (s - m) / l; lse - sum(e s) / l would lose digits among large logits.
                 return select<T>(all_denom == 0, V<T>{}, log_denom - all_sum_exp_logit / safe_denom());
-            case kMaxWeight:
+            case Statistic::max_weight:
                 return select<T>(denom == 0, V<T>{}, factor / safe_denom());
-            case kSumSqWeights:
+            case Statistic::sum_sq_weights:
                 return factor * factor * squares / (safe_denom() * safe_denom());
-            case kSumWeights:
+            case Statistic::sum_weights:
                 return share();
-            case kLogSumExp:
+            case Statistic::min_score:
+                return least;
+            case Statistic::argmax_key:
+                return first_key;
+            case Statistic::log_sum_exp:
                 return row_max + log_denom;
-            case kStatistics:
+            case Statistic::end:
                 break;
         }
         return V<T>{};

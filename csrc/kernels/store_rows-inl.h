@@ -45,6 +45,8 @@ void store_rows(const Problem& problem, int64_t size, const RowStates<T>& states
         keep(kStatMean, states.base + states.mean);
         keep(kStatDeviation, states.deviation);
     }
+    if (problem.least_score) keep(kStatLeast, select<T>(states.max != states.max, states.max, states.least));
+    if (problem.first_key) keep(kStatFirstKey, select<T>(states.max != states.max, splat(T(-1)), states.first_key));
     const V<T> scale = select<T>(states.denom == 0, splat(T(1)), states.out_scale / states.denom);
     for (int i = 0; i < size; i++) {
         const auto [head, row] = at(i);

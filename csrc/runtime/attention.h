@@ -43,8 +43,8 @@ struct Cap {
 };
 
 // Statistics of each row that the forward writes, in the sum type, over the unmasked keys and with e = exp(s - max).
-// Without full_statistics only the first two are written. Without exact_row_max, `max` may be a score within a few
-// units of the largest, and e is relative to it.
+// Without full_statistics only the first two of the sums are written. Without exact_row_max, `max` may be a score
+// within a few units of the largest, and e is relative to it.
 enum RowStat {
     kStatMax,          // max s
     kStatDenom,        // sum e
@@ -53,6 +53,8 @@ enum RowStat {
     kStatCount,        // number of unmasked keys
     kStatMean,         // mean s
     kStatDeviation,    // sum (s - mean)^2
+    kStatLeast,        // min s, where least_score asks for it
+    kStatFirstKey,     // the first key of the largest score, or -1, where first_key asks for it
     kRowStats
 };
 
@@ -128,6 +130,8 @@ struct Problem {
     int64_t query_len = 0, key_len = 0, dim = 0, value_dim = 0;
     bool exact_row_max = false;    // see RowStat
     bool full_statistics = false;  // see RowStat
+    bool least_score = false;      // see RowStat
+    bool first_key = false;        // see RowStat; with exact_row_max
     MatrixOutput matrix = MatrixOutput::none;
     double dropout = 0.0;  // probability that a weight is dropped; dropout.py defines which
     uint64_t seed = 0;
@@ -139,18 +143,23 @@ struct Problem {
     std::vector<BiasGroup> bias_groups;
 };
 
-// Statistics of a row; kForwardArrays ends with them, in this order.
-enum Statistic {
-    kMaxScore,
-    kMeanScore,
-    kVarScore,
-    kEntropy,
-    kMaxWeight,
-    kSumSqWeights,
-    kSumWeights,
-    kLogSumExp,
-    kStatistics
-};
+// Statistics of a row, and the member of Problem that asks the kernels for what they need (null: nothing). The order is
+// that of Python's table (problem/statistics.py), but for the log-sum-exp. Arrays, checks and results follow from this.
+#define ATTNSCORE_STATISTICS(X)                  \
+    X(max_score, &Problem::exact_row_max)        \
+    X(mean_score, &Problem::full_statistics)     \
+    X(var_score, &Problem::full_statistics)      \
+    X(entropy, &Problem::full_statistics)        \
+    X(max_weight, &Problem::exact_row_max)       \
+    X(sum_sq_weights, &Problem::full_statistics) \
+    X(sum_weights, nullptr)                      \
+    X(min_score, &Problem::least_score)          \
+    X(argmax_key, &Problem::first_key)           \
+    X(log_sum_exp, nullptr)
+
+#define ATTNSCORE_NAME(name, needed) name,
+enum class Statistic { ATTNSCORE_STATISTICS(ATTNSCORE_NAME) end };
+constexpr int kStatistics = static_cast<int>(Statistic::end);
 
 // The arrays of a head's rows that `forward` and `backward` do not know: the sink, and what row statistics become.
 struct RowArrays {
@@ -158,6 +167,7 @@ struct RowArrays {
     char* row_max = nullptr;  // query_len each, in the sum type
     char* log_denom = nullptr;
     char* statistics[kStatistics] = {};  // forward only
+    char*& at(Statistic which) { return statistics[static_cast<int>(which)]; }
 
     // Backward only.
     Matrix out;

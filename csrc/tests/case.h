@@ -39,8 +39,9 @@ struct Case : Drawn {
             }
             results.push_back({"out", problem.value_dtype, out, 1, head.out});
             static constexpr const char* names[] = {"max",   "total", "sum_exp_logit", "squares",
-                                                    "count", "mean",  "deviations"};
-            for (int i = problem.exact_row_max ? 0 : 2; i < kRowStats; ++i) {
+                                                    "count", "mean",  "deviations",    "least"};
+            // Not the first key of the largest score: among scores that rounding makes equal each target has its own.
+            for (int i = problem.exact_row_max ? 0 : 2; i < kStatFirstKey; ++i) {
                 results.push_back({names[i], sum, rows, 1, head.row_stats + i * rows * size_of(sum)});
             }
         }

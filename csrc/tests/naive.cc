@@ -130,17 +130,18 @@ void forward_row(const Reader& r, int64_t i) {
     const Head& h = r.h;
     std::vector<int64_t> keys;
     std::vector<double> scores, sums(p.value_dim);
-    double row_max = -INFINITY, total_score = 0;
+    double row_max = -INFINITY, least = INFINITY, total_score = 0;
     for (int64_t j = 0; j < p.key_len; ++j) {
         if (!is_unmasked(p, h, i, j)) continue;
         keys.push_back(j);
         scores.push_back(r.score(i, j));
         row_max = std::isnan(scores.back()) || std::isnan(row_max) ? NAN : std::max(row_max, scores.back());
+        least = std::isnan(scores.back()) || std::isnan(least) ? NAN : std::min(least, scores.back());
         total_score += scores.back();
     }
     const auto count = static_cast<double>(keys.size());
     const double mean = keys.empty() ? 0 : total_score / count, safe_max = row_max == -INFINITY ? 0 : row_max;
-    double stats[kRowStats] = {row_max, 0, 0, 0, count, mean, 0};
+    double stats[kRowStats] = {row_max, 0, 0, 0, count, mean, 0, least};
     for (size_t n = 0; n < keys.size(); ++n) {
         const double s = scores[n], e = std::exp(s - safe_max), pooled = e * kept(p, h, i, keys[n]);
         stats[kStatDenom] += e;
@@ -165,8 +166,8 @@ void forward_row(const Reader& r, int64_t i) {
             put(to + keys[n] * size_of(r.sum), r.sum, weights ? weight : scores[n]);
         }
     }
-    const int written = p.full_statistics ? kRowStats : 2;
-    for (int n = 0; n < written; ++n) {
+    for (int n = 0; n < kStatFirstKey; ++n) {
+        if (n >= kStatSumExpLogit && !(n == kStatLeast ? p.least_score : p.full_statistics)) continue;
         put(h.row_stats + (n * p.query_len + i) * size_of(r.sum), r.sum, stats[n]);
     }
 }

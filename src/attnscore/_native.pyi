@@ -66,10 +66,11 @@ def forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], threads: 
     """Run attention and fill `rows`.
 
     `rows` are out, row_max, log_denom = log sum exp(s - row_max) with the sink among the s, and those not None of
-    scores, attention_scores, attention_weights, max_score, mean_score, var_score, entropy, max_weight, sum_sq_weights,
-    sum_weights and log_sum_exp. `scores` are saved for `backward`: before biases and caps, and unset where an interval
-    masks a pair. `attention_scores` are as they enter the softmax, -inf where masked; where they are wanted, every
-    other result is as for fully masked rows. `attention_weights` are before dropout; at most one of the two is given.
+    scores, attention_scores, attention_weights, and the statistics in the order of their table (`problem.statistics`)
+    but with log_sum_exp at the end. `scores` are saved for `backward`: before biases and caps, and unset where an
+    interval masks a pair. `attention_scores` are as they enter the softmax, -inf where masked; where they are wanted,
+    every other result is as for fully masked rows. `attention_weights` are before dropout; at most one of the two is
+    given.
     """
 
 def backward(

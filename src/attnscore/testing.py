@@ -36,9 +36,9 @@ from attnscore.errors import FrameworkError
 from attnscore.kernels import Kernel, SinglePlan, tiling
 from attnscore.kernels.triton import is_interpreted
 from attnscore.masks import Mask
-from attnscore.problem.online_softmax import STATISTICS
 from attnscore.problem.problem import Problem, build_problem
 from attnscore.problem.results import Result, RowGradients
+from attnscore.problem.statistics import STATISTICS
 from attnscore.scores import arrays_of, registered, resolve
 from attnscore.scores.activations import NAMES as ACTIVATIONS
 from attnscore.scores.arrays import with_arrays, with_new_arrays

@@ -6,10 +6,11 @@ import numpy as np
 
 import attnscore as ats
 from attnscore import ArgumentError, DtypeError, FileError, FrameworkError, KernelUnavailable
+from attnscore.problem.statistics import STATISTICS
 from bad_input.table import case
 
 _NAN, _INF = float("nan"), float("inf")
-_STATISTICS = "log_sum_exp|max_score|mean_score|var_score|entropy|max_weight|sum_sq_weights|sum_weights"
+_STATISTICS = "|".join(STATISTICS)
 
 _CALL = (
     *(

@@ -16,7 +16,7 @@ import torch
 
 Arrays = dict[str, np.ndarray]
 STATISTICS = ("log_sum_exp", "max_score", "mean_score", "var_score", "entropy", "max_weight", "sum_sq_weights",
-              "sum_weights")  # fmt: skip
+              "sum_weights", "min_score")  # fmt: skip
 DIFFERENTIABLE = ("out", "weights", "log_sum_exp", "entropy")
 
 
@@ -341,6 +341,7 @@ def attention(call: Call, leaves: dict[str, torch.Tensor], seen: np.ndarray | No
         "max_weight": weights.amax(-1) if s.shape[-1] else weights.sum(-1),
         "sum_sq_weights": (weights * weights).sum(-1),
         "sum_weights": torch.where(some[..., 0], weights.sum(-1), 0.0),
+        "min_score": torch.where(pairs, s, math.inf).amin(-1) if s.shape[-1] else -max_score[..., 0],
     }
     return {
         "out": outside(pooled @ v, call, is_output=True),
@@ -426,7 +427,7 @@ def scales(call: Call, results: Arrays, rng: np.random.Generator) -> dict[str, f
     keys = math.log(max(2, call.key_len))
     value, out = largest(call.arrays["value"]), call.seeds.get("out", np.zeros(1))
     scale = {"out": value * level, "weights": level, "scores": level, "log_sum_exp": level + keys, "max_score": level,
-             "mean_score": level, "var_score": level * level, "entropy": level * keys + level,
+             "min_score": level, "mean_score": level, "var_score": level * level, "entropy": level * keys + level,
              "max_weight": level}  # fmt: skip
     # Of other normalizers than the softmax the weights sum to more than 1.
     scale |= {name: level * max(1.0, largest(results.get(name, 0.0))) for name in ("sum_weights", "sum_sq_weights")}

@@ -132,7 +132,7 @@ def test_statistics_over_several_tiles(mask: Any, sink: float | None, scale: flo
     largest = wanted.max_score[wanted.max_score.isfinite()].abs().max().item()
     error = 4 * np.finfo("float32").eps * (1 + largest)
     for name in TABLE:
-        x, want = getattr(stats, name).double(), getattr(wanted, name)
+        x, want = (getattr(all_of, name).double() for all_of in (stats, wanted))
         torch.testing.assert_close(x, want, rtol=4e-6, atol=error, msg=lambda text, name=name: name + text)
 
 

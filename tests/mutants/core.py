@@ -235,15 +235,6 @@ FAULTS: list[Fault] = [
         "a plan is reused for another axis of heads, dropout or choice of statistics",
     ),
     Fault(
-        "plan-remembered-without-its-mask",
-        "src/attnscore/kernels/tiling.py",
-        "planned",
-        "(A.score_shape, A.form.values_per_pair(), B, _scores_of_tile(A))",
-        "(A.score_shape, A.form.values_per_pair(), _scores_of_tile(A))",
-        _STREAMING,
-        "a plan is reused for another mask on the same shapes",
-    ),
-    Fault(
         "problem-shape-of-the-bias",
         "src/attnscore/problem/problem.py",
         "check_bias",

@@ -29,9 +29,8 @@ from attnscore.errors import FrameworkError, message
 from attnscore.integrations import torch_export
 from attnscore.integrations.torch_expressions import SAVED, Slots, can_be_written, is_exporting, read
 from attnscore.kernels import SinglePlan, tiling
-from attnscore.kernels.base import DIFFERENTIABLE
 from attnscore.problem.problem import Problem, build_problem, wanted_statistics
-from attnscore.problem.statistics import AttentionStats
+from attnscore.problem.statistics import DIFFERENTIABLE, AttentionStats, returned
 from attnscore.scores.base import Pullback
 
 _OPS = backends.load("torch")
@@ -284,7 +283,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     if statistics:
         named = {}
         for i, name in enumerate(statistics, len(SAVED)):
-            named[name] = rows[i] if name in DIFFERENTIABLE else rows[i].detach()
+            named[name] = rows[i] if name in DIFFERENTIABLE else returned(_OPS, name, rows[i].detach())
         found.append(AttentionStats(**named))
     return found[0] if len(found) == 1 else tuple(found)
 

@@ -24,9 +24,7 @@ from attnscore.kernels.tiling import TilePlan
 from attnscore.problem.dropout import Dropout, PairDropout
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients, present
-
-DIFFERENTIABLE = ("log_sum_exp", "entropy")
-"""Statistics through which a gradient flows; the others are detached."""
+from attnscore.problem.statistics import DIFFERENTIABLE
 
 
 class Kernel(ABC):

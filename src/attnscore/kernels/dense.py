@@ -22,6 +22,7 @@ from attnscore.problem.normalizers import Entmax, Sigmoid
 from attnscore.problem.online_softmax import NEG_INF
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
+from attnscore.problem.statistics import TABLE, Matrix
 from attnscore.scores.base import nonfinite_rows, with_dtype
 from attnscore.scores.forms import checked_tile
 
@@ -61,10 +62,12 @@ class Dense(Kernel):
         if problem.dropout is not None:
             spans = (0, score_shape.query_len), (0, score_shape.key_len)
             pooling = weights * dropouts.kept(ops, problem.dropout, score_shape, value, *spans, dtype)
+        count = ops.sum(ops.astype(visible, dtype), axis=-1, keepdims=True)
         # Selected, so that autodiff drops what comes into a fully masked query: NaN, times its weights of 0, is NaN.
-        attends = ops.sum(ops.astype(visible, dtype), axis=-1, keepdims=True) > 0
-        out = ops.where(attends, _pool(ops, pooling, visible, value), 0.0)
-        statistics = _statistics(ops, problem, masked_scores, visible, every_weight, weights)
+        out = ops.where(count > 0, _pool(ops, pooling, visible, value), 0.0)
+        pairs = Matrix(masked_scores, visible, weights, every_weight, count)
+        defined = {name: TABLE[name].of_matrix for name in problem.statistics}
+        statistics = {name: definition(ops, pairs) for name, definition in defined.items() if definition is not None}
         matrix = masked_scores if problem.matrix == "scores" else weights
         found = None if problem.matrix is None else matrix
         return Result(ops.astype(out, problem.dtype), row_max, log_denom, statistics, found)
@@ -187,30 +190,3 @@ def _pool(ops: Backend, weights: Array, visible: Array, value: Array) -> Array:
     for j in range(value.shape[-2]):
         out = out + ops.where(visible[..., j : j + 1], bad[..., j : j + 1, :], 0.0)
     return out
-
-
-def _statistics(
-    ops: Backend,
-    problem: Problem,
-    scores: Array,
-    visible: Array,
-    every_weight: Array,
-    weights: Array,
-) -> dict[str, Array]:
-    """Return the wanted statistics; `every_weight` has the weight of the sink after those of the keys."""
-    count = ops.sum(ops.astype(visible, problem.accumulator), axis=-1, keepdims=True)
-    some = ops.maximum(count, 1.0)
-    mean = ops.sum(ops.where(visible, scores, 0.0), axis=-1, keepdims=True) / some
-    deviation = ops.where(visible, scores - mean, 0.0)
-    log_weights = ops.log(ops.where(every_weight == 0, 1.0, every_weight))
-    no_keys = 0 in scores.shape
-    found = {
-        "max_score": ops.full(count.shape, NEG_INF, count) if no_keys else ops.max(scores, axis=-1, keepdims=True),
-        "mean_score": mean,
-        "var_score": ops.sum(deviation * deviation, axis=-1, keepdims=True) / some,
-        "entropy": -ops.sum(every_weight * log_weights, axis=-1, keepdims=True),
-        "max_weight": 0.0 * count if no_keys else ops.max(weights, axis=-1, keepdims=True),
-        "sum_sq_weights": ops.sum(weights * weights, axis=-1, keepdims=True),
-        "sum_weights": ops.sum(weights, axis=-1, keepdims=True),
-    }
-    return {name: found[name] for name in problem.statistics if name in found}

@@ -42,6 +42,7 @@ from attnscore.problem.dropout import PairDropout
 from attnscore.problem.online_softmax import NEG_INF
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
+from attnscore.problem.statistics import KEYS, in_whole
 from attnscore.scores.forms import Role
 
 
@@ -87,7 +88,8 @@ class Gather(Kernel):
     def forward(self, problem: Problem, plan: TilePlan) -> Result:
         call = self._call(problem)
         results = [kernel.forward(part, tiles) for _, part, tiles, kernel in self._parts(call)]
-        of_rows = {name: call.join_rows([one.statistics[name] for one in results]) for name in results[0].statistics}
+        numbers = [call.in_whole(one.statistics, block) for one, block in zip(results, call.blocks, strict=True)]
+        of_rows = {name: call.join_rows([one[name] for one in numbers]) for name in numbers[0]}
         matrix = None
         if problem.matrix is not None:
             matrix = call.join_matrix([one.matrix for one in results], 0.0 if problem.matrix == "weights" else NEG_INF)
@@ -316,6 +318,9 @@ class _GatheredCall:
         self.problem, self.ops, self.score_shape = problem, problem.ops, problem.score_shape
         neighbours, rest = _parted(problem.mask)
         self.table = cast(NeighbourTable, cast(Neighbours, neighbours).table(self.score_shape.key_len))
+        if {*problem.statistics} & {*KEYS}:
+            # Of equal scores the first entry has to be the first key.
+            self.table = self.table.in_key_order
         sizes = (self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
         self.intervals = None if rest is None else rest.interval_set(*sizes)
         width = problem.form.key.shape[-1] + problem.value.shape[-1]
@@ -449,6 +454,17 @@ class _GatheredCall:
         return places
 
     # From blocks back to the canonical axes
+
+    def in_whole(self, found: dict[str, Array], block: _Block) -> dict[str, Array]:
+        """Return the statistics of a block with indices of keys in place of those of entries."""
+        ops, keys = self.ops, self._keys(block)
+
+        def of_all_rows(x: Array) -> Array:
+            first = ops.asarray(np.arange(len(keys)) * keys.shape[1], x, ops.dtype(x))
+            return ops.where(x < 0, x, x + ops.reshape(first, (-1, *(1 for _ in x.shape[1:]))))
+
+        moved = {name: of_all_rows(x) if name in KEYS else x for name, x in found.items()}
+        return in_whole(ops, moved, lambda: ops.asarray(keys.reshape(-1), self.problem.value))
 
     def join_rows(self, parts: Sequence[Array]) -> Array:
         """Return an array with an axis of queries from those of the blocks."""

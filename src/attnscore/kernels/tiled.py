@@ -29,6 +29,7 @@ from attnscore.problem.normalizers import Normalizer
 from attnscore.problem.online_softmax import NEG_INF, RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
+from attnscore.problem.statistics import TABLE
 from attnscore.scores.base import nonfinite_rows
 from attnscore.scores.forms import FormPullback, Role, times
 
@@ -142,7 +143,7 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
                 weights = weights * dropouts.kept(ops, problem.dropout, score_shape, value, rows, cols, dtype)
             return _weighted_sum(ops, weights, unmasked, value, inputs.value_is_finite)
 
-        return online_softmax.update(ops, state, scores, unmasked, pool, wanted)
+        return online_softmax.update(ops, state, scores, unmasked, cols[0], pool, wanted)
 
     def query_tile_result(tile: Any, rows: Span) -> tuple[Array, ...]:
         # In order: out, row_max, log_denom, the matrix if wanted, the statistics.
@@ -195,12 +196,12 @@ def _normalized_query_tile(
         segments = plan.segments_of(ops, tile, problem.value) if plan.segments else ()
         return _iter_key_tiles(ops, segments, plan, visit, carry)
 
-    of_scores = tuple(name for name in ("max_score", "mean_score", "var_score") if name in wanted)
+    of_scores = tuple(name for name in wanted if TABLE[name].of == "scores")
     state = online_softmax.start(ops, shape, 0, problem.value, dtype, of_scores)
     if normalizer.threshold_slope != 0 or of_scores or "max_weight" in wanted:
         state = fold(
-            lambda state, scores, unmasked, _: online_softmax.update(
-                ops, state, scores, unmasked, lambda weights: ops.slice_axis(weights, -1, 0, 0), of_scores
+            lambda state, scores, unmasked, cols: online_softmax.update(
+                ops, state, scores, unmasked, cols[0], lambda weights: ops.slice_axis(weights, -1, 0, 0), of_scores
             ),
             state,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -105,6 +105,14 @@ class NeighbourTable:
     def codes(self) -> HostArray:
         """``query * key_len + key`` of all edges in rising order, after -1."""
         return np.append(-1, np.sort(self.rows * self.key_len + self.indices))
+
+    @cached_property
+    def in_key_order(self) -> NeighbourTable:
+        """The table with the neighbours of each query in the order of the keys."""
+        indices = self.codes[1:] % self.key_len
+        if np.array_equal(indices, self.indices):
+            return self
+        return replace(self, indices=indices, _plans=BoundedCache(_MOST_PLANS))
 
     def planned(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """Return what a kernel derives from the table alone, computed at the first call for each `key`."""

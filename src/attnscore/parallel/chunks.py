@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -24,12 +25,12 @@ from attnscore.errors import ArgumentError, FrameworkError, message
 from attnscore.masks import Mask, as_mask
 from attnscore.parallel.mask import shard_mask, with_batch_axis
 from attnscore.parallel.pairs import Pairs, Range
-from attnscore.parallel.parts import COUNTED, counts_of, finished, state_of, with_moments
+from attnscore.parallel.parts import counts_of, finished, state_of
 from attnscore.parallel.shard import Shard
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem, build_problem, check_arrays, check_extra, wanted_statistics
-from attnscore.problem.statistics import AttentionStats
+from attnscore.problem.statistics import COUNTED, AttentionStats, in_whole, joinable
 
 # Bytes of keys and values in a chunk of the default size; two of them are in memory at a time.
 _CHUNK_BYTES = 2**25
@@ -116,10 +117,12 @@ def attend_chunks(
         """Return the state after the keys of a chunk, and the canonical sink: nothing that holds the keys in memory."""
         problem, _ = build_problem(
             query, keys, values, score=score, mask=parts.mask_of(at), bias=parts.bias_of(at, query), sink=sink,
-            head_axis=head_axis, statistics=with_moments(statistics),
+            head_axis=head_axis, statistics=joinable(statistics),
         )  # fmt: skip
         of_keys = dataclasses.replace(problem, sink=None)
         result = kernels.single_plan(of_keys, kernel)()
+        places = partial(ops.positions, at[0], at[1] - at[0], query)
+        result = dataclasses.replace(result, statistics=in_whole(ops, result.statistics, places))
         new = state_of(ops, result, parts.counts_of(of_keys, result.log_denom))
         return dataclasses.replace(new, out=ops.astype(result.out, ops.dtype(new.total)) * new.total), problem.sink
 

@@ -23,20 +23,19 @@ from attnscore.masks import Mask
 from attnscore.parallel.jax_rows import Held, entry, join_rows, split_rows
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.parts import (
-    COUNTED,
     SOFTMAX_ALONE,
     dropout_of,
     finished,
     kernel_of,
     problem_of_part,
     state_of,
-    with_moments,
 )
 from attnscore.parallel.plan import Exchange, have_masks_of_their_own
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result
+from attnscore.problem.statistics import COUNTED, in_whole, joinable
 from attnscore.scores.forms import PARAMETER, InnerForm
 
 lax: Any = jax.lax
@@ -118,7 +117,9 @@ class Gather(Call):
         if bias is not None and not (self._is_whole and bias.shape[-1] == self.whole.key_len):
             bias = self.bias_of(bias, rows, jnp.asarray(cols), consecutive=self._needed.is_consecutive)
         given = {**self.operands("query", "shared"), **arrays}
-        return self.compute(shape, given, mask, bias, dropout, self.problem.sink)
+        found = self.compute(shape, given, mask, bias, dropout, self.problem.sink)
+        numbers = in_whole(self.problem.ops, found.statistics, lambda: jnp.asarray(cols))
+        return dataclasses.replace(found, statistics=numbers)
 
     @cached_property
     def _needed(self) -> Held:
@@ -325,6 +326,8 @@ class Ring(Call):
         arrays = {**given, "value": given["value"].astype(self._sums)}
         dropout, sink = dropout_of(self.problem, self.whole, rows, cols), given.get("sink") if step == 0 else None
         result = self.compute(shape, arrays, mask, bias, dropout, sink, statistics)
+        numbers = in_whole(self.problem.ops, result.statistics, lambda: cols)
+        result = dataclasses.replace(result, statistics=numbers)
         return result, self._count(shape, arrays, mask, bias) if {*COUNTED} & {*statistics} else None
 
     def _count(self, shape: ScoreShape, arrays: Arrays, mask: Mask | None, bias: Array | None) -> Array:
@@ -341,7 +344,7 @@ class Ring(Call):
 
     def _forward(self, given: Arrays) -> dict[str, Array]:
         """Return output, row_max, log_denom and statistics over the keys of all devices."""
-        ops, statistics = self.problem.ops, with_moments(self.problem.statistics)
+        ops, statistics = self.problem.ops, joinable(self.problem.statistics)
         of_keys = {name: x for name, x in given.items() if name != "sink"}
         state = None
         for step in range(self.plan.ranks):

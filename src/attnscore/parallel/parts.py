@@ -25,10 +25,7 @@ from attnscore.problem.dropout import Dropout, PairDropout
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result
-from attnscore.problem.statistics import Sums
-
-COUNTED = ("mean_score", "var_score")
-"""Statistics of the scores of all unmasked keys alike, which are merged by the numbers of these keys."""
+from attnscore.problem.statistics import ACCUMULATORS
 
 SOFTMAX_ALONE = "a normalizer other than the softmax, by whose log-sum-exp parts are merged"
 """Why a call whose parts are merged cannot run."""
@@ -79,26 +76,10 @@ def state_of(ops: Backend, result: Result, count: Array | None = None) -> RowSta
     In place of the output it has the total, which `online_softmax.finish` makes the share of the keys. `count`, the
     number of unmasked keys of each query, is required with `mean_score` and `var_score`.
     """
-    statistics, log_denom = result.statistics, result.log_denom
-    total = ops.exp(log_denom)
-    is_empty = log_denom == -math.inf
-    sums: dict[str, Sums] = {}
-    if "entropy" in statistics:
-        # Forward: entropy = log_denom - sum_exp_logit / total
-        sums["sum_exp_logit"] = (ops.where(is_empty, 0.0, (log_denom - statistics["entropy"]) * total),)
-    if "sum_sq_weights" in statistics:
-        # Forward: sum_sq_weights = squares / total / total
-        sums["squares"] = (statistics["sum_sq_weights"] * total * total,)
-    if count is not None:
-        mean, deviations = statistics["mean_score"], statistics["var_score"] * count
-        sums["moments"] = (count, mean, ops.zeros(ops.shape(count), count), deviations)
-    return RowState(ops.where(is_empty, -math.inf, result.row_max), total, total, sums)
-
-
-def with_moments(statistics: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the statistics to compute of each part: the variance of all keys takes the means of the parts."""
-    missing = {*COUNTED} - {*statistics} if {*COUNTED} & {*statistics} else ()
-    return (*statistics, *sorted(missing))
+    log_denom, total = result.log_denom, ops.exp(result.log_denom)
+    found = {**result.statistics, "log_denom": log_denom, "total": total, "count": count}
+    sums = {name: ACCUMULATORS[name].of_result(ops, found) for name in online_softmax.needed(tuple(result.statistics))}
+    return RowState(ops.where(log_denom == -math.inf, -math.inf, result.row_max), total, total, sums)
 
 
 def counts_of(ops: Backend, shape: ScoreShape, key_len: int, intervals: IntervalSet | None, like: Array) -> Array:

@@ -26,7 +26,6 @@ from attnscore.masks import Mask, split
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.pairs import Range
 from attnscore.parallel.parts import (
-    COUNTED,
     SOFTMAX_ALONE,
     counts_of,
     dropout_of,
@@ -34,7 +33,6 @@ from attnscore.parallel.parts import (
     kernel_of,
     problem_of_part,
     state_of,
-    with_moments,
 )
 from attnscore.parallel.plan import Exchange
 from attnscore.parallel.shard import Shard
@@ -43,6 +41,7 @@ from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
+from attnscore.problem.statistics import COUNTED, in_whole, joinable
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -182,7 +181,9 @@ class ShardedCall(ABC):
     def run(self, rows: Shard, cols: Shard, arrays: Arrays) -> tuple[Part, Result]:
         """Return a part, and the result of its forward."""
         part, problem = self.part(rows, cols, arrays)
-        return part, part.kernel.forward(problem, part.tiles)
+        result = part.kernel.forward(problem, part.tiles)
+        numbers = in_whole(problem.ops, result.statistics, lambda: cols.positions(result.out))
+        return part, dataclasses.replace(result, statistics=numbers)
 
     def gradients_of(
         self, part: Part, problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]
@@ -236,7 +237,7 @@ class MergedCall(ShardedCall):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        return with_moments(self.problem.statistics)
+        return joinable(self.problem.statistics)
 
     def operands_with(self, operands: Arrays, keys: Arrays) -> dict[str, Tensor]:
         """Return operands over some keys without the sink; the output has the dtype of the values, that of sums.

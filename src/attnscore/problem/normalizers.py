@@ -25,9 +25,6 @@ Fold = Callable[[Callable[[Any, Array], Any], Any], Any]
 ONLY_SOFTMAX = "a normalizer other than the softmax"
 """Why a kernel that has the softmax alone cannot run a problem."""
 
-STATISTICS = ("max_score", "mean_score", "var_score", "max_weight", "sum_sq_weights", "sum_weights")
-"""Statistics that every normalizer has. Log-sum-exp and entropy are those of the softmax."""
-
 # From the left Newton's method gains 2 bits a pass at worst; it took at most 12 passes in every case that was tried.
 _MOST_PASSES = 64
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from attnscore.backends.base import Array, Backend
 from attnscore.problem.statistics import ACCUMULATORS, TABLE, Part, Row, Sums, Tile
 
-STATISTICS = tuple(TABLE)
 NEG_INF = float("-inf")
 
 
@@ -36,9 +36,10 @@ def safe_max(ops: Backend, maximum: Array) -> Array:
     return ops.where(maximum == NEG_INF, 0.0, maximum)
 
 
-def _needed(wanted: tuple[str, ...]) -> list[str]:
-    needed = {TABLE[name].accumulator for name in wanted}
-    return [name for name in ACCUMULATORS if name in needed]
+def needed(wanted: tuple[str, ...]) -> list[str]:
+    """Return the accumulators that these statistics need."""
+    names = {TABLE[name].accumulator for name in wanted}
+    return [name for name in ACCUMULATORS if name in names]
 
 
 def start(
@@ -54,7 +55,9 @@ def start(
         max=ops.full(shape, NEG_INF, like, dtype),
         total=zeros(),
         out=ops.zeros((*rows, value_dim), like, dtype),
-        sums={name: tuple(zeros() for _ in range(ACCUMULATORS[name].arrays)) for name in _needed(wanted)},
+        sums={
+            name: tuple(ops.full(shape, x, like, dtype) for x in ACCUMULATORS[name].initial) for name in needed(wanted)
+        },
     )
 
 
@@ -63,17 +66,21 @@ def update(
     state: RowState,
     scores: Array,
     unmasked: Array | None,
+    first: Any,
     pool: Callable[[Array], Array],
     wanted: tuple[str, ...],
 ) -> RowState:
-    """Return the state after one more tile of scores (-inf where masked); `pool` maps exp(s - max) to its output."""
+    """Return the state after one more tile of scores, -inf where masked, whose keys begin at `first`.
+
+    `pool` maps exp(s - max) to its output.
+    """
     # No result depends on the maximum that is subtracted, so it gets no gradient.
     maximum = ops.stop_gradient(ops.max(scores, axis=-1, keepdims=True))
     safe = safe_max(ops, maximum)
     logits = scores - safe
     weights = ops.exp(logits)
-    tile = Tile(scores, unmasked, safe, logits, weights)
-    sums = {name: ACCUMULATORS[name].of_tile(ops, tile) for name in _needed(wanted)}
+    tile = Tile(scores, unmasked, first, safe, logits, weights)
+    sums = {name: ACCUMULATORS[name].of_tile(ops, tile) for name in needed(wanted)}
     total = ops.sum(weights, axis=-1, keepdims=True)
     return merge(ops, state, RowState(maximum, total, pool(weights), sums))
 
@@ -120,9 +127,9 @@ def finish(
 
 
 def _sink_state(ops: Backend, keys: RowState, sink: Array) -> RowState:
-    """Return the state after the sink alone; it adds 0 to the accumulators."""
+    """Return the state after the sink alone; it adds nothing to the accumulators."""
     zero = 0 * keys.total
-    sums = {name: tuple(zero for _ in arrays) for name, arrays in keys.sums.items()}
+    sums = {name: tuple(x + zero for x in ACCUMULATORS[name].initial) for name in keys.sums}
     # Not 0 * out, which infinity would make NaN: the sink has no value.
     return RowState(max=sink + zero, total=1 + zero, out=ops.zeros(ops.shape(keys.out), keys.out), sums=sums)
 

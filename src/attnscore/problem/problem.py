@@ -23,7 +23,7 @@ from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split
 from attnscore.problem import normalizers, relative
 from attnscore.problem.dropout import Dropout, check_dropout
 from attnscore.problem.normalizers import Normalizer
-from attnscore.problem.online_softmax import STATISTICS
+from attnscore.problem.statistics import KEYS, MOST_KEYS, TABLE
 from attnscore.scores.arrays import with_arrays
 from attnscore.scores.base import Pullback
 from attnscore.scores.forms import Form
@@ -299,6 +299,11 @@ def build_problem(
     except ShapeError as error:
         # A score knows only dimensions and canonical axes; the message shows the shapes of the caller's arrays.
         raise ShapeError(with_shapes(str(error), {name: tuple(x.shape) for name, x in arrays.items()})) from None
+    key_len = layout.score_shape.key_len
+    is_too_long = not is_unknown(key_len) and key_len > MOST_KEYS and accumulator(ops.dtype(value)) == "float32"
+    if is_too_long and {*statistics} & {*KEYS}:
+        expected = f"at most {MOST_KEYS} keys of float32, of whose indices kernels keep 24 bits"
+        raise ArgumentError(message("return_stats", expected, key_len, hint="attend_chunks joins parts"))
     problem = Problem(
         ops=ops,
         layout=layout,
@@ -320,7 +325,8 @@ def build_problem(
 
 def wanted_statistics(return_stats: Any, normalizer: Any = "softmax") -> tuple[str, ...]:
     """Return the names of the statistics that ``return_stats`` selects; True: all that the normalizer has."""
-    known = STATISTICS if normalizers.resolve(normalizer) is None else normalizers.STATISTICS
+    is_softmax = normalizers.resolve(normalizer) is None
+    known = tuple(name for name, row in TABLE.items() if is_softmax or row.of != "softmax")
     if return_stats is None or isinstance(return_stats, (bool, np.bool_)):
         return known if return_stats else ()
     expected = "a flag or names among " + ", ".join(known)

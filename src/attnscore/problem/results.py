@@ -7,7 +7,7 @@ from typing import Any
 
 from attnscore.backends.base import Array
 from attnscore.problem.problem import Problem
-from attnscore.problem.statistics import AttentionStats
+from attnscore.problem.statistics import AttentionStats, returned
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,5 +54,5 @@ def present(problem: Problem, result: Result) -> Any:
 
 def present_statistics(problem: Problem, result: Result) -> AttentionStats:
     """Return the wanted statistics on the caller's axes."""
-    rows = {name: result.statistics[name][..., 0] for name in problem.statistics}
+    rows = {name: returned(problem.ops, name, result.statistics[name][..., 0]) for name in problem.statistics}
     return AttentionStats(**{name: problem.layout.rows_from_canonical(problem.ops, x) for name, x in rows.items()})

@@ -1,12 +1,13 @@
-"""Statistics of the softmax of each query: one table of how they accumulate, merge and finish, and AttentionStats.
+"""Statistics of each query: one table of their definitions, how they accumulate, merge and finish, and AttentionStats.
 
-To add one: a row in `TABLE`, a field of `AttentionStats`, and its C++ (csrc).
+To add one: a row in `TABLE`, a field of `AttentionStats`, and its accumulation in C++ (csrc) and Triton. Names, checks,
+results, the dense kernel, the kernels in a framework's operations and the merges of `parallel` follow from the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from attnscore.backends.base import Array, Backend, HostArray
 from attnscore.backends.numpy import detached
 from attnscore.base.arguments import is_number, shown
 from attnscore.errors import ArgumentError, message
+
+_NEG_INF, _INF = float("-inf"), float("inf")
 
 Sums = tuple[Array, ...]
 """What an accumulator keeps of each query: arrays (..., query, 1)."""
@@ -25,6 +28,8 @@ class Tile(NamedTuple):
 
     scores: Array
     unmasked: Array | None
+    first: Any
+    """Index of the first key."""
     max: Array
     """Of each query, or 0 where all scores are -inf."""
     logits: Array
@@ -58,28 +63,60 @@ class Row(NamedTuple):
     sums_of_keys: Mapping[str, Sums]
 
 
+class Matrix(NamedTuple):
+    """All pairs, (..., query, key): scores (-inf where masked), weights, and weights with that of the sink at the end.
+
+    `count`, the number of unmasked keys, is (..., query, 1).
+    """
+
+    scores: Array
+    unmasked: Array
+    weights: Array
+    all_weights: Array
+    count: Array
+
+
+Found = Mapping[str, Array]
+"""A result over some of the keys: statistics by name, "log_denom" and "total", exp(log_denom); "count", the number of
+unmasked keys, where they are `COUNTED`."""
+
+
 class Accumulator(NamedTuple):
     """A sum over the keys that is carried from tile to tile."""
 
-    arrays: int
+    initial: tuple[float, ...]
+    """Each array before the first key, and of the sink."""
     of_tile: Callable[[Backend, Tile], Sums]
     merge: Callable[[Backend, Part, Part], Sums]
+    of_result: Callable[[Backend, Found], Sums]
+    """Undoes `Statistic.finish`."""
 
 
 class Statistic(NamedTuple):
     """One field of `AttentionStats`."""
 
     definition: str
+    of: Literal["softmax", "weights", "scores"]
+    """Every normalizer has those of weights and scores."""
+    of_matrix: Callable[[Backend, Matrix], Array] | None
+    """Its definition, for the dense kernel; None, as the next, for the log-sum-exp, which every forward returns."""
     finish: Callable[[Backend, Row], Array] | None
-    """None for the log-sum-exp, which every forward returns as row_max and log_denom."""
     accumulator: str | None = None
     differentiable: bool = False
+    joined_with: str | None = None
+    """Another one that `Accumulator.of_result` reads."""
+    dtype: str | None = None
+    """Of what the caller gets; inside all are in the accumulator dtype."""
+
+
+def _sum(ops: Backend, x: Array) -> Array:
+    return ops.sum(x, axis=-1, keepdims=True)
 
 
 def _sum_exp_logit(ops: Backend, tile: Tile) -> Sums:
     # w log w is 0 where w is; selected before the product, whose derivative would be 0 * inf.
     logits = ops.where(tile.weights == 0, 0.0, tile.logits)
-    return (ops.sum(tile.weights * logits, axis=-1, keepdims=True),)
+    return (_sum(ops, tile.weights * logits),)
 
 
 def _merge_sum_exp_logit(ops: Backend, first: Part, second: Part) -> Sums:
@@ -89,7 +126,7 @@ def _merge_sum_exp_logit(ops: Backend, first: Part, second: Part) -> Sums:
 
 
 def _squares(ops: Backend, tile: Tile) -> Sums:
-    return (ops.sum(tile.weights * tile.weights, axis=-1, keepdims=True),)
+    return (_sum(ops, tile.weights * tile.weights),)
 
 
 def _merge_squares(ops: Backend, first: Part, second: Part) -> Sums:
@@ -104,15 +141,15 @@ def _moments(ops: Backend, tile: Tile) -> Sums:
         count = ops.full((*rows, 1), length, scores)
         from_base = scores - base
         # A tile may turn out to have no keys where their number is unknown.
-        mean = ops.sum(from_base, axis=-1, keepdims=True) / ops.maximum(count, 1.0)
+        mean = _sum(ops, from_base) / ops.maximum(count, 1.0)
         deviation = from_base - mean
     else:
         counted = ops.broadcast_to(ops.astype(tile.unmasked, ops.dtype(scores)), ops.shape(scores))
-        count = ops.sum(counted, axis=-1, keepdims=True)
+        count = _sum(ops, counted)
         from_base = ops.where(tile.unmasked, scores, base) - base
-        mean = ops.sum(from_base, axis=-1, keepdims=True) / ops.maximum(count, 1.0)
+        mean = _sum(ops, from_base) / ops.maximum(count, 1.0)
         deviation = ops.where(tile.unmasked, from_base - mean, 0.0)
-    return count, base, mean, ops.sum(deviation * deviation, axis=-1, keepdims=True)
+    return count, base, mean, _sum(ops, deviation * deviation)
 
 
 def _merge_moments(ops: Backend, first: Part, second: Part) -> Sums:
@@ -128,57 +165,188 @@ def _merge_moments(ops: Backend, first: Part, second: Part) -> Sums:
     return count, base, mean, deviations_1 + deviations_2 + gap * gap * count_1 * share
 
 
-def _mean_score(ops: Backend, row: Row) -> Array:
+def _minimum(ops: Backend, x: Array, y: Array) -> Array:
+    return -ops.maximum(-x, -y)
+
+
+def _least(ops: Backend, tile: Tile) -> Sums:
+    scores = tile.scores if tile.unmasked is None else ops.where(tile.unmasked, tile.scores, _INF)
+    return (-ops.stop_gradient(ops.max(-scores, axis=-1, keepdims=True)),)
+
+
+def _first_key(ops: Backend, scores: Array, largest: Array, first: Any = 0) -> Array:
+    """Return the first key, counted from `first`, with this score; -1 where there is none, and for a score of -inf."""
+    keys = ops.astype(ops.positions(first, scores.shape[-1], scores), ops.dtype(scores))
+    found = -ops.max(ops.where(scores == largest, -keys, _NEG_INF), axis=-1, keepdims=True)
+    return ops.where(ops.logical_or(found == _INF, largest == _NEG_INF), -1.0, found)
+
+
+def _largest(ops: Backend, tile: Tile) -> Sums:
+    # Of a fully masked query `max` is 0, and no score.
+    key = _first_key(ops, tile.scores, tile.max, tile.first)
+    return ops.where(ops.logical_and(key < 0, tile.max == 0), _NEG_INF, tile.max), key
+
+
+def _first_of_largest(ops: Backend, a: Array, key_a: Array, b: Array, key_b: Array) -> Array:
+    """Return the key of the larger of two scores, the smaller key if they are equal; that of a NaN, which is -1."""
+    key = ops.where(ops.logical_or(b > a, ops.isnan(b)), key_b, key_a)
+    return ops.where(a == b, _minimum(ops, key_a, key_b), key)
+
+
+def _sum_exp_logit_again(ops: Backend, x: Found) -> Sums:
+    return (ops.where(x["log_denom"] == _NEG_INF, 0.0, (x["log_denom"] - x["entropy"]) * x["total"]),)
+
+
+ACCUMULATORS = {
+    "sum_exp_logit": Accumulator((0.0,), _sum_exp_logit, _merge_sum_exp_logit, _sum_exp_logit_again),
+    "squares": Accumulator(
+        (0.0,), _squares, _merge_squares, lambda ops, x: (x["sum_sq_weights"] * x["total"] * x["total"],)
+    ),
+    "moments": Accumulator(
+        (0.0,) * 4, _moments, _merge_moments,
+        lambda ops, x: (x["count"], x["mean_score"], 0 * x["count"], x["var_score"] * x["count"]),
+    ),
+    "least": Accumulator(
+        (_INF,), _least,
+        lambda ops, first, second: (_minimum(ops, first.sums[0], second.sums[0]),),
+        lambda ops, x: (x["min_score"],),
+    ),
+    "largest": Accumulator(
+        (_NEG_INF, -1.0), _largest,
+        lambda ops, a, b: (ops.maximum(a.sums[0], b.sums[0]), _first_of_largest(ops, *a.sums, *b.sums)),
+        lambda ops, x: (x["max_score"], x["argmax_key"]),
+    ),
+}  # fmt: skip
+
+
+def _max(ops: Backend, x: Array, empty: Array) -> Array:
+    """Return the largest number of each query, `empty` without keys."""
+    return empty if 0 in x.shape else ops.max(x, axis=-1, keepdims=True)
+
+
+def _mean(ops: Backend, x: Matrix) -> Array:
+    return _sum(ops, ops.where(x.unmasked, x.scores, 0.0)) / ops.maximum(x.count, 1.0)
+
+
+def _variance(ops: Backend, x: Matrix) -> Array:
+    deviation = ops.where(x.unmasked, x.scores - _mean(ops, x), 0.0)
+    return _sum(ops, deviation * deviation) / ops.maximum(x.count, 1.0)
+
+
+def _entropy(ops: Backend, x: Matrix) -> Array:
+    return -_sum(ops, x.all_weights * ops.log(ops.where(x.all_weights == 0, 1.0, x.all_weights)))
+
+
+def _finish_mean(ops: Backend, row: Row) -> Array:
     _, base, mean, _ = row.sums_of_keys["moments"]
     return base + mean
 
 
-def _var_score(ops: Backend, row: Row) -> Array:
+def _finish_variance(ops: Backend, row: Row) -> Array:
     count, _, _, deviations = row.sums_of_keys["moments"]
     return deviations / ops.maximum(count, 1.0)
 
 
-def _entropy(ops: Backend, row: Row) -> Array:
+def _finish_entropy(ops: Backend, row: Row) -> Array:
     # H = log l - sum e (s - m) / l: lse - sum(e s) / l would lose digits at large scores.
     return ops.where(row.is_empty, 0.0, row.log_sum - row.sums["sum_exp_logit"][0] / row.total)
 
 
-ACCUMULATORS = {
-    "sum_exp_logit": Accumulator(1, _sum_exp_logit, _merge_sum_exp_logit),
-    "squares": Accumulator(1, _squares, _merge_squares),
-    "moments": Accumulator(4, _moments, _merge_moments),
-}
 TABLE = {
-    "log_sum_exp": Statistic("log of the softmax's denominator, the sink in it", None, differentiable=True),
-    "max_score": Statistic("largest unmasked score", lambda ops, row: row.max_of_keys),
-    "mean_score": Statistic("mean of the unmasked scores", _mean_score, "moments"),
-    "var_score": Statistic("variance of the unmasked scores (divided by their number)", _var_score, "moments"),
+    "log_sum_exp": Statistic(
+        "log of the softmax's denominator, the sink in it", "softmax", None, None, differentiable=True
+    ),
+    "max_score": Statistic(
+        "largest unmasked score", "scores",
+        lambda ops, x: _max(ops, x.scores, 0.0 * x.count + _NEG_INF),
+        lambda ops, row: row.max_of_keys,
+    ),
+    "mean_score": Statistic(
+        "mean of the unmasked scores", "scores", _mean, _finish_mean, "moments", joined_with="var_score"
+    ),
+    "var_score": Statistic(
+        "variance of the unmasked scores (divided by their number)", "scores",
+        _variance, _finish_variance, "moments", joined_with="mean_score",
+    ),
     "entropy": Statistic(
         "-sum p log p in nats, of keys and sink together; from 0 (one key has it all) to log(number of keys)",
-        _entropy,
-        "sum_exp_logit",
-        differentiable=True,
+        "softmax", _entropy, _finish_entropy, "sum_exp_logit", differentiable=True,
     ),
-    "max_weight": Statistic("largest weight", lambda ops, row: row.factor_of_keys / row.total),
+    "max_weight": Statistic(
+        "largest weight", "weights",
+        lambda ops, x: _max(ops, x.weights, 0.0 * x.count),
+        lambda ops, row: row.factor_of_keys / row.total,
+    ),
     "sum_sq_weights": Statistic(
-        "sum of squared weights, 1 when one key has it all",
-        lambda ops, row: row.sums["squares"][0] / (row.total * row.total),
-        "squares",
+        "sum of squared weights, 1 when one key has it all", "weights",
+        lambda ops, x: _sum(ops, x.weights * x.weights),
+        lambda ops, row: row.sums["squares"][0] / (row.total * row.total), "squares",
     ),
     "sum_weights": Statistic(
-        "1, below 1 with a sink, 0 when all keys are masked",
+        "1, below 1 with a sink, 0 when all keys are masked", "weights",
+        lambda ops, x: _sum(ops, x.weights),
         # Without keys 0, also beside a sink that is NaN.
         lambda ops, row: ops.where(row.total_of_keys == 0, 0.0, row.factor_of_keys * row.total_of_keys / row.total),
     ),
-}
+    "min_score": Statistic(
+        "smallest unmasked score", "scores",
+        lambda ops, x: -_max(ops, ops.where(x.unmasked, -x.scores, _NEG_INF), 0.0 * x.count + _NEG_INF),
+        lambda ops, row: row.sums_of_keys["least"][0],
+        "least",
+    ),
+    "argmax_key": Statistic(
+        "index of the key with the largest score, the smallest of equal ones; -1 without one, or with a NaN", "scores",
+        lambda ops, x: 0.0 * x.count - 1.0 if 0 in x.scores.shape else _first_key(
+            ops, x.scores, ops.max(x.scores, axis=-1, keepdims=True)
+        ),
+        lambda ops, row: row.sums_of_keys["largest"][1],
+        "largest", joined_with="max_score", dtype="int32",
+    ),
+}  # fmt: skip
+STATISTICS = tuple(TABLE)
+DIFFERENTIABLE = tuple(name for name, row in TABLE.items() if row.differentiable)
+"""Statistics through which a gradient flows; the others are detached."""
+KEYS = tuple(name for name, row in TABLE.items() if row.dtype is not None)
+"""Indices of keys, -1 for none."""
+MOST_KEYS = 2**24
+"""Keys whose indices float32 holds."""
+COUNTED = tuple(name for name, row in TABLE.items() if row.accumulator == "moments")
+"""Statistics that are merged by the numbers of unmasked keys."""
+
+
+def joinable(wanted: Iterable[str]) -> tuple[str, ...]:
+    """Return these statistics, and those that are read where parts of them are joined."""
+    names = {*wanted, *(TABLE[name].joined_with for name in wanted)}
+    return tuple(name for name in TABLE if name in names)
+
+
+def returned(ops: Backend, name: str, x: Array) -> Array:
+    """Return a statistic in the dtype that the caller gets."""
+    dtype = TABLE[name].dtype
+    return x if dtype is None else ops.astype(x, dtype)
+
+
+def in_whole(ops: Backend, found: dict[str, Array], places: Callable[[], Array]) -> dict[str, Array]:
+    """Return the statistics of a part of the keys with the indices of all keys; `places` gives those of the part's."""
+    if not {*found} & {*KEYS}:
+        return found
+    table = places()
+    # One more place, for the index of none.
+    count, table = ops.shape(table)[0], ops.concat([table, ops.full((1,), -1, table)], 0)
+
+    def moved(x: Array) -> Array:
+        at = ops.astype(ops.where(x < 0, float(count), x), "int64")
+        return ops.astype(ops.reshape(ops.take(table, ops.reshape(at, (-1,)), 0), ops.shape(x)), ops.dtype(x))
+
+    return {name: moved(x) if name in KEYS else x for name, x in found.items()}
 
 
 class AttentionStats(NamedTuple):
     """Statistics of the scores and weights of each query; a field that was not requested is None.
 
     They describe the scores after temperature, cap and bias, and the weights before dropout. Each field has the shape
-    of the output without its last axis, in at least float32. For a fully masked query `log_sum_exp` (without a sink)
-    and `max_score` are -inf, all others 0.
+    of the output without its last axis, in at least float32, but int32 of `argmax_key`. For a fully masked query
+    `log_sum_exp` (without a sink) and `max_score` are -inf, `min_score` is inf, `argmax_key` -1, all others are 0.
 
     Attributes
     ----------
@@ -200,6 +368,8 @@ class AttentionStats(NamedTuple):
     max_weight: Array = None
     sum_sq_weights: Array = None
     sum_weights: Array = None
+    min_score: Array = None
+    argmax_key: Array = None
 
     def _need(self, *names: str) -> list[Array]:
         missing = [name for name in names if getattr(self, name) is None]

@@ -27,7 +27,7 @@ from attnscore.base import thresholds
 from attnscore.base.arguments import CallArguments
 from attnscore.base.layout import AxisLayout
 from attnscore.kernels import tiling
-from attnscore.kernels.base import DIFFERENTIABLE, Kernel, Plan, SinglePlan, saved
+from attnscore.kernels.base import Kernel, Plan, SinglePlan, saved
 from attnscore.kernels.native.marshalling import ORDER, STORED, aligned, score_spec
 from attnscore.kernels.native.results import BACKWARD_INPUTS, FILLED, GRADIENTS, gradient_shapes
 from attnscore.kernels.tiling import TilePlan
@@ -35,7 +35,7 @@ from attnscore.masks import Mask, ValidLens, lowering
 from attnscore.masks.cached import CachedMask
 from attnscore.masks.index_values import lens_per_query
 from attnscore.problem.problem import Problem, build_problem
-from attnscore.problem.statistics import AttentionStats
+from attnscore.problem.statistics import DIFFERENTIABLE, KEYS, AttentionStats, returned
 from attnscore.scores import Additive
 from attnscore.scores.forms import AdditiveForm, TileForm
 from attnscore.scores.gaussian import bandwidth_gradient, scale_of
@@ -339,7 +339,12 @@ class NativePlan(Plan):
     def _statistics_of(self) -> Callable[[tuple[Array | None, ...]], tuple[Array | None, ...]]:
         """Function that takes the fields of `AttentionStats` from the outputs and a None behind them."""
         fields = AttentionStats._fields
-        return operator.itemgetter(*(self.returned.index(x) if x in self.statistics else -1 for x in fields))
+        found = operator.itemgetter(*(self.returned.index(x) if x in self.statistics else -1 for x in fields))
+        if not {*self.statistics} & {*KEYS}:
+            return found
+        return lambda outputs: tuple(
+            x if x is None else returned(self.ops, name, x) for name, x in zip(fields, found(outputs), strict=True)
+        )
 
     @cached_property
     def _place_of_weights(self) -> int:

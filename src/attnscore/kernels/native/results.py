@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from attnscore.backends.base import Array, sum_to
-from attnscore.problem import online_softmax
 from attnscore.problem.problem import Problem
+from attnscore.problem.statistics import TABLE
 from attnscore.scores.forms import AdditiveForm
 
 # Statistics that the forward fills where wanted, in its order. The log-sum-exp is row_max + log_denom outside of plans:
 # autodiff passes through that sum.
-STATISTICS = tuple(name for name in online_softmax.STATISTICS if name != "log_sum_exp")
+STATISTICS = tuple(name for name in TABLE if name != "log_sum_exp")
 # Arrays that the forward fills, in its order. `saved_scores` are before bias and cap, for the backward alone;
 # `attention_scores` and `attention_weights` are those that a caller asks for.
 FILLED = (

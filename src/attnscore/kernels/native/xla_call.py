@@ -24,7 +24,7 @@ from attnscore.problem.results import Result, RowGradients
 # Orders of operands and results. For each name there is a bit in the attributes `given` (operands that are passed),
 # `transposed` (operands that are passed so) and `wanted` (results), see csrc/api/ffi.cc.
 _OPERANDS = (*marshalling.ORDER, "seed", *(name for name in BACKWARD_INPUTS if name != "saved_scores"))
-_FORWARD = ("out", "row_max", "log_denom", *STATISTICS, "attention_scores", "attention_weights")
+_FORWARD = ("out", "row_max", "log_denom", "attention_scores", "attention_weights", *STATISTICS)
 _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
 
 

@@ -34,6 +34,7 @@ from attnscore.kernels.triton.tile import (
 )
 
 LN2 = tl.constexpr(0.6931471805599453)
+MOST_INT = tl.constexpr(2**31 - 1)
 LEAST_LOG = tl.constexpr(-1000.0)
 """In place of the logarithm of 0: a product with a weight of 0 is 0, not NaN."""
 
@@ -62,6 +63,11 @@ class Softmax(NamedTuple):
     """Sum of each weight times its logarithm to base 2."""
     squares: Any
     moments: Any
+    least: Any
+    """Smallest unmasked score."""
+    largest: Any
+    key: Any
+    """First key of the largest score; -1 before the first one."""
 
 
 @triton.jit
@@ -182,13 +188,22 @@ def _first_mean(count, mean):
 
 
 @triton.jit
-def _with_tile(old, s, attends, rows, step, ALL: tl.constexpr):
+def _with_tile(old, s, attends, keys, rows, step, ALL: tl.constexpr):
     """Return the softmax after a tile of scores, the tile's weights, and the factor of what was summed before.
 
-    `ALL`: all pairs attend, in a tile that is number `step` of its kind.
+    `keys` are the indices of its keys, `ALL`: all pairs attend, in a tile that is number `step` of its kind.
     """
     LANES: tl.constexpr = old.total.shape[1]
-    moments = old.moments
+    moments, least = old.moments, old.least
+    if rows.min_score is not None:
+        least = tl.minimum(least, tl.min(tl.where(attends, s, float("inf")), 1))
+    largest, key = old.largest, old.key
+    if rows.argmax_key is not None:
+        most = tl.max(s, 1)
+        first = tl.min(tl.where(s == most[:, None], keys, MOST_INT), 1)
+        # Tiles do not come in the order of the keys.
+        key = tl.where((most > largest) | ((most == largest) & (first < key)), first, key)
+        largest = tl.maximum(largest, most)
     if (rows.mean_score is not None) or (rows.var_score is not None):
         s, moments = _less_base(moments, s, attends, step, ALL)
     top = tl.maximum(old.top, tl.max(s, 1))
@@ -203,7 +218,7 @@ def _with_tile(old, s, attends, rows, step, ALL: tl.constexpr):
     if rows.sum_sq_weights is not None:
         squares = _with_products(of_lanes * of_lanes * squares, p, p)
     total = of_lanes * old.total + _lane_sums(p, LANES)
-    return Softmax(top, total, sum_exp_logit, squares, moments), p, alpha
+    return Softmax(top, total, sum_exp_logit, squares, moments, least, largest, key), p, alpha
 
 
 @triton.jit
@@ -212,7 +227,8 @@ def _over_lanes(found):
     old = found.moments
     moments = Moments(old.count, old.base, tl.sum(old.sum, 1), tl.sum(old.squares, 1))
     total, sum_exp_logit = tl.sum(found.total, 1), tl.sum(found.sum_exp_logit, 1)
-    return Softmax(found.top, total, sum_exp_logit, tl.sum(found.squares, 1), moments)
+    squares = tl.sum(found.squares, 1)
+    return Softmax(found.top, total, sum_exp_logit, squares, moments, found.least, found.largest, found.key)
 
 
 @triton.jit
@@ -227,7 +243,9 @@ def _with_sink(old, acc, sink):
     moved = factor * old.sum_exp_logit + _product(factor, log_factor) * old.total
     sum_exp_logit = moved + _product(sink_factor, log_sink)
     total = factor * old.total + sink_factor
-    return Softmax(top, total, sum_exp_logit, factor * factor * old.squares, old.moments), acc * factor[:, None]
+    squares = factor * factor * old.squares
+    found = Softmax(top, total, sum_exp_logit, squares, old.moments, old.least, old.largest, old.key)
+    return found, acc * factor[:, None]
 
 
 @triton.jit
@@ -241,6 +259,11 @@ def _store_rows(rows, at, live, found, of_keys):
     if rows.max_score is not None:
         max_score = tl.where(is_nan(of_keys.total), float("nan"), moments.base + of_keys.top)
         tl.store(rows.max_score + at, max_score, mask=live)
+    if rows.min_score is not None:
+        tl.store(rows.min_score + at, tl.where(is_nan(of_keys.total), float("nan"), of_keys.least), mask=live)
+    if rows.argmax_key is not None:
+        key = tl.where(is_nan(of_keys.total), -1, of_keys.key).to(tl.float32)
+        tl.store(rows.argmax_key + at, key, mask=live)
     count = tl.maximum(moments.count, 1.0)
     mean = moments.sum / count
     if rows.mean_score is not None:
@@ -277,7 +300,9 @@ def forward(
     scale = scale_of(scale, inputs.scales, m, sizes)
     zero = tl.zeros((BM,), tl.float32)
     none = tl.zeros((BM, LANES), tl.float32)
-    found = Softmax(tl.full((BM,), NEG_INF, tl.float32), none, none, none, Moments(zero, zero, none, none))
+    lowest, highest = tl.full((BM,), NEG_INF, tl.float32), tl.full((BM,), float("inf"), tl.float32)
+    no_key = tl.full((BM,), -1, tl.int32)
+    found = Softmax(lowest, none, none, none, Moments(zero, zero, none, none), highest, lowest, no_key)
     acc, is_bad = tl.zeros((BM, DV), tl.float32), 0
     for interval in tl.range(0, INTERVALS):
         visited = key_segments(inputs.masking, interval, m, tile, sizes, BM, BN, TESTED)
@@ -289,7 +314,7 @@ def forward(
                 s = pair_scores(queries, keys, inputs, m, sizes, scale, slope, FORM, FUNCTION, PRECISION)
                 s = capped(function_scores(s, inputs.shared, m, FORM, FUNCTION), CAPS)
                 s, attends = _masked(s, inputs, interval, m, queries, keys, sizes, FUNCTION, RELATIVE, full)
-                found, p, alpha = _with_tile(found, s, attends, rows, step, full and inputs.bias is None)
+                found, p, alpha = _with_tile(found, s, attends, keys.at, rows, step, full and inputs.bias is None)
                 if inputs.dropout is not None:
                     p = tl.where(kept(inputs.dropout, m.z, queries.at, keys.at, sizes.n_q), p, 0.0)
                 v = vectors(

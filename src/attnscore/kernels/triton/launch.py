@@ -33,14 +33,14 @@ from attnscore.kernels.triton.operands import (
 from attnscore.kernels.triton.tiles import FORMS, KernelName, Tile, padded, tile_of
 from attnscore.masks import IntervalSet, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
-from attnscore.problem import online_softmax, statistics
+from attnscore.problem import online_softmax
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
+from attnscore.problem.statistics import TABLE
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm, TileForm
 
 INNER, DISTANCE, ADDITIVE, CHANNELS = range(len(FORMS) + 1)
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_STATISTICS = tuple(name for name in statistics.TABLE if name != "log_sum_exp")
 
 
 class Runner:
@@ -413,7 +413,7 @@ def _forward(problem: Problem, given: Operands) -> Result:
             given, tile, given.inputs(given.masking(tile)), operand(out, shape.lead, heads, groups, queries),
             Rows(*map(rows.get, Rows._fields)), forward_constants(given, tile),
         )  # fmt: skip
-    found = {name: rows[name] for name in _STATISTICS if name in rows}
+    found = {name: x for name, x in rows.items() if name in TABLE}
     return Result(out, rows["row_max"], rows["log_denom"], found)
 
 
@@ -424,7 +424,7 @@ def forward_constants(given: Operands, tile: Tile) -> dict[str, Any]:
 
 
 def run_forward(
-    given: Operands, tile: Tile, inputs: Inputs, out: Operand | None, rows: Rows, constants: dict[str, Any]
+    given: Operands, tile: Tile, inputs: Inputs, out: Operand | None, rows: Any, constants: dict[str, Any]
 ) -> None:
     """Launch the forward; `inputs` are those of `given`, or others of the same layout."""
     grid = triton.cdiv(given.sizes[0], tile.queries), given.matrices

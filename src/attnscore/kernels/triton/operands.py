@@ -7,10 +7,13 @@ a call does not have is not in its code.
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from attnscore.problem.statistics import TABLE
 
 
 class Side(NamedTuple):
@@ -97,18 +100,11 @@ class Inputs(NamedTuple):
     """`Dropout`"""
 
 
-class Rows(NamedTuple):
-    """One float32 a query, (batch, head, group, query) in C order; None: not wanted."""
-
-    row_max: Any
-    log_denom: Any
-    max_score: Any = None
-    mean_score: Any = None
-    var_score: Any = None
-    entropy: Any = None
-    max_weight: Any = None
-    sum_sq_weights: Any = None
-    sum_weights: Any = None
+_ROWS: Any = ("row_max", "log_denom", *(name for name in TABLE if name != "log_sum_exp"))
+# By a variable, as type checkers take only literal names.
+_namedtuple: Any = namedtuple
+Rows = _namedtuple("Rows", _ROWS, defaults=(None,) * len(_ROWS))
+"""One float32 a query, (batch, head, group, query) in C order; None: not wanted."""
 
 
 class RowGrads(NamedTuple):
