@@ -159,7 +159,11 @@ class Modules:
 
 
 class Backend(ABC):
-    """One array framework: its operations, its gradient hook, its view of host memory."""
+    """One array framework: its operations, its gradient hook, its view of host memory.
+
+    An operation that is not defined here (`exp`, `where`, `matmul`, `sum`, `max`, `any`, ...) is that of `xp`, with the
+    name and arguments of the array API; a backend defines those that its framework has in another way.
+    """
 
     name: str
     has_autodiff: bool
@@ -178,8 +182,6 @@ class Backend(ABC):
     number of them."""
     fallbacks: Mapping[str, str] = {}
     """Private names that this release of the framework does not have, and what goes another way."""
-    has_planned_gradients = False
-    """Whether autograd records calls of execution plans (`record`), so that arrays with a gradient are plain too."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.xp, name)
@@ -189,8 +191,8 @@ class Backend(ABC):
     def dtype(self, x: Array) -> str:
         """Name of the dtype: ``"float32"``, ``"bfloat16"``, ``"bool"`` ..."""
 
-    @abstractmethod
-    def is_floating(self, x: Array) -> bool: ...
+    def is_floating(self, x: Array) -> bool:
+        return self.dtype(x) in DTYPES
 
     @abstractmethod
     def unsupported(self, x: Array) -> tuple[str, str] | None:
@@ -241,16 +243,8 @@ class Backend(ABC):
     def has_cpu_buffer(self, x: Array) -> bool:
         """Whether native code on the CPU can read the memory of `x` without a copy."""
 
-    def has_values(self, *arrays: Array) -> bool:
-        """Whether code of a device can read the memory of all of these: they are not traced and have no tangents."""
-        return all(map(self.has_cpu_buffer, arrays))
-
     def check_can_mask(self, query_len: Any, key_len: Any) -> None:
         """Raise FrameworkError where the program that is made now cannot mask scores of these lengths."""
-        return
-
-    def check_can_draw(self) -> None:
-        """Raise FrameworkError where the gradient of a call would draw other random numbers than its forward."""
         return
 
     def needs_one_tile(self) -> bool:
@@ -261,7 +255,7 @@ class Backend(ABC):
     def is_plain(self, *arrays: Array) -> bool:
         """Whether only the values of these matter: no tracing, autocast or subclass; all with a `has_cpu_buffer`.
 
-        No gradient is recorded either, except where `has_planned_gradients`.
+        Arrays whose operations autograd records are plain too: it records the calls of execution plans (`record`).
         """
 
     @abstractmethod
@@ -404,9 +398,6 @@ class Backend(ABC):
     def swap_axes(self, x: Array, first: int, second: int) -> Array:
         return self.xp.swapaxes(x, first, second)
 
-    def expand_dims(self, x: Array, axis: int) -> Array:
-        return self.xp.expand_dims(x, axis)
-
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return self.xp.take(x, indices, axis=axis)
 
@@ -435,9 +426,6 @@ class Backend(ABC):
         return x
 
     # Arithmetic
-    def matmul(self, a: Array, b: Array) -> Array:
-        return self.xp.matmul(a, b)
-
     def softmax(self, x: Array) -> Array:
         """Return the softmax over the last axis."""
         weights = self.exp(x - self.stop_gradient(self.max(x, axis=-1, keepdims=True)))
@@ -445,33 +433,6 @@ class Backend(ABC):
 
     def matrix_transpose(self, x: Array) -> Array:
         return self.swap_axes(x, -1, -2)
-
-    def exp(self, x: Array) -> Array:
-        return self.xp.exp(x)
-
-    def log(self, x: Array) -> Array:
-        return self.xp.log(x)
-
-    def tanh(self, x: Array) -> Array:
-        return self.xp.tanh(x)
-
-    def sigmoid(self, x: Array) -> Array:
-        return self.xp.sigmoid(x)
-
-    def erf(self, x: Array) -> Array:
-        return self.xp.erf(x)
-
-    def sqrt(self, x: Array) -> Array:
-        return self.xp.sqrt(x)
-
-    def abs(self, x: Array) -> Array:
-        return self.xp.abs(x)
-
-    def maximum(self, a: Array, b: Array) -> Array:
-        return self.xp.maximum(a, b)
-
-    def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
-        return self.xp.where(condition, a, b)
 
     def equal(self, a: Array, b: Array) -> Array:
         """Compare arrays that broadcast; TensorFlow's ``==`` gives a single False for those that do not."""
@@ -484,32 +445,17 @@ class Backend(ABC):
     def logical_or(self, a: Array, b: Array) -> Array:
         return a | b
 
-    def isfinite(self, x: Array) -> Array:
-        return self.xp.isfinite(x)
-
-    def isnan(self, x: Array) -> Array:
-        return self.xp.isnan(x)
-
-    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
-        return self.xp.sum(x, axis=axis, keepdims=keepdims)
-
     def sum_to_length(self, x: Array, axis: int, length: Any) -> Array:
         """Sum `x` along `axis` if `length` is 1; otherwise `length` is the size of the axis."""
         return self.sum(x, axis, keepdims=True) if length == 1 else x
-
-    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return self.xp.max(x, axis=axis, keepdims=keepdims)
 
     @abstractmethod
     def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
         """Return the `k` largest entries of the last axis, in falling order, and their indices."""
 
-    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return self.xp.any(x, axis=axis, keepdims=keepdims)
-
-    @abstractmethod
     def low_32_bits(self, x: Array) -> Array:
         """Return the low 32 bits of a 64-bit integer, in [0, 2^32): the dropout hash is computed in these."""
+        return x & 0xFFFFFFFF
 
     def uint32(self, number: int) -> Any:
         """Return a constant below 2^32 as an operand of the result of `low_32_bits`."""
@@ -520,9 +466,9 @@ class Backend(ABC):
         return x >> bits
 
     # Scopes and control flow
-    @abstractmethod
     def numeric_scope(self) -> AbstractContextManager[Any]:
         """Return a context without floating-point warnings and autocast: NaN, infinity and log(0) are expected."""
+        return _NO_SCOPE
 
     def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         """Return ``function(carry) if condition else carry``, for a condition that may be traced."""
@@ -596,9 +542,9 @@ class Backend(ABC):
     def draw_seed(self, like: Array) -> int:
         """Draw a dropout seed from the framework's own generator."""
 
-    @abstractmethod
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
         """Return the arrays in the dtype of the active mixed-precision scope, unchanged outside one."""
+        return arrays
 
 
 def importable(x: HostArray) -> HostArray:

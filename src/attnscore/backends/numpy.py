@@ -34,6 +34,7 @@ class NumpyBackend(Backend):
     xp = np
     wants_aligned = False
     can_unpad = True
+    in_c_order: Any = staticmethod(np.ascontiguousarray)
 
     def dtype(self, x: Array) -> str:
         return _name_of(x.dtype)
@@ -128,9 +129,6 @@ class NumpyBackend(Backend):
         axis %= x.ndim + 1
         return x.reshape((*x.shape[:axis], 1, *x.shape[axis:]))
 
-    def in_c_order(self, x: Array) -> Array:
-        return np.ascontiguousarray(x)
-
     def matmul(self, a: Array, b: Array) -> Array:
         if b.ndim != 2 or not a.size:
             return np.matmul(a, b)
@@ -167,9 +165,6 @@ class NumpyBackend(Backend):
     def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
         return x.any(axis=axis, keepdims=keepdims)
 
-    def low_32_bits(self, x: Array) -> Array:
-        return x & 0xFFFFFFFF
-
     def numeric_scope(self) -> AbstractContextManager[Any]:
         return np.errstate(all="ignore")
 
@@ -192,9 +187,6 @@ class NumpyBackend(Backend):
 
     def draw_seed(self, like: Array) -> int:
         return secrets.randbits(62)
-
-    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
-        return arrays
 
 
 def _is_finite(x: Array) -> bool:

@@ -76,8 +76,18 @@ class TorchBackend(Backend):
     xp = torch
     wants_aligned = False
     can_unpad = True
-    has_planned_gradients = True
     fallbacks = private.FALLBACKS
+    threads = staticmethod(torch.get_num_threads)
+    slice_axis: Any = staticmethod(torch.narrow)
+    concat: Any = staticmethod(torch.cat)
+    reshape: Any = staticmethod(torch.reshape)
+    broadcast_to: Any = staticmethod(torch.Tensor.expand)
+    swap_axes: Any = staticmethod(torch.transpose)
+    expand_dims = staticmethod(torch.unsqueeze)
+    in_c_order: Any = staticmethod(torch.Tensor.contiguous)
+    sum = staticmethod(torch.sum)
+    max = staticmethod(torch.amax)
+    any = staticmethod(torch.any)
 
     def dtype(self, x: Array) -> str:
         return _NAMES[x.dtype]
@@ -145,6 +155,7 @@ class TorchBackend(Backend):
         return is_readable and x.data_ptr() % x.itemsize == 0
 
     def has_values(self, *arrays: Array) -> bool:
+        """Whether code of a device can read the memory of all of these: they are not traced and have no tangents."""
         return not any(is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj() for x in arrays)
 
     def is_plain(self, *arrays: Array) -> bool:
@@ -208,9 +219,6 @@ class TorchBackend(Backend):
         kind = x.device.type
         return kind in _DEVICE_TYPES and torch.is_autocast_enabled(kind)
 
-    def threads(self) -> int:
-        return torch.get_num_threads()
-
     def gomp_parallel(self) -> int | None:
         if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
             return None
@@ -242,9 +250,6 @@ class TorchBackend(Backend):
             raise FrameworkError(message("query, key, value", expected, type(like).__name__, hint=hint))
         return torch.arange(start, start + count, device=like.device)
 
-    def slice_axis(self, x: Array, axis: int, start: int, count: int) -> Array:
-        return x.narrow(axis, start, count)
-
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
         if x.requires_grad or block.requires_grad or is_traced(block):
             # Autograd and transforms do not allow writes in place.
@@ -258,24 +263,6 @@ class TorchBackend(Backend):
             )
         x.narrow(axis, start, block.shape[axis]).add_(block)
         return x
-
-    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
-        return torch.cat(list(arrays), dim=axis)
-
-    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
-        return x.reshape(tuple(shape))
-
-    def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
-        return x.expand(tuple(shape))
-
-    def swap_axes(self, x: Array, first: int, second: int) -> Array:
-        return x.transpose(first, second)
-
-    def expand_dims(self, x: Array, axis: int) -> Array:
-        return x.unsqueeze(axis)
-
-    def in_c_order(self, x: Array) -> Array:
-        return x.contiguous()
 
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return x.index_select(axis, indices)
@@ -305,21 +292,9 @@ class TorchBackend(Backend):
     def maximum(self, a: Array, b: Array) -> Array:
         return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
 
-    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
-        return x.sum(dim=axis, keepdim=keepdims)
-
-    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return x.amax(dim=axis, keepdim=keepdims)
-
     def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
         values, index = torch.topk(x, k, dim=-1)
         return values, index
-
-    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return x.any(dim=axis, keepdim=keepdims)
-
-    def low_32_bits(self, x: Array) -> Array:
-        return x & 0xFFFFFFFF
 
     def numeric_scope(self) -> contextlib.AbstractContextManager[Any]:
         # `autocast` casts the inputs; inside, autocast is off, or it would round the products of every tile too.

@@ -181,7 +181,7 @@ def _records(ops: Backend, arguments: CallArguments) -> bool:
     """Whether autograd would record what the score of a call computes while its plan is built."""
     score = arguments.score
     computes = score == "cosine" if type(score) is str else type(score) in (Additive, Bilinear, Cosine, Gaussian)
-    if not (computes and ops.has_planned_gradients):
+    if not (computes and ops.has_autodiff):
         return False
     arrays = (arguments.query, arguments.key, *arrays_of(score).values())
     # Arrays of another framework are for the checks of the call to name.

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from attnscore.backends import native
-from attnscore.backends.base import DTYPES, Array, Backend, DifferentiableOp, SeedHalves, Signature, importable
+from attnscore.backends.base import Array, Backend, DifferentiableOp, SeedHalves, Signature, importable
 from attnscore.backends.jax import ffi, gradients
 from attnscore.backends.jax.pytrees import register
 from attnscore.backends.jax.sharding import axes_of, differing
@@ -53,9 +53,13 @@ class JaxBackend(Backend):
 
     name = "jax"
     has_autodiff = True
-    has_planned_gradients = True
     has_mutable_arrays = False
     xp = jnp
+    differentiable = staticmethod(gradients.differentiable)
+    stop_gradient = staticmethod(lax.stop_gradient)
+    eager_scope = staticmethod(jax.ensure_compile_time_eval)
+    sigmoid = staticmethod(jax.nn.sigmoid)
+    erf = staticmethod(lax.erf)
 
     def register_pytree(self, kind: type) -> None:
         if dataclasses.is_dataclass(kind):
@@ -63,9 +67,6 @@ class JaxBackend(Backend):
 
     def dtype(self, x: Array) -> str:
         return _name_of(x.dtype)
-
-    def is_floating(self, x: Array) -> bool:
-        return _name_of(x.dtype) in DTYPES
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if isinstance(x, jax.Array):
@@ -206,12 +207,6 @@ class JaxBackend(Backend):
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return jnp.take(x, indices, axis=axis, mode="clip")
 
-    def sigmoid(self, x: Array) -> Array:
-        return jax.nn.sigmoid(x)
-
-    def erf(self, x: Array) -> Array:
-        return lax.erf(x)
-
     def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
         # A symbolic axis may be empty.
         return jnp.max(x, axis=axis, keepdims=keepdims, initial=-jnp.inf if is_symbolic(x) else None)
@@ -231,9 +226,6 @@ class JaxBackend(Backend):
         # Masks compare positions with ends of more axes, and so on, which a user may have set to be an error.
         found: AbstractContextManager[Any] = jax.numpy_rank_promotion("allow")
         return found
-
-    def eager_scope(self) -> AbstractContextManager[Any]:
-        return jax.ensure_compile_time_eval()
 
     def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         if not isinstance(condition, jax.Array):
@@ -266,9 +258,6 @@ class JaxBackend(Backend):
     def known_finite(self, *arrays: Array) -> bool:
         return all(map(_is_finite, map(concrete, arrays)))
 
-    def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
-        return gradients.differentiable(run, operands)
-
     def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         # A projection that needs no gradient is memory (`plain_product`), which JAX would pass on as a kind of its own.
         arrays = [x if isinstance(x, jax.Array) else self.from_memory(x, str(x.dtype), None) for x in operands]
@@ -279,9 +268,6 @@ class JaxBackend(Backend):
     ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
         value, vjp = jax.vjp(function, *inputs)
         return value, vjp
-
-    def stop_gradient(self, x: Array) -> Array:
-        return lax.stop_gradient(x)
 
     def product_of_rows(self, x: Array, matrix: Array, bias: Array | None = None) -> Array | None:
         arrays = (x, matrix) if bias is None else (x, matrix, bias)
@@ -315,9 +301,6 @@ class JaxBackend(Backend):
         hint = "JAX has no generator of its own: seed=jax.random.key(0), split for each call"
         expected = "a whole number or a jax.random key where dropout is above 0"
         raise ArgumentError(message("seed", expected, "None", hint=hint))
-
-    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
-        return arrays
 
 
 @functools.cache

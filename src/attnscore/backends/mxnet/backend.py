@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,13 +19,12 @@ import numpy as np
 from mxnet import autograd, npx
 from mxnet.base import _LIB, check_call
 
-from attnscore.backends.base import Array, Backend, DifferentiableOp, Modules, importable
+from attnscore.backends.base import Array, Backend, Modules, importable
 from attnscore.backends.mxnet import gradients
 from attnscore.backends.numpy import detached
 
-_FLOATS = ("float16", "float32", "float64")
 # MXNet's dtypes; other integers become int64.
-_DTYPES = (*_FLOATS, "bool", "uint8", "int8", "int32", "int64")
+_DTYPES = ("float16", "float32", "float64", "bool", "uint8", "int8", "int32", "int64")
 _CPU = ("cpu", "cpu_pinned", "cpu_shared")
 # The most axes that MXNet's operators broadcast, slice and sum.
 _MAX_AXES = 5
@@ -36,14 +35,12 @@ class MxnetBackend(Backend):
 
     name = "mxnet"
     has_autodiff = True
-    has_planned_gradients = True
     xp = Modules(mx.np, npx)
+    differentiable = staticmethod(gradients.differentiable)
+    vjp = staticmethod(gradients.vjp)
 
     def dtype(self, x: Array) -> str:
         return str(np.dtype(x.dtype).name)
-
-    def is_floating(self, x: Array) -> bool:
-        return self.dtype(x) in _FLOATS
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if isinstance(x, mx.np.ndarray):
@@ -208,9 +205,6 @@ class MxnetBackend(Backend):
         found = np.searchsorted(ordered.asnumpy(), values.asnumpy(), side="right")
         return self.asarray(found, values, "int64")
 
-    def low_32_bits(self, x: Array) -> Array:
-        return x & 0xFFFFFFFF
-
     def shift_right(self, x: Array, bits: int) -> Array:
         # MXNet has neither >> nor //. A position has fewer than 53 bits, so this is exact.
         return mx.np.floor(x.astype("float64") / (1 << bits)).astype("int64")
@@ -223,23 +217,12 @@ class MxnetBackend(Backend):
     def known_finite(self, *arrays: Array) -> bool:
         return all(bool(mx.np.isfinite(x).asnumpy().all()) for x in arrays)
 
-    def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
-        return gradients.differentiable(run, operands)
-
-    def vjp(
-        self, function: Callable[..., Array], inputs: Sequence[Array]
-    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
-        return gradients.vjp(function, inputs)
-
     def stop_gradient(self, x: Array) -> Array:
         return x.detach()
 
     def draw_seed(self, like: Array) -> int:
         low, high = (int(x) for x in mx.np.random.randint(0, 2**31 - 1, size=(2,), dtype="int64").asnumpy())
         return low | high << 31
-
-    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
-        return arrays
 
 
 class _Memory:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -20,10 +19,8 @@ import tensorflow as tf
 
 from attnscore.backends import native
 from attnscore.backends.base import (
-    DTYPES,
     Array,
     Backend,
-    DifferentiableOp,
     HostArray,
     Modules,
     SeedHalves,
@@ -38,11 +35,20 @@ from attnscore.base.sizes import Unknown, is_unknown
 from attnscore.base.threads import get_num_threads
 from attnscore.errors import FrameworkError, message
 
-_NO_SCOPE = contextlib.nullcontext()
 # Bytes. Eigen loads aligned vectors: TensorFlow 2.21 aborts the process at a misaligned tensor.
 _ALIGNMENT = 64
 # TensorFlow broadcasts and slices 8 axes at most, and the canonical layout adds one.
 _MAX_AXES = 7
+
+
+@functools.cache
+def _intra_op_threads() -> int:
+    # Fixed once there is a tensor, and TensorFlow takes 25 us to tell it.
+    return int(tf.config.threading.get_intra_op_parallelism_threads())
+
+
+def _threads() -> int:
+    return _intra_op_threads() or get_num_threads()
 
 
 class TensorFlowBackend(Backend):
@@ -50,16 +56,23 @@ class TensorFlowBackend(Backend):
 
     name = "tensorflow"
     has_autodiff = True
-    has_planned_gradients = True
     has_mutable_arrays = False
     has_slow_callbacks = True
     xp = Modules(tf.math, tf, tf.experimental.numpy)
+    needs_grad = staticmethod(gradients.needs_grad)
+    differentiable = staticmethod(gradients.differentiable)
+    record = staticmethod(gradients.record)
+    vjp = staticmethod(gradients.vjp)
+    stop_gradient = staticmethod(tf.stop_gradient)
+    eager_scope = staticmethod(tf.init_scope)
+    threads = staticmethod(_threads)
+    matrix_transpose = staticmethod(tf.linalg.matrix_transpose)
+    equal = staticmethod(tf.equal)
+    isfinite = staticmethod(tf.math.is_finite)
+    isnan = staticmethod(tf.math.is_nan)
 
     def dtype(self, x: Array) -> str:
         return str(x.dtype.name)
-
-    def is_floating(self, x: Array) -> bool:
-        return x.dtype.name in DTYPES
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if isinstance(x, tf.RaggedTensor):
@@ -129,6 +142,7 @@ class TensorFlowBackend(Backend):
             raise refusal
 
     def check_can_draw(self) -> None:
+        """Raise FrameworkError where the gradient of a call would draw other random numbers than its forward."""
         if graphs.is_recomputed():
             expected = "a seed under tf.recompute_grad and keras.remat, whose gradient would draw another dropout mask"
             hint = "draw it outside of the function that is recomputed; a Keras layer that is recomputed has no dropout"
@@ -170,9 +184,6 @@ class TensorFlowBackend(Backend):
             found = tf.experimental.dlpack.from_dlpack(x.__dlpack__())
         return found if x.itemsize != 2 or found.dtype.name == dtype else tf.bitcast(found, dtype)
 
-    def needs_grad(self, *arrays: Array) -> bool:
-        return gradients.needs_grad(*arrays)
-
     def needs_host_callback(self, *arrays: Array) -> bool:
         return graphs.calls_back(*arrays)
 
@@ -187,9 +198,6 @@ class TensorFlowBackend(Backend):
 
     def at_run_time(self, host: Backend) -> Backend:
         return _CallbackBackend()
-
-    def threads(self) -> int:
-        return _threads()
 
     def number(self, x: Array) -> float | None:
         return float(x) if hasattr(x, "numpy") else None
@@ -252,9 +260,6 @@ class TensorFlowBackend(Backend):
         shape = sizes(self.shape(x))
         return tf.reshape(tf.nn.softmax(tf.reshape(x, sizes([tf.reduce_prod(shape[:-1]), shape[-1]]))), shape)
 
-    def matrix_transpose(self, x: Array) -> Array:
-        return tf.linalg.matrix_transpose(x)
-
     def maximum(self, a: Array, b: Array) -> Array:
         return tf.maximum(a, tf.cast(b, a.dtype))
 
@@ -262,21 +267,12 @@ class TensorFlowBackend(Backend):
         dtype = next((x.dtype for x in (a, b) if hasattr(x, "dtype")), tf.float32)
         return tf.where(condition, *(x if hasattr(x, "dtype") else tf.constant(x, dtype) for x in (a, b)))
 
-    def equal(self, a: Array, b: Array) -> Array:
-        return tf.equal(a, b)
-
     def logical_and(self, a: Array, b: Array) -> Array:
         # tf.where, because the logical operations of TensorFlow Lite broadcast 4 axes and abort at 5.
         return tf.where(a, b, False)
 
     def logical_or(self, a: Array, b: Array) -> Array:
         return tf.where(a, True, b)
-
-    def isfinite(self, x: Array) -> Array:
-        return tf.math.is_finite(x)
-
-    def isnan(self, x: Array) -> Array:
-        return tf.math.is_nan(x)
 
     def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
         return tf.reduce_sum(x, axis, keepdims)
@@ -303,12 +299,6 @@ class TensorFlowBackend(Backend):
 
     def shift_right(self, x: Array, bits: int) -> Array:
         return tf.bitwise.right_shift(x, tf.constant(bits, x.dtype))
-
-    def eager_scope(self) -> contextlib.AbstractContextManager[Any]:
-        return tf.init_scope()  # type: ignore[no-any-return]  # TensorFlow's own
-
-    def numeric_scope(self) -> contextlib.AbstractContextManager[Any]:
-        return _NO_SCOPE
 
     def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly():
@@ -367,20 +357,6 @@ class TensorFlowBackend(Backend):
                 return False
         return True
 
-    def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
-        return gradients.differentiable(run, operands)
-
-    def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
-        return gradients.record(run, operands)
-
-    def vjp(
-        self, function: Callable[..., Array], inputs: Sequence[Array]
-    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
-        return gradients.vjp(function, inputs)
-
-    def stop_gradient(self, x: Array) -> Array:
-        return tf.stop_gradient(x)
-
     def product_of_rows(self, x: Array, matrix: Array, bias: Array | None = None) -> Array | None:
         # Elsewhere a gradient that is written by hand is not taken, or the compiler fuses the zeros of `isolated`.
         if len(matrix.shape) != 2 or x.dtype != matrix.dtype or not graphs.calls_back(x):
@@ -400,19 +376,7 @@ class _CallbackBackend(NumpyBackend):
     """NumPy's operations inside a host callback of a graph, with TensorFlow's number of threads."""
 
     wants_aligned = True
-
-    def threads(self) -> int:
-        return _threads()
-
-
-def _threads() -> int:
-    return _intra_op_threads() or get_num_threads()
-
-
-@functools.cache
-def _intra_op_threads() -> int:
-    # Fixed once there is a tensor, and TensorFlow takes 25 us to tell it.
-    return int(tf.config.threading.get_intra_op_parallelism_threads())
+    threads = staticmethod(_threads)
 
 
 def _array(x: Any) -> HostArray:

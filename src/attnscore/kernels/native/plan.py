@@ -183,7 +183,7 @@ class NativePlan(Plan):
             # A plan checks no values, except this one: NaN, infinity and what is not positive raise.
             if not 0 < ops.number(score.bandwidth) < math.inf:  # type: ignore[operator]  # it is not traced
                 score.check(query.shape[-1], key.shape[-1])
-        if ops.has_planned_gradients and ops.needs_grad(*arrays):
+        if ops.has_autodiff and ops.needs_grad(*arrays):
             return self.record(arguments, score, arrays)
         return self.compute(arguments, arrays)
 
