@@ -12,6 +12,7 @@ import pytest
 from attnscore.errors import FileError
 from attnscore.kernels.triton import tiles
 from attnscore.kernels.triton.tiles import Entry, Tile, kernels_of, tile_of
+from bench.gpu_tune import text_of
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +40,13 @@ def test_an_architecture_has_the_tiles_of_the_latest_before_it() -> None:
 
 def test_the_shipped_table_is_written_as_the_command_writes_one() -> None:
     text = tiles.SHIPPED.read_text()
-    assert tiles.text_of(tiles.read(tiles.SHIPPED), json.loads(text)["origin"], {120: 80, 121: 80}) == text
+    assert text_of(tiles.read(tiles.SHIPPED), json.loads(text)["origin"], {120: 80, 121: 80}) == text
 
 
 def test_a_table_of_the_user_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry, tile = Entry(86, "forward", "inner", "bfloat16", 64), Tile(64, 32, 4, 1)
     path = tmp_path / "own.json"
-    path.write_text(tiles.text_of({entry: tile}, "by hand"))
+    path.write_text(text_of({entry: tile}, "by hand"))
     monkeypatch.setenv(tiles.VARIABLE, str(path))
     assert tile_of("forward", 86, "inner", "bfloat16", 64) == tile
     # On that architecture alone, and for that dtype and dimension alone.

@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -29,10 +30,10 @@ from attnscore.kernels.triton.tiles import (
     FORMS,
     Entry,
     KernelName,
+    Table,
     Tile,
     checked_tile,
     kernels_of,
-    text_of,
     tile_of,
 )
 from attnscore.masks import Causal
@@ -362,6 +363,36 @@ def run(given: argparse.Namespace) -> None:
     with replacing(given.file) as file:
         file.write(text_of(table, origin(architecture, compile_only=given.compile_only)).encode())
     print(f"{given.file}: {len(table)} entries; to use them: ATTNSCORE_GPU_TILES={given.file}")
+
+
+def text_of(table: Table, origin: str, aliases: Mapping[int, int] | None = None) -> str:
+    """Return the JSON document of a table, a line for each row of dimensions."""
+    aliases = aliases or {}
+    rows: dict[str, Any] = {}
+    for entry, tile in sorted(table.items(), key=_order):
+        if entry.architecture not in aliases:
+            row = rows
+            for key in (f"sm_{entry.architecture}", entry.kernel, entry.form):
+                row = row.setdefault(key, {})
+            row.setdefault(entry.dtype, {})[str(entry.dim)] = [*tile]
+
+    def written(x: Any, indent: str) -> str:
+        if any(isinstance(part, list) for part in x.values()):
+            return json.dumps(x)
+        inner = indent + "  "
+        parts = (f"{inner}{json.dumps(key)}: {written(part, inner)}" for key, part in x.items())
+        return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
+
+    document = [f'  "origin": {json.dumps(origin)}']
+    document += [f'  "{name}": {written(part, "  ")}' for name, part in rows.items()]
+    document += [f'  "sm_{name}": "sm_{of}"' for name, of in aliases.items()]
+    return "{\n" + ",\n".join(document) + "\n}\n"
+
+
+def _order(item: tuple[Entry, Tile]) -> tuple[int, ...]:
+    entry, _ = item
+    kernel = get_args(KernelName).index(entry.kernel)
+    return entry.architecture, kernel, FORMS.index(entry.form), DTYPES.index(entry.dtype), entry.dim
 
 
 def checked_architecture(given: argparse.Namespace) -> int:

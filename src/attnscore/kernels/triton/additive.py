@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attnscore.kernels.triton.operands import Operand
+from attnscore.kernels.triton.operands import Operand, strided
 from attnscore.kernels.triton.tiles import TABLE_SLACK
 from attnscore.scores.forms import AdditiveForm
 
@@ -291,8 +291,3 @@ def sides_of(
     query_table, key_table = (table_of(x, name, runner, with_powers=with_powers) for x in (query, key))
     w_v = padded_weights(form.w_v, heads, groups, runner)
     return AdditiveSides(query, key, query_table, key_table, w_v, name, form.activation.negative_slope)
-
-
-def strided(x: torch.Tensor) -> Operand:
-    """Return an array (batch, head, group, row, column) as an `Operand`; an axis of size 1 is broadcast."""
-    return Operand(x, *(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)))

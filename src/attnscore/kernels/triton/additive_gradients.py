@@ -330,8 +330,7 @@ def gradients(
     sides: Any = given.additive
     intervals, tile, device = given.interval_count, given.tile("store_gradients"), grad_out.data.device
     block, channels = TILE if runner.architecture(grad_out.data) else INTERPRETED_TILE
-    masking, kv_heads = given.masking(tile), given.batch * heads
-    inputs = given.inputs(masking)
+    inputs, kv_heads = given.inputs(tile), given.batch * heads
     # The tiles of each interval, which are those of any query of the tile: two intervals may have the same ones.
     tiles, pitch = triton.cdiv(n_q, tile.queries), intervals * triton.cdiv(n_k, tile.keys) * tile.keys
 
@@ -369,14 +368,14 @@ def gradients(
             runner.run(
                 side_gradient, (count * tile.queries // block, columns, kvs * groups),
                 sides.query, sides.key, query.powers, key.powers, query.sizes, key.largest, sides.w_v, chunk,
-                found["query"], of_weights, masking, n_q, n_k, hidden, heads, groups, 0, groups, sides.slope,
+                found["query"], of_weights, inputs.masking, n_q, n_k, hidden, heads, groups, 0, groups, sides.slope,
                 ACTIVATION=sides.activation, IS_QUERY=True, CHANNELS=channels, **sums,
             )  # fmt: skip
         for group in range(groups if "key" in wanted else 0):
             runner.run(
                 side_gradient, (triton.cdiv(n_k, block), columns, kvs),
                 sides.key, sides.query, key.powers, query.powers, key.sizes, query.largest, sides.w_v, chunk,
-                found["key"], None, masking, n_k, n_q, hidden, heads, groups, group, key_groups, sides.slope,
+                found["key"], None, inputs.masking, n_k, n_q, hidden, heads, groups, group, key_groups, sides.slope,
                 ACTIVATION=sides.activation, IS_QUERY=False, CHANNELS=channels, **sums,
             )  # fmt: skip
         if "value" in wanted and value_dim:

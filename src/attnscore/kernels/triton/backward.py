@@ -81,15 +81,22 @@ def row_values(rows, z, i, n_q):
 
 
 @triton.jit
-def pair_gradients(
-    raw, dp, attends, rows, of_rows, inputs, m, i, j, sizes,
-    FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, RELATIVE: tl.constexpr, FULL: tl.constexpr = False,
+def tile_gradients(
+    inputs, queries, keys, grad_out, value, rows, of_rows, attends, m, sizes, scale, slope,
+    FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, RELATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr = False, OF_KEYS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return of each pair: its weight after dropout, and the gradients of its score after and before the caps.
+    """Return `pair_scores` of a tile, weights after dropout, and gradients of the scores after and before the caps.
 
-    `raw` are the scores of `pair_scores`, `dp` the products of value and gradient of the output, `attends` the pairs
-    that the mask leaves; `of_rows` are the `row_values` of `rows`. `FULL`: the mask leaves all pairs.
+    `value` is (value_dim, N), or (N, value_dim) where the rows are keys (`OF_KEYS`); `grad_out` is (M, value_dim).
+    `attends` are the pairs that the mask leaves, all where `FULL`; `of_rows` are the `row_values` of `rows`.
     """
+    i, j = queries.at, keys.at
+    raw = pair_scores(queries, keys, inputs, m, sizes, scale, slope, FORM, FUNCTION, PRECISION, OF_KEYS)
+    if OF_KEYS:
+        dp = tl.dot(value, tl.trans(grad_out).to(value.dtype), input_precision=PRECISION)
+    else:
+        dp = tl.dot(grad_out.to(value.dtype), value, input_precision=PRECISION)
     uncapped = function_scores(raw, inputs.shared, m, FORM, FUNCTION)
     s = capped(uncapped, CAPS)
     if FUNCTION is None and not FULL:
@@ -117,28 +124,7 @@ def pair_gradients(
     if len(CAPS) > 0:
         # Where the gradient is 0, so is that before the caps, whatever the score is.
         raw_grad = tl.where(grad == 0, 0.0, grad * capped_slope(uncapped, CAPS))
-    return dropped, grad, raw_grad
-
-
-@triton.jit
-def tile_gradients(
-    inputs, queries, keys, grad_out, value, rows, of_rows, attends, m, sizes, scale, slope,
-    FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, RELATIVE: tl.constexpr, PRECISION: tl.constexpr,
-    FULL: tl.constexpr = False, OF_KEYS: tl.constexpr = False,
-):  # fmt: skip
-    """Return `pair_scores` of a tile and its `pair_gradients`; `OF_KEYS`: its rows are keys.
-
-    `value` is (value_dim, N), or (N, value_dim) where the rows are keys; `grad_out` is (M, value_dim).
-    """
-    raw = pair_scores(queries, keys, inputs, m, sizes, scale, slope, FORM, FUNCTION, PRECISION, OF_KEYS)
-    if OF_KEYS:
-        dp = tl.dot(value, tl.trans(grad_out).to(value.dtype), input_precision=PRECISION)
-    else:
-        dp = tl.dot(grad_out.to(value.dtype), value, input_precision=PRECISION)
-    dropped, grad, ds = pair_gradients(
-        raw, dp, attends, rows, of_rows, inputs, m, queries.at, keys.at, sizes, FORM, FUNCTION, CAPS, RELATIVE, FULL
-    )
-    return raw, dropped, grad, ds
+    return raw, dropped, grad, raw_grad
 
 
 @triton.jit

@@ -105,56 +105,29 @@ class Operands:
     """A problem as the kernels take it, but for what depends on the tile sizes."""
 
     form: int
-    query: Operand
-    key: Operand
-    value: Operand
-    query_bias: Operand | None
-    key_bias: Operand | None
-    scales: torch.Tensor | None
-    scale: float
-    caps: tuple[tuple[float, float], ...]
-    bias: Operand | None
-    is_relative: bool
-    sink: torch.Tensor | None
-    dropout: Dropout | None
+    arrays: Inputs
+    """Without the ends of tiles."""
     intervals: DeviceIntervals | None
-    query_ids: torch.Tensor | None
-    key_ids: torch.Tensor | None
-    mask: Operand | None
+    sink: torch.Tensor | None
+    scale: float
+    slope: float
+    caps: tuple[tuple[float, float], ...]
+    is_relative: bool
+    function: Any
+    """The activation of an additive score by name, the function of a custom one; None: neither."""
+    derivative: Any
+    """The derivatives of a custom score."""
+    additive: AdditiveSides | None
+    custom: Custom | None
     sizes: Sizes
     matrices: int
     batch: int
     runner: Runner
-    additive: AdditiveSides | None = None
-    custom: Custom | None = None
 
     @property
     def precision(self) -> str:
-        of_products = self.query.data if self.additive is None else self.value.data
+        of_products = self.arrays.query.data if self.additive is None else self.arrays.value.data
         return precision_of(of_products, self.runner.architecture(of_products))
-
-    @property
-    def shared(self) -> Any:
-        """The arrays of the score that all pairs share: w_v of an additive one, parameters of a custom one."""
-        if self.custom is not None:
-            return self.custom.parameters
-        return None if self.additive is None else self.additive.w_v
-
-    @property
-    def slope(self) -> float:
-        return 0.0 if self.additive is None else self.additive.slope
-
-    @property
-    def function(self) -> Any:
-        """The activation of an additive score by name, the function of a custom one; None: neither."""
-        if self.custom is not None:
-            return self.custom.tile.value
-        return None if self.additive is None else self.additive.activation
-
-    @property
-    def derivative(self) -> Any:
-        """The derivatives of a custom score."""
-        return None if self.custom is None else self.custom.tile.gradient
 
     @property
     def interval_count(self) -> int:
@@ -163,11 +136,11 @@ class Operands:
     @property
     def is_tested(self) -> bool:
         """Whether each tile reads a mask besides the intervals."""
-        return self.query_ids is not None or self.mask is not None
+        return self.arrays.masking.query_ids is not None or self.arrays.masking.array is not None
 
     def tile(self, kernel: KernelName) -> Tile:
         """Return the tile of a kernel for these operands."""
-        query, value = self.query.data, self.value.data
+        query, value = self.arrays.query.data, self.arrays.value.data
         dim, dtype = padded(self.sizes[3]), value.dtype
         # Tables of additive scores are float32 always, and no operand of a product.
         if self.additive is None:
@@ -176,11 +149,6 @@ class Operands:
         name = str(dtype).removeprefix("torch.")
         form = "distance" if self.form == CHANNELS else FORMS[self.form]
         return self.runner.tile(kernel, self.runner.architecture(query), form, name, dim)
-
-    def inputs(self, masking: Masking) -> Inputs:
-        """Return what all kernels over tiles of pairs read, with the mask of their tiles."""
-        arrays = (self.query, self.key, self.value, self.query_bias, self.key_bias, self.shared, self.scales, self.bias)
-        return Inputs(*arrays, masking, self.dropout)
 
     @property
     def numbers(self) -> tuple[Sizes, float, float]:
@@ -203,33 +171,28 @@ class Operands:
         """
         if self.form != INNER:
             return 1
-        if self.runner.architecture(self.value.data) == 0:
+        if self.runner.architecture(self.arrays.value.data) == 0:
             return 4
         return 8 if tile.queries >= 16 * tile.warps else 1
 
-    def masking(self, tile: Tile) -> Masking:
-        """Return the mask with the ends of the tiles, which a kernel computes."""
-        found = Masking(
-            *(None, None, 0, 0, None, 1, self.query_ids, self.key_ids),
-            query_ids_batch=_row_stride(self.query_ids), key_ids_batch=_row_stride(self.key_ids), array=self.mask,
-        )  # fmt: skip
+    def inputs(self, tile: Tile) -> Inputs:
+        """Return what all kernels over tiles of pairs read, with the ends of the tiles, which a kernel computes."""
         if self.intervals is None:
-            return found
-        start, stop = self.intervals.start, self.intervals.stop
-        count, ends_batch, queries = start.shape
+            return self.arrays
+        masking = self.arrays.masking
+        count, ends_batch, queries = masking.start.shape
         tiles = triton.cdiv(queries, tile.queries)
-        interval, batch = ends_batch * queries, queries if ends_batch > 1 else 0
-        found = found._replace(start=start, stop=stop, interval=interval, batch=batch, ends_batch=ends_batch)
 
         def ends() -> torch.Tensor:
-            made = start.new_empty((count, ends_batch, tiles, 4))
+            made: torch.Tensor = masking.start.new_empty((count, ends_batch, tiles, 4))
             self.runner.run(
-                ranges.ends_of_tiles, (tiles, count, ends_batch), found._replace(ends=made), made, queries, tiles,
+                ranges.ends_of_tiles, (tiles, count, ends_batch), masking._replace(ends=made), made, queries, tiles,
                 TESTED=self.is_tested, BM=tile.queries, BN=tile.keys,
             )  # fmt: skip
             return made
 
-        return found._replace(ends=self.intervals.table(self.runner, self.ends_key(tile), ends))
+        made = self.intervals.table(self.runner, self.ends_key(tile), ends)
+        return self.arrays._replace(masking=masking._replace(ends=made))
 
     def ends_key(self, tile: Tile) -> Hashable:
         """Return what the ends of the tiles depend on, beside the mask."""
@@ -259,13 +222,14 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
     def narrowed(x: torch.Tensor) -> torch.Tensor:
         return x if x.dtype in _KERNEL_DTYPES else x.to(sums)
 
-    def placed(x: torch.Tensor | None, row: int) -> Operand | None:
+    def placed(x: torch.Tensor, row: int) -> Operand:
         return operand(x, lead, heads, groups, row)
 
     query, key = narrowed(form.query), narrowed(form.key)
     if query.dtype != key.dtype:
         query, key = query.to(sums), key.to(sums)
-    kind, scale, scales, query_bias, key_bias = INNER, 1.0, None, None, None
+    kind, scale, slope, scales, query_bias, key_bias = INNER, 1.0, 0.0, None, None, None
+    additive = custom = shared = function = derivative = None
     if isinstance(form, InnerForm):
         scale = float(form.scale)
         query_bias = None if form.query_bias is None else placed(narrowed(form.query_bias), shape.query_len)
@@ -276,9 +240,9 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
             scales = form.scale.to(sums).expand(heads, groups, 1, 1).contiguous()
         else:
             scale = float(form.scale)
-    custom = None
     if isinstance(form, TileForm):
         custom = custom_of(problem)
+        shared, function, derivative = custom.parameters, custom.tile.value, custom.tile.gradient
         kind = {"product": INNER, "squared_distance": DISTANCE, "channels": CHANNELS}[custom.tile.of]
         # A distance form is -scale |q - k|^2.
         scale = -1.0 if kind == DISTANCE else 1.0
@@ -288,40 +252,35 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
         bias = _over_keys(bias, shape.key_len)
     if sink is not None:
         sink = sink.to(sums).expand(heads, groups).contiguous()
-    intervals, query_ids, key_ids, mask = _mask_operands(problem, plan)
+    intervals, masking = _masking(problem, plan)
     query_operand, key_operand = placed(query, shape.query_len), placed(key, shape.key_len)
     value_operand = placed(narrowed(problem.value), shape.key_len)
-    if query_operand is None or key_operand is None or value_operand is None:
-        raise TypeError("a form without query and key")
-    additive = None
     if isinstance(form, AdditiveForm):
         kind = ADDITIVE
         additive = sides_of(form, query_operand, key_operand, heads, groups, runner, with_powers=has_backward)
         query_operand, key_operand = additive.query_table.channels, additive.key_table.channels
+        shared, function, slope = additive.w_v, additive.activation, additive.slope
     return Operands(
         form=kind,
-        query=query_operand,
-        key=key_operand,
-        value=value_operand,
-        query_bias=query_bias,
-        key_bias=key_bias,
-        scales=scales,
-        scale=scale,
-        caps=tuple((0.0 if math.isinf(cap) else cap, factor) for cap, factor in form.caps),
-        bias=bias,
-        is_relative=problem.has_relative_bias,
-        sink=sink,
-        dropout=_dropout(problem),
+        arrays=Inputs(
+            *(query_operand, key_operand, value_operand, query_bias, key_bias, shared, scales, bias),
+            masking=masking,
+            dropout=_dropout(problem),
+        ),
         intervals=intervals,
-        query_ids=query_ids,
-        key_ids=key_ids,
-        mask=mask,
+        sink=sink,
+        scale=scale,
+        slope=slope,
+        caps=tuple((0.0 if math.isinf(cap) else cap, factor) for cap, factor in form.caps),
+        is_relative=problem.has_relative_bias,
+        function=function,
+        derivative=derivative,
+        additive=additive,
+        custom=custom,
         sizes=Sizes(shape.query_len, shape.key_len, query.shape[-1], problem.layout.value_dim, heads, groups),
         matrices=math.prod(lead) * heads * groups,
         batch=math.prod(lead),
         runner=runner,
-        additive=additive,
-        custom=custom,
     )
 
 
@@ -334,16 +293,16 @@ def _dropout(problem: Problem) -> Dropout | None:
     return Dropout(as_int32(low), as_int32(high), as_int32(threshold), 1 / (1 - probability))
 
 
-def _over_keys(x: Operand | None, key_len: int) -> Operand | None:
+def _over_keys(x: Operand, key_len: int) -> Operand:
     """Return an operand whose axis of keys has stride 0 where it is broadcast."""
-    return x if x is None or x.data.shape[-1] != 1 or key_len == 1 else x._replace(column=0)
+    return x if x.data.shape[-1] != 1 or key_len == 1 else x._replace(column=0)
 
 
 _ON_DEVICE: WeakKeyDictionary[IntervalSet, dict[Hashable, DeviceIntervals]] = WeakKeyDictionary()
 
 
-def _mask_operands(problem: Problem, plan: TilePlan) -> tuple[Any, ...]:
-    """Return the intervals, document ids of queries and keys, and the boolean mask; None: none."""
+def _masking(problem: Problem, plan: TilePlan) -> tuple[DeviceIntervals | None, Masking]:
+    """Return the intervals of the mask, and the mask without the ends of tiles."""
     ops, shape, like = problem.ops, problem.score_shape, problem.value
     known, rest = plan.interval_set, plan.rest
     batch = math.prod(shape.lead)
@@ -363,20 +322,22 @@ def _mask_operands(problem: Problem, plan: TilePlan) -> tuple[Any, ...]:
     for part in evaluated:
         unmasked = lowering.evaluate(ops, shape, like, part)
         found["mask"] = unmasked if "mask" not in found else ops.logical_and(found["mask"], unmasked)
-    mask = None
+    masking = Masking()
     if "mask" in found:
         mask = operand(found["mask"].view(torch.uint8), shape.lead, shape.heads, shape.groups, shape.query_len)
-        mask = _over_keys(mask, shape.key_len)
-    ids = []
+        masking = masking._replace(array=_over_keys(mask, shape.key_len))
     for name in ("query_ids", "key_ids"):
-        x = found.get(name)
-        ids.append(None if x is None else _per_merged_batch(x.to(torch.int64).contiguous(), shape.batch, batch))
-    return intervals, *ids, mask
-
-
-def _row_stride(x: torch.Tensor | None) -> int:
-    """Return the stride of the batch rows of ids (batch or 1, n)."""
-    return 0 if x is None or len(x) == 1 else x.shape[1]
+        if name in found:
+            ids = _per_merged_batch(found[name].to(torch.int64).contiguous(), shape.batch, batch)
+            stride = 0 if len(ids) == 1 else ids.shape[1]
+            masking = masking._replace(**{name: ids, f"{name}_batch": stride})
+    if intervals is not None:
+        _, rows, queries = intervals.start.shape
+        masking = masking._replace(
+            start=intervals.start, stop=intervals.stop, interval=rows * queries, batch=queries if rows > 1 else 0,
+            ends_batch=rows,
+        )  # fmt: skip
+    return intervals, masking
 
 
 def _per_merged_batch(x: torch.Tensor, batch: int, merged: int, axis: int = 0) -> torch.Tensor:
@@ -410,7 +371,7 @@ def _forward(problem: Problem, given: Operands) -> Result:
     if given.matrices * queries:
         tile = given.tile("forward")
         run_forward(
-            given, tile, given.inputs(given.masking(tile)), operand(out, shape.lead, heads, groups, queries),
+            given, tile, given.inputs(tile), operand(out, shape.lead, heads, groups, queries),
             Rows(*map(rows.get, Rows._fields)), forward_constants(given, tile),
         )  # fmt: skip
     found = {name: x for name, x in rows.items() if name in TABLE}
@@ -424,7 +385,7 @@ def forward_constants(given: Operands, tile: Tile) -> dict[str, Any]:
 
 
 def run_forward(
-    given: Operands, tile: Tile, inputs: Inputs, out: Operand | None, rows: Any, constants: dict[str, Any]
+    given: Operands, tile: Tile, inputs: Inputs, out: Operand, rows: Any, constants: dict[str, Any]
 ) -> None:
     """Launch the forward; `inputs` are those of `given`, or others of the same layout."""
     grid = triton.cdiv(given.sizes[0], tile.queries), given.matrices
@@ -458,6 +419,9 @@ class _Backward:
     ) -> None:
         self.problem, self.given, self.wanted = problem, given, wanted
         self.operands = problem.operands()
+        self.score_constants: dict[str, Any] = {
+            "DERIVATIVE": given.derivative, "TESTED": given.is_tested, "RELATIVE": given.is_relative,
+        }  # fmt: skip
         self.found: dict[str, Array] = {}
         queries, _, _, value_dim, heads, groups = given.sizes
         self.is_empty = not given.matrices * queries
@@ -500,10 +464,17 @@ class _Backward:
 
     def placed(self, x: torch.Tensor, row: int) -> Operand:
         """Return an array on the canonical axes as an operand."""
-        found = operand(x, self.problem.score_shape.lead, *self.given.sizes[4:], row)
-        if found is None:
-            raise TypeError("an operand that is None")
-        return found
+        return operand(x, self.problem.score_shape.lead, *self.given.sizes[4:], row)
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], tile: Tile, inputs: Inputs, *outputs: Any, **constants: Any
+    ) -> None:
+        """Launch a kernel over tiles of pairs; `constants` are its own, and those in place of what all have."""
+        given = self.given
+        given.runner.run(
+            kernel, grid, inputs, self.grad_out, self.rows, *outputs, *given.numbers,
+            **(given.constants(tile) | constants),
+        )  # fmt: skip
 
     def new_rows(self) -> torch.Tensor:
         """Return one float32 for each query."""
@@ -530,11 +501,9 @@ class _Backward:
         if "scale" in self.operands:
             grad_scale = self.new_rows()
             self.found["scale"] = grad_scale
-        given.runner.run(
-            backward_kernels.d_query, (triton.cdiv(queries, tile.queries), given.matrices),
-            given.inputs(given.masking(tile)), self.grad_out, self.rows,
-            self.placed(grad_query, queries), grad_query_bias, grad_scale, grad_bias, *given.numbers,
-            DERIVATIVE=given.derivative, TESTED=given.is_tested, RELATIVE=given.is_relative, **given.constants(tile),
+        self.launch(
+            backward_kernels.d_query, (triton.cdiv(queries, tile.queries), given.matrices), tile, given.inputs(tile),
+            self.placed(grad_query, queries), grad_query_bias, grad_scale, grad_bias, **self.score_constants,
         )  # fmt: skip
 
     def d_additive(self) -> None:
@@ -567,26 +536,23 @@ class _Backward:
         if "key_bias" in self.operands:
             self.found["key_bias"] = grad_value.new_empty((*lead, keys, 1), dtype=torch.float32)
             grad_key_bias = self.placed(self.found["key_bias"], keys)
-        masking = given.masking(tile)
+        inputs = given.inputs(tile)
         tiles, count = None, triton.cdiv(keys, tile.keys)
         if given.intervals is not None:
 
             def tiles_of_queries() -> torch.Tensor:
-                intervals, batch, query_tiles, _ = masking.ends.shape
-                made: torch.Tensor = masking.ends.new_empty((batch, count, 4))
-                given.runner.run(
-                    ranges.tiles_of_queries, (count, batch), masking.ends, made, intervals, query_tiles, BLOCK=128
-                )
+                ends = inputs.masking.ends
+                intervals, batch, query_tiles, _ = ends.shape
+                made: torch.Tensor = ends.new_empty((batch, count, 4))
+                given.runner.run(ranges.tiles_of_queries, (count, batch), ends, made, intervals, query_tiles, BLOCK=128)
                 return made
 
             key = "tiles of queries", count, given.ends_key(tile)
             tiles = given.intervals.table(given.runner, key, tiles_of_queries)
-        given.runner.run(
-            backward_kernels.d_key, (count, given.matrices // groups if shared else given.matrices),
-            given.inputs(masking), self.grad_out, self.rows, tiles,
-            self.placed(grad_key, keys), self.placed(grad_value, keys), grad_key_bias, *given.numbers,
-            DERIVATIVE=given.derivative, TESTED=given.is_tested, RELATIVE=given.is_relative, SHARED=shared,
-            **given.constants(tile),
+        self.launch(
+            backward_kernels.d_key, (count, given.matrices // groups if shared else given.matrices), tile, inputs,
+            tiles, self.placed(grad_key, keys), self.placed(grad_value, keys), grad_key_bias,
+            SHARED=shared, **self.score_constants,
         )  # fmt: skip
 
     def d_parameters(self) -> None:
@@ -595,17 +561,16 @@ class _Backward:
         if custom is None or not self.wanted.intersection(custom.learned):
             return
         tile = given.tile("d_query")
-        read = (given.inputs(given.masking(tile)), self.grad_out, self.rows)
+        inputs = given.inputs(tile)
         queries, _, dim, _, heads, groups = given.sizes
         tiles = triton.cdiv(queries, tile.queries)
         shape = (given.batch, heads, groups, tiles, dim if given.form == CHANNELS else 1)
         for which, name in enumerate(custom.learned):
             if name in self.wanted:
                 sums = self.rows.delta.new_empty(shape)
-                given.runner.run(
-                    backward_kernels.d_parameter, (tiles, given.matrices), *read, sums, *given.numbers,
-                    DERIVATIVE=given.derivative, WHICH=which, TESTED=given.is_tested, RELATIVE=given.is_relative,
-                    **given.constants(tile),
+                self.launch(
+                    backward_kernels.d_parameter, (tiles, given.matrices), tile, inputs, sums,
+                    WHICH=which, **self.score_constants,
                 )  # fmt: skip
                 self.found[name] = parameter_gradient(self.problem, custom, name, sums)
 
@@ -619,24 +584,23 @@ class _Backward:
         matrices = batches * kv_heads * group_count
         lead = [1] * len(lead) if batches == 1 else [*self.problem.score_shape.lead]
         counts = (given.batch, batches, kv_heads, group_count)
-        constants = given.constants(tile)
-        read = (given.inputs(given.masking(tile)), self.grad_out, self.rows)
+        inputs = given.inputs(tile)
         if given.is_relative:
             shares = max(1, min(RELATIVE_SHARES, triton.cdiv(queries, tile.queries)))
             found = bias.new_zeros((shares, *lead, kv_heads, group_count, 1, column), dtype=torch.float32)
             # The diagonals of a tile are summed in a line of queries + keys, which must be a power of 2.
-            constants["BM"] = constants["BN"] = min(tile.queries, tile.keys)
-            kernel, grid = backward_kernels.d_relative_bias, (shares, matrices)
-            given.runner.run(kernel, grid, *read, found, *counts, *given.numbers, **constants)
+            size = min(tile.queries, tile.keys)
+            kernel = backward_kernels.d_relative_bias
+            self.launch(kernel, (shares, matrices), tile, inputs, found, *counts, BM=size, BN=size)
             self.found["bias"] = found.sum(0)
             return
         tiles = triton.cdiv(queries, tile.queries), triton.cdiv(keys, tile.keys)
         of_rows, of_columns = (whole > 1 and n == whole for n, whole in ((row, queries), (column, keys)))
         shape = (queries if of_rows else tiles[0], keys if of_columns else tiles[1])
         found = bias.new_empty((*lead, kv_heads, group_count, *shape), dtype=torch.float32)
-        given.runner.run(
-            backward_kernels.d_bias, (*tiles, matrices), *read, found, *counts, *given.numbers,
-            OF_ROWS=of_rows, OF_COLUMNS=of_columns, **constants,
+        self.launch(
+            backward_kernels.d_bias, (*tiles, matrices), tile, inputs, found, *counts,
+            OF_ROWS=of_rows, OF_COLUMNS=of_columns,
         )  # fmt: skip
         axes = [axis for axis, is_whole in ((-2, of_rows), (-1, of_columns)) if not is_whole]
         self.found["bias"] = found.sum(axes, keepdim=True) if axes else found

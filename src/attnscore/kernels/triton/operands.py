@@ -52,23 +52,23 @@ class Sizes(NamedTuple):
 class Masking(NamedTuple):
     """The mask of a call; query i attends key j where all parts that are not None say so."""
 
-    start: Any
+    start: Any = None
     """First key of each query's interval, int32 (interval, batch or 1, query), in C order."""
-    stop: Any
-    interval: Any
+    stop: Any = None
+    interval: Any = 0
     """Stride of an interval in `start` and `stop`."""
-    batch: Any
+    batch: Any = 0
     """Stride of a batch row in `start` and `stop`; 0 where all share one."""
-    ends: Any
+    ends: Any = None
     """Of each query tile, int32 (interval, batch or 1, tile, 4): see `ranges.ends_of_tiles`."""
-    ends_batch: Any
+    ends_batch: Any = 1
     """Batch rows in `ends`."""
-    query_ids: Any
+    query_ids: Any = None
     """Document of each query and key, int64 (batch or 1, n): a pair attends where they are equal and not negative."""
-    key_ids: Any
-    query_ids_batch: Any
-    key_ids_batch: Any
-    array: Any
+    key_ids: Any = None
+    query_ids_batch: Any = 0
+    key_ids_batch: Any = 0
+    array: Any = None
     """`Operand` of booleans."""
 
 
@@ -117,14 +117,16 @@ class RowGrads(NamedTuple):
     grad_entropy: Any
 
 
-def operand(x: torch.Tensor | None, lead: Sequence[int], heads: int, groups: int, row: int) -> Operand | None:
+def operand(x: torch.Tensor, lead: Sequence[int], heads: int, groups: int, row: int) -> Operand:
     """Return an array (*lead, head, group, row, column), each axis whole or 1, with its leading axes as one."""
-    if x is None:
-        return None
     whole = x.expand(*lead, heads, groups, row, x.shape[-1])
     # Leading axes that no single stride describes are copied.
-    merged = whole.reshape(math.prod(lead), *whole.shape[len(lead) :])
-    return Operand(merged, *(0 if n == 1 else stride for n, stride in zip(merged.shape, merged.stride(), strict=True)))
+    return strided(whole.reshape(math.prod(lead), *whole.shape[len(lead) :]))
+
+
+def strided(x: torch.Tensor) -> Operand:
+    """Return an array (batch, head, group, row, column) as an `Operand`; an axis of size 1 is broadcast."""
+    return Operand(x, *(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)))
 
 
 def as_int32(bits: int) -> int:

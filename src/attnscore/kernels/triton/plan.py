@@ -65,7 +65,7 @@ class TritonPlan(Plan, DifferentiableOp):
         out = value.new_empty(self.out_shape)
         row_max, log_denom = (value.new_empty((*rows, 1), dtype=torch.float32) for _ in range(2))
         with launch.device_scope(query):
-            inputs = given.inputs(given.masking(self.tile))
+            inputs = given.inputs(self.tile)
             sides = {name: getattr(inputs, name)._replace(data=x) for name, x in zip(SIDES, arrays, strict=True)}
             # The user may have allowed TF32 meanwhile, or forbidden it.
             constants = self.compiled_for | {"PRECISION": launch.precision_of(query, self.architecture)}
@@ -107,28 +107,24 @@ def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Map
     if any(x is not None for x in given_beside) or not (problem.mask is None or type(problem.mask) is CachedMask):
         return None
     given = launch.operands_of(problem, tiles, launch.RUNNER)
-    sides = [getattr(given, name) for name in SIDES]
-    if any(x.data.data_ptr() != arrays[name].data_ptr() for name, x in zip(SIDES, sides, strict=True)):
+    sides = {name: getattr(given.arrays, name) for name in SIDES}
+    if any(x.data.data_ptr() != arrays[name].data_ptr() for name, x in sides.items()):
         return None  # copied, as no single stride describes its leading axes
     if not given.matrices * math.prod(given.sizes[:2]):
         return None
     tile, like = given.tile("forward"), problem.value
     out = torch.empty((*shape.rows, layout.value_dim), dtype=like.dtype, device="meta")
-    out_operand = operand(out, shape.lead, shape.heads, shape.groups, shape.query_len)
-    if out_operand is None:
-        raise TypeError("an output that is None")
+    without_memory = {name: x._replace(data=_without_memory(x.data)) for name, x in sides.items()}
     template = {name: _without_memory(x) for name, x in {**form.arrays(), "value": like}.items()}
     value = template.pop("value")
     form = form.with_arrays(template)
     op = SinglePlan(kernel, dataclasses.replace(problem, query=form.query, key=form.key, value=value, form=form), tiles)
     return TritonPlan(
         op=op,
-        given=dataclasses.replace(
-            given, **{name: x._replace(data=_without_memory(x.data)) for name, x in zip(SIDES, sides, strict=True)}
-        ),
+        given=dataclasses.replace(given, arrays=given.arrays._replace(**without_memory)),
         tile=tile,
         architecture=given.runner.architecture(like),
-        out=out_operand,
+        out=operand(out, shape.lead, shape.heads, shape.groups, shape.query_len),
         out_shape=tuple(layout.from_canonical(problem.ops, out).shape),
         compiled_for=launch.forward_constants(given, tile),
     )

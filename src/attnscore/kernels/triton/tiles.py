@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -171,33 +170,3 @@ def checked_tile(entry: Entry, numbers: Any) -> Tile:
     if tile.warps not in (1, 2, 4, 8, 16, 32) or not 1 <= tile.stages <= 8:
         raise ValueError(message(str(entry), "1, 2, 4, 8, 16 or 32 warps and 1 to 8 stages", repr(numbers)))
     return tile
-
-
-def text_of(table: Table, origin: str, aliases: Mapping[int, int] | None = None) -> str:
-    """Return the JSON document of a table, a line for each row of dimensions."""
-    aliases = aliases or {}
-    rows: dict[str, Any] = {}
-    for entry, tile in sorted(table.items(), key=_order):
-        if entry.architecture not in aliases:
-            row = rows
-            for key in (f"sm_{entry.architecture}", entry.kernel, entry.form):
-                row = row.setdefault(key, {})
-            row.setdefault(entry.dtype, {})[str(entry.dim)] = [*tile]
-
-    def written(x: Any, indent: str) -> str:
-        if any(isinstance(part, list) for part in x.values()):
-            return json.dumps(x)
-        inner = indent + "  "
-        parts = (f"{inner}{json.dumps(key)}: {written(part, inner)}" for key, part in x.items())
-        return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
-
-    document = [f'  "origin": {json.dumps(origin)}']
-    document += [f'  "{name}": {written(part, "  ")}' for name, part in rows.items()]
-    document += [f'  "sm_{name}": "sm_{of}"' for name, of in aliases.items()]
-    return "{\n" + ",\n".join(document) + "\n}\n"
-
-
-def _order(item: tuple[Entry, Tile]) -> tuple[int, ...]:
-    entry, _ = item
-    kernel = get_args(KernelName).index(entry.kernel)
-    return entry.architecture, kernel, FORMS.index(entry.form), DTYPES.index(entry.dtype), entry.dim
