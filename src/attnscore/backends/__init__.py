@@ -24,7 +24,7 @@ class _Entry(NamedTuple):
     """What the registry holds of a framework before it is imported."""
 
     backend: str
-    """Name of its class in ``attnscore.backends.<name>``."""
+    """Its module in this package, and the name of the class."""
     arrays: tuple[str, ...]
     """Its array types: a package, for every class with a shape, or one class of a package."""
     install: str = ""
@@ -33,11 +33,13 @@ class _Entry(NamedTuple):
 
 
 _TABLE = {
-    "numpy": _Entry("NumpyBackend", ("numpy.ndarray",)),
-    "torch": _Entry("TorchBackend", ("torch.Tensor",)),
-    "tensorflow": _Entry("TensorFlowBackend", ("tensorflow",)),
-    "jax": _Entry("JaxBackend", ("jax", "jaxlib")),
-    "mxnet": _Entry("MxnetBackend", ("mxnet",), install="mxnet==1.9.1 'numpy<1.24'", numpy_below="1.24.0"),
+    "numpy": _Entry("numpy.NumpyBackend", ("numpy.ndarray",)),
+    "torch": _Entry("torch.TorchBackend", ("torch.Tensor",)),
+    "tensorflow": _Entry("tensorflow.backend.TensorFlowBackend", ("tensorflow",)),
+    "jax": _Entry("jax.backend.JaxBackend", ("jax", "jaxlib")),
+    "mxnet": _Entry(
+        "mxnet.backend.MxnetBackend", ("mxnet",), install="mxnet==1.9.1 'numpy<1.24'", numpy_below="1.24.0"
+    ),
 }
 # By package: the array class ("" for every class with a shape) and the framework. cupy is recognised so that the error
 # can say that it is not supported. Ours holds an array on a tape.
@@ -61,8 +63,8 @@ _LOADED: dict[str, Backend] = {}
 def load(name: str) -> Backend:
     """Return the backend of a framework, imported at first use."""
     if name not in _LOADED:
-        module = importlib.import_module(f"{__name__}.{name}")
-        _LOADED[name] = getattr(module, _TABLE[name].backend)()
+        module, _, kind = _TABLE[name].backend.rpartition(".")
+        _LOADED[name] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)()
     return _LOADED[name]
 
 
@@ -113,14 +115,9 @@ def of(arrays: Mapping[str, Any]) -> Backend:
     for argument, array in arrays.items():
         name = _name_of(type(array))
         if name is None:
-            raise FrameworkError(
-                message(
-                    argument,
-                    "an array of " + " or ".join(_TABLE),
-                    f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins."),
-                    hint="convert it first, for example with numpy.asarray",
-                )
-            )
+            got = f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins.")
+            hint = "convert it first, for example with numpy.asarray"
+            raise FrameworkError(message(argument, "an array of " + " or ".join(_TABLE), got, hint=hint))
         names[argument] = name
     kinds = set(names.values())
     if len(kinds) > 1:

@@ -178,8 +178,8 @@ class Backend(ABC):
     has_mutable_arrays = True
     """Whether arrays may be written to."""
     can_unpad = False
-    """Whether `indices_before` and `put_rows` gather the real keys of a call: not where a program is compiled for each
-    number of them."""
+    """Whether there are `indices_before` and `put_rows`, which gather the real keys of a call: not where a program is
+    compiled for each number of them."""
     fallbacks: Mapping[str, str] = {}
     """Private names that this release of the framework does not have, and what goes another way."""
 
@@ -199,12 +199,8 @@ class Backend(ABC):
         """Name the kind of `x` if attention does not take it (sparse, ...) and what converts it; otherwise None."""
 
     def ragged(self, x: Array) -> Ragged | None:
-        """Return the parts of an array of sequences of different lengths, None of any other."""
+        """Return the parts of an array of sequences of different lengths, None of any other; `from_ragged` inverts."""
         return None
-
-    def from_ragged(self, parts: Ragged) -> Array:
-        """Return the array of such parts."""
-        raise NotImplementedError(f"{self.name} has no ragged arrays")
 
     @abstractmethod
     def device(self, x: Array) -> str: ...
@@ -326,18 +322,8 @@ class Backend(ABC):
         return False
 
     def custom_calls(self) -> bool:
-        """Whether compiled programs can call the native library through `custom_call`."""
+        """Whether compiled programs can call the native library, through `custom_call`."""
         return False
-
-    def custom_call(
-        self,
-        direction: str,
-        results: Sequence[tuple[tuple[int, ...], str]],
-        arrays: Sequence[Array],
-        attributes: Mapping[str, Any],
-    ) -> tuple[Array, ...]:
-        """Trace the module's call "forward" or "backward" (csrc/api/ffi.cc), of results of these shapes and dtypes."""
-        raise NotImplementedError(f"{self.name} has no custom calls")
 
     def at_run_time(self, host: Backend) -> Backend:
         """Return the backend of the arrays that `host_callback` passes: `host`, NumPy's, or one derived from it."""
@@ -401,21 +387,9 @@ class Backend(ABC):
     def take(self, x: Array, indices: Array, axis: int) -> Array:
         return self.xp.take(x, indices, axis=axis)
 
-    def indices_before(self, lens: Array, length: int) -> Array:
-        """Return the places in (n * length,) of the first `lens` (n,) of each `length`."""
-        raise NotImplementedError(f"{self.name} does not gather real keys")
-
-    def put_rows(self, rows: Array, indices: Array, count: int) -> Array:
-        """Return (count, width) with `rows` at `indices`, each of which occurs once, and zeros elsewhere."""
-        raise NotImplementedError(f"{self.name} does not gather real keys")
-
     def can_sum_rows(self, *arrays: Array) -> bool:
         """Whether `sums_of_rows` takes these: whether the framework has an operation that reads each row once."""
         return False
-
-    def sums_of_rows(self, x: Array, places: HostArray, ends: HostArray) -> Array:
-        """Return the sums (n, width) of the rows ``places[ends[i]:ends[i + 1]]``, with any threads in one order."""
-        raise NotImplementedError
 
     def searchsorted(self, ordered: Array, values: Array) -> Array:
         """Return how many entries of a vector in rising order are at most each of `values` (a vector), as int64."""

@@ -117,9 +117,11 @@ class NumpyBackend(Backend):
         return x
 
     def indices_before(self, lens: Array, length: int) -> Array:
+        """Return the places in (n * length,) of the first `lens` (n,) of each `length`."""
         return np.flatnonzero(np.arange(length) < lens[:, None])
 
     def put_rows(self, rows: Array, indices: Array, count: int) -> Array:
+        """Return (count, width) with `rows` at `indices`, each of which occurs once, and zeros elsewhere."""
         found = np.zeros((count, rows.shape[1]), rows.dtype)
         found[indices] = rows
         return found

@@ -111,6 +111,7 @@ class TorchBackend(Backend):
         return Ragged(x.values(), x.offsets(), sizes.index(False) - len(sizes))
 
     def from_ragged(self, parts: Ragged) -> Array:
+        """Return the array of such parts."""
         values, offsets, axis = parts
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=values.dim() + 1 + axis)
 
@@ -151,8 +152,7 @@ class TorchBackend(Backend):
 
     def has_cpu_buffer(self, x: Array) -> bool:
         # Tensors over memory of other libraries may be misaligned.
-        is_readable = x.is_cpu and not (is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj())
-        return is_readable and x.data_ptr() % x.itemsize == 0
+        return bool(x.is_cpu and self.has_values(x) and x.data_ptr() % x.itemsize == 0)
 
     def has_values(self, *arrays: Array) -> bool:
         """Whether code of a device can read the memory of all of these: they are not traced and have no tangents."""
@@ -268,10 +268,12 @@ class TorchBackend(Backend):
         return x.index_select(axis, indices)
 
     def indices_before(self, lens: Array, length: int) -> Array:
+        """Return the places in (n * length,) of the first `lens` (n,) of each `length`."""
         # Not by NumPy: a product that follows its operations takes 20 us more.
         return (torch.arange(length, device=lens.device) < lens.unsqueeze(1)).view(-1).nonzero().squeeze(1)
 
     def put_rows(self, rows: Array, indices: Array, count: int) -> Array:
+        """Return (count, width) with `rows` at `indices`, each of which occurs once, and zeros elsewhere."""
         # Not index_copy_, which takes up to 1.7 times as long.
         return rows.new_zeros((count, rows.shape[1])).index_add_(0, indices, rows)
 
@@ -279,6 +281,7 @@ class TorchBackend(Backend):
         return all(map(self.has_cpu_buffer, arrays)) and not self.needs_grad(*arrays)
 
     def sums_of_rows(self, x: Array, places: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Array:
+        """Return the sums (n, width) of the rows ``places[ends[i]:ends[i + 1]]``, with any threads in one order."""
         at, offsets = map(torch.from_numpy, (places, ends))
         # A quarter of the time of gathering the rows alone (rows of 64 numbers, one thread).
         return torch.nn.functional.embedding_bag(at, x, offsets, mode="sum", include_last_offset=True)

@@ -123,8 +123,11 @@ class AxisLayout:
             return ops.expand_dims(x, -3)
         return ops.reshape(x, (*x.shape[:-3], self.score_shape.heads, self.score_shape.groups, *x.shape[-2:]))
 
-    def _join_heads(self, ops: Backend, x: Array) -> Array:
-        """Reshape (*lead, head, group, a, b) to (..., heads, a, b), without axes that the caller does not have."""
+    def scores_from_canonical(self, ops: Backend, x: Array) -> Array:
+        """View (*lead, head, group, query, key) as (..., heads, query, key), for either `head_axis`.
+
+        Without the axes that the caller does not have.
+        """
         *lead, head, group, rows, columns = x.shape
         heads = (head * group,) if self.score_shape.has_heads else ()
         return ops.reshape(x, (*(lead if self.score_shape.has_batch else ()), *heads, rows, columns))
@@ -134,7 +137,7 @@ class AxisLayout:
         if self.is_length_before_heads and self.score_shape.groups == 1:
             x = ops.swap_axes(x, -4, -2)
             return ops.reshape(x, (*x.shape[:-3], *x.shape[-2:]))
-        x = self._join_heads(ops, x)
+        x = self.scores_from_canonical(ops, x)
         return ops.swap_axes(x, -3, -2) if self.is_length_before_heads else x
 
     def output_to_canonical(self, ops: Backend, x: Array) -> Array:
@@ -145,10 +148,6 @@ class AxisLayout:
     def rows_from_canonical(self, ops: Backend, x: Array) -> Array:
         """View one number per query on the axes of the output but the last."""
         return self.from_canonical(ops, ops.expand_dims(x, -1))[..., 0]
-
-    def scores_from_canonical(self, ops: Backend, x: Array) -> Array:
-        """View (*lead, head, group, query, key) as (..., heads, query, key), for either `head_axis`."""
-        return self._join_heads(ops, x)
 
     def gradient_from_canonical(self, ops: Backend, x: Array, shape: Shape) -> Array:
         """Return the gradient of a caller's query, key or value from that of its canonical view."""

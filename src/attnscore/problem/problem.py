@@ -164,18 +164,10 @@ def _check_addressable(
     score_shape: ScoreShape, dims: tuple[int, int, int], names: str, shapes: dict[str, Shape]
 ) -> None:
     """Raise ShapeError where broadcast axes make an array beyond all addresses; sizes may be symbolic."""
-    sizes = (
-        *score_shape.lead,
-        score_shape.heads,
-        score_shape.groups,
-        score_shape.query_len,
-        score_shape.key_len,
-        *dims,
-    )
-    if not all(type(size) is int for size in sizes):
+    if not all(type(size) is int for size in (*score_shape.rows, score_shape.key_len, *dims)):
         return
     longest = max(score_shape.query_len, score_shape.key_len) * max(dims)
-    count = math.prod(score_shape.lead) * score_shape.heads * score_shape.groups * longest
+    count = math.prod(score_shape.rows[:-1]) * longest
     if count > _MOST_NUMBERS:
         raise ShapeError(message(names, f"axes whose product is at most {_MOST_NUMBERS}", count, shapes=shapes))
 
@@ -191,15 +183,8 @@ def _heads(padded: dict[str, Shape], shapes: dict[str, Shape]) -> tuple[int, int
     if query == 1:
         return kv, 1
     if kv == 0 or query % kv:
-        raise ShapeError(
-            message(
-                "key",
-                f"a number of heads that divides the {query} of query",
-                kv,
-                shapes=shapes,
-                hint=_LAYOUT_HINT,
-            )
-        )
+        expected = f"a number of heads that divides the {query} of query"
+        raise ShapeError(message("key", expected, kv, shapes=shapes, hint=_LAYOUT_HINT))
     return kv, query // kv
 
 

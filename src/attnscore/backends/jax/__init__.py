@@ -1,5 +1,1 @@
-"""JAX."""
-
-from attnscore.backends.jax.backend import JaxBackend
-
-__all__ = ["JaxBackend"]
+"""JAX: array operations, gradients, access to memory."""

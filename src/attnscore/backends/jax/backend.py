@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,7 +28,6 @@ from attnscore.backends.base import Array, Backend, DifferentiableOp, SeedHalves
 from attnscore.backends.jax import ffi, gradients
 from attnscore.backends.jax.pytrees import register
 from attnscore.backends.jax.sharding import axes_of, differing
-from attnscore.backends.jax.symbolic import is_symbolic
 from attnscore.backends.jax.tracers import (
     MAPPED,
     RECORDED,
@@ -39,13 +39,23 @@ from attnscore.backends.jax.tracers import (
     layers_of_all,
 )
 from attnscore.backends.numpy import detached
-from attnscore.base.sizes import is_unknown
+from attnscore.base.sizes import Unknown, at_most, is_unknown
 from attnscore.errors import ArgumentError, message
 
 # `jnp.asarray` in a third of its time (17 us with JAX 0.10, which compiles a program for each shape either way). Both
 # copy; `device_put` shares memory, and takes 45 us.
 _copied = jax.jit(lambda x: x)
 _SHARED_BYTES = 2**19
+
+# Sizes of `jax.export`, for programs of any length. They have the arithmetic of integers, so that tiles and axes are
+# planned with them, but no order: whether a length exceeds a tile is known when the program runs.
+_Symbolic: Any = type(jax.export.symbolic_shape("n")[0])
+Unknown.register(_Symbolic)
+
+
+@at_most.register(_Symbolic)
+def _(length: Any, limit: int) -> Any:
+    return jax.core.max_dim(1, jax.core.min_dim(length, limit))
 
 
 class JaxBackend(Backend):
@@ -74,7 +84,7 @@ class JaxBackend(Backend):
         return f"a {type(x).__name__}", "x.todense()" if hasattr(x, "todense") else "jax.numpy.asarray(x)"
 
     def array_signature(self, x: Array) -> Hashable | None:
-        return None if is_symbolic(x) else super().array_signature(x)
+        return None if _is_symbolic(x) else super().array_signature(x)
 
     def device(self, x: Array) -> str:
         # JAX moves uncommitted arrays between devices by itself.
@@ -109,7 +119,7 @@ class JaxBackend(Backend):
         if not set(map(kind_of, tracers)) <= ({REVERSE, MAPPED} if ffi.registered() else {REVERSE}):
             return False
         if kind_of(x) == RECORDED:
-            return jax.default_backend() == "cpu" and not is_symbolic(x)
+            return jax.default_backend() == "cpu" and not _is_symbolic(x)
         return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and _on_cpu(x)
 
     def is_plain(self, *arrays: Array) -> bool:
@@ -161,6 +171,7 @@ class JaxBackend(Backend):
         arrays: Sequence[Array],
         attributes: Mapping[str, Any],
     ) -> tuple[Array, ...]:
+        """Trace the module's call "forward" or "backward" (csrc/api/ffi.cc), of results of these shapes and dtypes."""
         known = [(shape, _canonical_dtype(dtype)) for shape, dtype in results]
         found, axes = ffi.call(direction, known, arrays, attributes), axes_of(arrays)
         return tuple(differing(x, axes) for x in found)
@@ -209,7 +220,7 @@ class JaxBackend(Backend):
 
     def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
         # A symbolic axis may be empty.
-        return jnp.max(x, axis=axis, keepdims=keepdims, initial=-jnp.inf if is_symbolic(x) else None)
+        return jnp.max(x, axis=axis, keepdims=keepdims, initial=-jnp.inf if _is_symbolic(x) else None)
 
     def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
         values, index = lax.top_k(x, k)
@@ -307,6 +318,11 @@ class JaxBackend(Backend):
 def _name_of(dtype: Any) -> str:
     # NumPy takes 4 us to tell it.
     return str(dtype.name)
+
+
+def _is_symbolic(x: Array) -> bool:
+    """Whether the size of some axis is symbolic."""
+    return any(map(is_unknown, x.shape))
 
 
 def _differentiated(x: Any) -> Any:

@@ -1,5 +1,1 @@
-"""MXNet."""
-
-from attnscore.backends.mxnet.backend import MxnetBackend
-
-__all__ = ["MxnetBackend"]
+"""MXNet: array operations, gradients, access to memory."""

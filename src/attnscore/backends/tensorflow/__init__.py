@@ -1,5 +1,1 @@
-"""TensorFlow."""
-
-from attnscore.backends.tensorflow.backend import TensorFlowBackend
-
-__all__ = ["TensorFlowBackend"]
+"""TensorFlow: array operations, gradients, access to memory."""

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -30,7 +31,6 @@ from attnscore.backends.base import (
 from attnscore.backends.numpy import NumpyBackend
 from attnscore.backends.tensorflow import dynamic_shapes, gradients, graphs
 from attnscore.backends.tensorflow.dynamic_shapes import Length, sizes
-from attnscore.backends.tensorflow.nested import leaves_of, rebuilt
 from attnscore.base.sizes import Unknown, is_unknown
 from attnscore.base.threads import get_num_threads
 from attnscore.errors import FrameworkError, message
@@ -303,13 +303,13 @@ class TensorFlowBackend(Backend):
     def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly():
             return function(carry) if condition else carry
-        done = tf.cond(condition, lambda: leaves_of(function(carry)), lambda: leaves_of(carry))
-        return rebuilt(carry, list(done))
+        done = tf.cond(condition, lambda: _leaves_of(function(carry)), lambda: _leaves_of(carry))
+        return _rebuilt(carry, list(done))
 
     def cond_rarely(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly():
             return self.cond(condition, function, carry)
-        return rebuilt(carry, graphs.rarely(condition, lambda: leaves_of(function(carry)), leaves_of(carry)))
+        return _rebuilt(carry, graphs.rarely(condition, lambda: _leaves_of(function(carry)), _leaves_of(carry)))
 
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly() or (isinstance(count, int) and count < 2):
@@ -318,16 +318,16 @@ class TensorFlowBackend(Backend):
             return carry
 
         def step(i: Array, *leaves: Array) -> tuple[Array, ...]:
-            return i + 1, *leaves_of(body(i, rebuilt(carry, list(leaves))))
+            return i + 1, *_leaves_of(body(i, _rebuilt(carry, list(leaves))))
 
         limit = tf.cast(getattr(count, "value", count), tf.int64)
         start = tf.constant(0, tf.int64)
         # Parallel iterations would hold several tiles at once. XLA differentiates a loop whose largest count it knows.
         most = sizes((count,))[0] if graphs.is_for_xla() else None
         done = tf.while_loop(
-            lambda i, *_: i < limit, step, (start, *leaves_of(carry)), parallel_iterations=1, maximum_iterations=most
+            lambda i, *_: i < limit, step, (start, *_leaves_of(carry)), parallel_iterations=1, maximum_iterations=most
         )
-        return rebuilt(carry, list(done[1:]))
+        return _rebuilt(carry, list(done[1:]))
 
     def map_tiles(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
         if tf.executing_eagerly() or count < 2:
@@ -399,3 +399,27 @@ def _aligned(x: HostArray) -> HostArray:
 def _is_eager_on_cpu(x: Any) -> bool:
     """Whether `x` is an eager tensor on the CPU."""
     return isinstance(x, tf.Tensor) and hasattr(x, "numpy") and x.device.endswith("CPU:0")
+
+
+def _leaves_of(x: Any) -> list[Array]:
+    """Return the arrays in nested dataclasses, dictionaries and tuples; ``tf.nest`` takes a dataclass for a leaf."""
+    if x is None:
+        return []
+    if dataclasses.is_dataclass(x):
+        return [leaf for field in dataclasses.fields(x) for leaf in _leaves_of(getattr(x, field.name))]
+    if isinstance(x, dict):
+        return [leaf for name in sorted(x) for leaf in _leaves_of(x[name])]
+    return [leaf for part in x for leaf in _leaves_of(part)] if isinstance(x, tuple) else [x]
+
+
+def _rebuilt(like: Any, leaves: list[Array]) -> Any:
+    """Return the structure of `like` around `leaves`, from which it pops those that it uses."""
+    if like is None:
+        return None
+    if dataclasses.is_dataclass(like) and not isinstance(like, type):
+        return dataclasses.replace(
+            like, **{field.name: _rebuilt(getattr(like, field.name), leaves) for field in dataclasses.fields(like)}
+        )
+    if isinstance(like, dict):
+        return {name: _rebuilt(like[name], leaves) for name in sorted(like)}
+    return tuple(_rebuilt(part, leaves) for part in like) if isinstance(like, tuple) else leaves.pop(0)
