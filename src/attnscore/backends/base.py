@@ -22,6 +22,8 @@ Array: TypeAlias = Any
 """An array of whichever framework the caller uses."""
 HostArray: TypeAlias = np.ndarray[Any, Any]
 Signature: TypeAlias = bytes | tuple[Hashable, ...]
+VjpFunction: TypeAlias = Callable[[Array], tuple[Array, ...]]
+"""From the gradient of a value to those of what it was computed from."""
 
 _NO_SCOPE = nullcontext()
 
@@ -496,9 +498,7 @@ class Backend(ABC):
         """Return `differentiable` of plain operands, some of which need a gradient."""
         return self.differentiable(run, operands)
 
-    def vjp(
-        self, function: Callable[..., Array], inputs: Sequence[Array]
-    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+    def vjp(self, function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:
         """Return ``function(*inputs)`` and its VJP function, by the framework's autodiff; `tape.vjp` needs none."""
         raise NotImplementedError(f"{self.name} has no autodiff")
 

@@ -33,6 +33,7 @@ from attnscore.backends.base import (
     Ragged,
     SeedHalves,
     Signature,
+    VjpFunction,
     importable,
 )
 from attnscore.errors import FrameworkError, message
@@ -88,6 +89,7 @@ class TorchBackend(Backend):
     sum = staticmethod(torch.sum)
     max = staticmethod(torch.amax)
     any = staticmethod(torch.any)
+    top_k: Any = staticmethod(torch.topk)
 
     def dtype(self, x: Array) -> str:
         return _NAMES[x.dtype]
@@ -295,10 +297,6 @@ class TorchBackend(Backend):
     def maximum(self, a: Array, b: Array) -> Array:
         return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
 
-    def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
-        values, index = torch.topk(x, k, dim=-1)
-        return values, index
-
     def numeric_scope(self) -> contextlib.AbstractContextManager[Any]:
         # `autocast` casts the inputs; inside, autocast is off, or it would round the products of every tile too.
         if not private.is_any_autocast():
@@ -367,9 +365,7 @@ class TorchBackend(Backend):
         found: tuple[Array, ...] = _apply(run, *operands)
         return found
 
-    def vjp(
-        self, function: Callable[..., Array], inputs: Sequence[Array]
-    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+    def vjp(self, function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:
         if torch.is_grad_enabled() or any(is_traced(x) for x in inputs):
             # The gradient itself is differentiated: autograd records it.
             inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in inputs]

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from attnscore.backends import native
-from attnscore.backends.base import Array, Backend, DifferentiableOp, SeedHalves, Signature, importable
+from attnscore.backends.base import Array, Backend, DifferentiableOp, SeedHalves, Signature, VjpFunction, importable
 from attnscore.backends.jax import ffi, gradients
 from attnscore.backends.jax.pytrees import register
 from attnscore.backends.jax.sharding import axes_of, differing
@@ -70,6 +70,7 @@ class JaxBackend(Backend):
     eager_scope = staticmethod(jax.ensure_compile_time_eval)
     sigmoid = staticmethod(jax.nn.sigmoid)
     erf = staticmethod(lax.erf)
+    top_k: Any = staticmethod(lax.top_k)
 
     def register_pytree(self, kind: type) -> None:
         if dataclasses.is_dataclass(kind):
@@ -222,10 +223,6 @@ class JaxBackend(Backend):
         # A symbolic axis may be empty.
         return jnp.max(x, axis=axis, keepdims=keepdims, initial=-jnp.inf if _is_symbolic(x) else None)
 
-    def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
-        values, index = lax.top_k(x, k)
-        return values, index
-
     def low_32_bits(self, x: Array) -> Array:
         return x.astype(jnp.uint32)
 
@@ -274,9 +271,7 @@ class JaxBackend(Backend):
         arrays = [x if isinstance(x, jax.Array) else self.from_memory(x, str(x.dtype), None) for x in operands]
         return gradients.record(run, arrays)
 
-    def vjp(
-        self, function: Callable[..., Array], inputs: Sequence[Array]
-    ) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+    def vjp(self, function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:
         value, vjp = jax.vjp(function, *inputs)
         return value, vjp
 

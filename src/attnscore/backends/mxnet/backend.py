@@ -38,6 +38,8 @@ class MxnetBackend(Backend):
     xp = Modules(mx.np, npx)
     differentiable = staticmethod(gradients.differentiable)
     vjp = staticmethod(gradients.vjp)
+    stop_gradient = staticmethod(mx.np.ndarray.detach)
+    copy = staticmethod(mx.np.ndarray.copy)
 
     def dtype(self, x: Array) -> str:
         return str(np.dtype(x.dtype).name)
@@ -70,9 +72,6 @@ class MxnetBackend(Backend):
         if not isinstance(x, mx.nd.NDArray):
             return np.asarray(detached(x))
         return np.asarray(x.asnumpy()) if x.ctx.device_type in _CPU else None
-
-    def copy(self, x: Array) -> Array:
-        return x.copy()
 
     def has_cpu_buffer(self, x: Array) -> bool:
         return bool(x.ctx.device_type in _CPU)
@@ -216,9 +215,6 @@ class MxnetBackend(Backend):
 
     def known_finite(self, *arrays: Array) -> bool:
         return all(bool(mx.np.isfinite(x).asnumpy().all()) for x in arrays)
-
-    def stop_gradient(self, x: Array) -> Array:
-        return x.detach()
 
     def draw_seed(self, like: Array) -> int:
         low, high = (int(x) for x in mx.np.random.randint(0, 2**31 - 1, size=(2,), dtype="int64").asnumpy())

@@ -19,7 +19,7 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.base import _LIB, MXCallbackList, NDArrayHandle, c_handle_array, check_call
 
-from attnscore.backends.base import Array, DifferentiableOp
+from attnscore.backends.base import Array, DifferentiableOp, VjpFunction
 
 # At exit, MXNet stops the thread that runs gradient hooks and then waits for pending operations: for ever if one of
 # them is a hook (seen in 1.9.1). Waiting first avoids it.
@@ -40,7 +40,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     return outputs
 
 
-def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:
     """Return ``function(*inputs)`` and its VJP function, by MXNet's autograd."""
     if autograd.is_recording():
         # autograd records already.

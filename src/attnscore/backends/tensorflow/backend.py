@@ -30,7 +30,7 @@ from attnscore.backends.base import (
 )
 from attnscore.backends.numpy import NumpyBackend
 from attnscore.backends.tensorflow import dynamic_shapes, gradients, graphs
-from attnscore.backends.tensorflow.dynamic_shapes import Length, sizes
+from attnscore.backends.tensorflow.dynamic_shapes import sizes
 from attnscore.base.sizes import Unknown, is_unknown
 from attnscore.base.threads import get_num_threads
 from attnscore.errors import FrameworkError, message
@@ -60,13 +60,22 @@ class TensorFlowBackend(Backend):
     has_slow_callbacks = True
     xp = Modules(tf.math, tf, tf.experimental.numpy)
     needs_grad = staticmethod(gradients.needs_grad)
+    needs_host_callback = staticmethod(graphs.calls_back)
+    host_callback = staticmethod(graphs.host_callback)
     differentiable = staticmethod(gradients.differentiable)
     record = staticmethod(gradients.record)
     vjp = staticmethod(gradients.vjp)
+    shape = staticmethod(dynamic_shapes.shape)
+    assert_shape = staticmethod(dynamic_shapes.assert_shape)
     stop_gradient = staticmethod(tf.stop_gradient)
     eager_scope = staticmethod(tf.init_scope)
     threads = staticmethod(_threads)
     matrix_transpose = staticmethod(tf.linalg.matrix_transpose)
+    astype = staticmethod(tf.cast)
+    concat = staticmethod(tf.concat)
+    sum = staticmethod(tf.reduce_sum)
+    max = staticmethod(tf.reduce_max)
+    any = staticmethod(tf.reduce_any)
     equal = staticmethod(tf.equal)
     isfinite = staticmethod(tf.math.is_finite)
     isnan = staticmethod(tf.math.is_nan)
@@ -88,16 +97,6 @@ class TensorFlowBackend(Backend):
     def array_signature(self, x: Array) -> Hashable | None:
         return super().array_signature(x) if x.shape.is_fully_defined() else None
 
-    def shape(self, x: Array) -> tuple[Any, ...]:
-        static = tuple(x.shape)
-        if None not in static:
-            return static
-        return tuple(Length(tf.shape(x)[i]) if n is None else n for i, n in enumerate(static))
-
-    def assert_shape(self, x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[Any]]]]) -> Array:
-        found = [(name, self.shape(tf.convert_to_tensor(array)), allowed) for name, array, allowed in shapes]
-        return dynamic_shapes.assert_shape(x, found)
-
     def device(self, x: Array) -> str:
         # In a graph the runtime chooses devices and copies.
         if not tf.executing_eagerly():
@@ -108,9 +107,6 @@ class TensorFlowBackend(Backend):
     def is_accelerated(self, x: Array) -> bool:
         device = self.device(x)
         return bool(tf.config.list_logical_devices("GPU")) if device == "graph" else super().is_accelerated(x)
-
-    def astype(self, x: Array, dtype: str) -> Array:
-        return tf.cast(x, dtype)
 
     def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
         if isinstance(x, (tf.Tensor, tf.Variable)):
@@ -184,18 +180,6 @@ class TensorFlowBackend(Backend):
             found = tf.experimental.dlpack.from_dlpack(x.__dlpack__())
         return found if x.itemsize != 2 or found.dtype.name == dtype else tf.bitcast(found, dtype)
 
-    def needs_host_callback(self, *arrays: Array) -> bool:
-        return graphs.calls_back(*arrays)
-
-    def host_callback(
-        self,
-        function: Callable[..., Sequence[HostArray]],
-        results: Sequence[tuple[tuple[Any, ...], str]],
-        arrays: Sequence[Array],
-        otherwise: Callable[..., tuple[Array, ...]],
-    ) -> tuple[Array, ...]:
-        return graphs.host_callback(function, results, [tf.convert_to_tensor(x) for x in arrays], otherwise)
-
     def at_run_time(self, host: Backend) -> Backend:
         return _CallbackBackend()
 
@@ -223,9 +207,6 @@ class TensorFlowBackend(Backend):
         rest = self.shape(x)[axis] - self.shape(block)[axis]
         padded = tf.pad(block, [sizes((0, rest if i == axis else 0)) for i in range(len(x.shape))])
         return x + tf.roll(padded, sizes((start,))[0], axis)
-
-    def concat(self, arrays: Sequence[Array], axis: int) -> Array:
-        return tf.concat(list(arrays), axis)
 
     def reshape(self, x: Array, shape: Sequence[int]) -> Array:
         missing = iter([n for n in self.shape(x) if isinstance(n, Unknown)])
@@ -274,9 +255,6 @@ class TensorFlowBackend(Backend):
     def logical_or(self, a: Array, b: Array) -> Array:
         return tf.where(a, True, b)
 
-    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
-        return tf.reduce_sum(x, axis, keepdims)
-
     def sum_to_length(self, x: Array, axis: int, length: Any) -> Array:
         # `length` parts, each summed: one part, or parts of size 1. Either way XLA knows the shapes.
         shape = sizes(self.shape(x))
@@ -284,15 +262,9 @@ class TensorFlowBackend(Backend):
         parts = tf.reshape(x, [*shape[:axis], length, shape[axis] // tf.maximum(length, 1), *shape[axis + 1 :]])
         return tf.reduce_sum(parts, axis + 1)
 
-    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return tf.reduce_max(x, axis, keepdims)
-
     def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
         values, index = tf.math.top_k(x, k)
         return values, tf.cast(index, tf.int64)
-
-    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return tf.reduce_any(x, axis, keepdims)
 
     def low_32_bits(self, x: Array) -> Array:
         return tf.bitwise.bitwise_and(x, tf.constant(0xFFFFFFFF, tf.int64))

@@ -53,17 +53,26 @@ tf.register_tensor_conversion_function(
 )
 
 
+def shape(x: Array) -> tuple[Any, ...]:
+    """Return the sizes of the axes, `Length` where the graph learns one when it runs."""
+    static = tuple(x.shape)
+    if None not in static:
+        return static
+    return tuple(Length(tf.shape(x)[i]) if n is None else n for i, n in enumerate(static))
+
+
 def sizes(shape: Sequence[Any]) -> list[Any]:
     """Convert sizes and offsets to what TensorFlow takes in one list: numbers and 32-bit tensors."""
     return [n if isinstance(n, (int, np.integer)) else tf.cast(getattr(n, "value", n), tf.int32) for n in shape]
 
 
-def assert_shape(x: Array, shapes: Sequence[tuple[str, Sequence[Any], Sequence[Sequence[Any]]]]) -> Array:
-    """Return `x`; the graph fails when it runs if one of the named shapes is none of those allowed for it."""
+def assert_shape(x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[Any]]]]) -> Array:
+    """Return `x`; the graph fails when it runs unless each named array has one of the shapes allowed for it."""
+    named = [(shape(tf.convert_to_tensor(array)), allowed) for _, array, allowed in shapes]
     with tf.name_scope(f"the_shape_of_{'_or_'.join(dict.fromkeys(name for name, _, _ in shapes))}_does_not_fit"):
         fits = [
-            tf.reduce_any([_is_one_of(shape, one) for one in allowed if len(one) == len(shape)])
-            for _, shape, allowed in shapes
+            tf.reduce_any([_is_one_of(found, one) for one in allowed if len(one) == len(found)])
+            for found, allowed in named
         ]
         # A slice of all of `x` (no copy), whose start -1 fails. XLA removes assertions, but fails at this; TensorFlow
         # would merge a reshape with other reshapes, an impossible one too.

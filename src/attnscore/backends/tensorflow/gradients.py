@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.eager import forwardprop_util
 from tensorflow.python.eager import record as tape
 
-from attnscore.backends.base import Array, DifferentiableOp, accumulator
+from attnscore.backends.base import Array, DifferentiableOp, VjpFunction, accumulator
 from attnscore.backends.tensorflow import graphs
 
 
@@ -184,7 +184,7 @@ def product_of_rows(x: Array, matrix: Array, bias: Array | None) -> Array:
     return found
 
 
-def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:
     """Return ``function(*inputs)`` and its VJP function, by a gradient tape."""
     inputs = [tf.identity(x) for x in inputs]
     with tf.GradientTape() as recorded:

@@ -76,7 +76,7 @@ def host_callback(
     otherwise: Callable[..., tuple[Array, ...]],
 ) -> tuple[Array, ...]:
     """Trace ``function(*arrays)`` for a graph that runs in this process, ``otherwise(*arrays)`` for any other."""
-    dtypes = [dtype for _, dtype in results]
+    arrays, dtypes = [tf.convert_to_tensor(x) for x in arrays], [dtype for _, dtype in results]
     shapes = [[n if isinstance(n, (int, np.integer)) else None for n in shape] for shape, _ in results]
     gradient = _register_gradient(otherwise, [x.shape for x in arrays])
 

@@ -233,16 +233,11 @@ def pad_weights(w_v, out, hidden, BLOCK: tl.constexpr):
     tl.store(out + z * (width + 1) + width, total)
 
 
-def width_of(hidden: int) -> int:
-    """Return `table_width`, on the host."""
-    return -(-hidden // 4) * 4
-
-
 def table_of(x: Operand, activation: str, runner: Any, *, with_powers: bool = False) -> Table:
     """Return the table of queries or keys; `runner` launches the kernel that fills it."""
     *matrices, length, hidden = x.data.shape
     sizes = [1 if stride == 0 else n for n, stride in zip(matrices, x[1:4], strict=True)]
-    width, pitch, rows = width_of(hidden), -(-length // _BLOCK) * _BLOCK + TABLE_SLACK, length + 1
+    width, pitch, rows = table_width.fn(hidden), -(-length // _BLOCK) * _BLOCK + TABLE_SLACK, length + 1
     channels = x.data.new_empty((*sizes, 2 * width + 1, pitch), dtype=torch.float32)
     powers = None
     if with_powers and activation in ("tanh", "sigmoid"):
@@ -264,7 +259,7 @@ def padded_weights(w_v: torch.Tensor, heads: int, groups: int, runner: Any) -> O
     """Return w_v, (h,) or (heads or 1, groups or 1, h), as rows of `pad_weights`."""
     w = w_v.float().expand(heads, groups, w_v.shape[-1]).contiguous()
     hidden = w.shape[-1]
-    out = w.new_empty((1, heads, groups, 1, width_of(hidden) + 1))
+    out = w.new_empty((1, heads, groups, 1, table_width.fn(hidden) + 1))
     runner.run(pad_weights, (heads * groups,), w, out, hidden, BLOCK=64)
     return strided(out)
 

@@ -228,31 +228,28 @@ def side_gradient(
     live = position < own_len
     ds = chunk.ds + of_scores.to(tl.int64) * chunk.tile_count * BM * chunk.pitch
     a, other_a = side_of(own, m), side_of(other, m)
+    common = (position, c, chunk, ds, masking, m.b, own_tile, own_len, other_len, slope)
     if ACTIVATION == "tanh" or ACTIVATION == "sigmoid":
         reach: tl.constexpr = 1.0 if ACTIVATION == "tanh" else 2.0
         size = tl.max(tl.load(base(own_sizes, m) + position, mask=live, other=0.0), 0)
         size_of_other = tl.load(base(other_size, m))
-        power, other_power, width = side_of(own_powers, m), side_of(other_powers, m), table_width(hidden)
+        exp_a, exp_b, width = side_of(own_powers, m), side_of(other_powers, m), table_width(hidden)
         if size + size_of_other <= reach * TWO_TERMS:
             acc, acc_value, acc_ds = _side_sums(
-                power, other_power, width, position, c, chunk, ds, masking, m.b, own_tile, own_len, other_len, slope,
-                ACTIVATION, 2, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS,
-            )  # fmt: skip
+                exp_a, exp_b, width, *common, ACTIVATION, 2, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS
+            )
         elif tl.maximum(size, size_of_other) <= reach * ONE_TERM:
             acc, acc_value, acc_ds = _side_sums(
-                power, other_power, width, position, c, chunk, ds, masking, m.b, own_tile, own_len, other_len, slope,
-                ACTIVATION, 1, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS,
-            )  # fmt: skip
+                exp_a, exp_b, width, *common, ACTIVATION, 1, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS
+            )
         else:
             acc, acc_value, acc_ds = _side_sums(
-                a, other_a, hidden, position, c, chunk, ds, masking, m.b, own_tile, own_len, other_len, slope,
-                ACTIVATION, 0, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS,
-            )  # fmt: skip
+                a, other_a, hidden, *common, ACTIVATION, 0, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS
+            )
     else:
         acc, acc_value, acc_ds = _side_sums(
-            a, other_a, hidden, position, c, chunk, ds, masking, m.b, own_tile, own_len, other_len, slope,
-            ACTIVATION, 0, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS,
-        )  # fmt: skip
+            a, other_a, hidden, *common, ACTIVATION, 0, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS
+        )
     is_written = live[:, None] & (c < hidden)[None, :]
     w = tl.load(base(w_v, m) + c, mask=c < hidden, other=0.0)[None, :]
     # tanh' = 4 r (1 - r), and tanh = 1 - 2 r.

@@ -358,22 +358,18 @@ def _on_device(known: IntervalSet, device: torch.device, batch: int, merged: int
 
 def forward(problem: Problem, plan: TilePlan, runner: Runner = RUNNER) -> Result:
     """Run the forward."""
-    with device_scope(problem.value):
-        return _forward(problem, operands_of(problem, plan, runner))
-
-
-def _forward(problem: Problem, given: Operands) -> Result:
-    shape = problem.score_shape
-    queries, _, _, value_dim, heads, groups = given.sizes
+    shape, value_dim = problem.score_shape, problem.layout.value_dim
     out = problem.value.new_empty((*shape.rows, value_dim))
     needed = {"row_max", "log_denom", *problem.statistics} - {"log_sum_exp"}
     rows = {name: out.new_empty((*shape.rows, 1), dtype=torch.float32) for name in Rows._fields if name in needed}
-    if given.matrices * queries:
-        tile = given.tile("forward")
-        run_forward(
-            given, tile, given.inputs(tile), operand(out, shape.lead, heads, groups, queries),
-            Rows(*map(rows.get, Rows._fields)), forward_constants(given, tile),
-        )  # fmt: skip
+    with device_scope(out):
+        given = operands_of(problem, plan, runner)
+        if given.matrices * shape.query_len:
+            tile = given.tile("forward")
+            run_forward(
+                given, tile, given.inputs(tile), operand(out, shape.lead, shape.heads, shape.groups, shape.query_len),
+                Rows(*map(rows.get, Rows._fields)), forward_constants(given, tile),
+            )  # fmt: skip
     found = {name: x for name, x in rows.items() if name in TABLE}
     return Result(out, rows["row_max"], rows["log_denom"], found)
 
