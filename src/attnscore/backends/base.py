@@ -366,13 +366,17 @@ class Backend(ABC):
         """Return start, start + 1, ... as 64-bit integers (`start` may be traced)."""
 
     # Shapes
-    @abstractmethod
     def slice_axis(self, x: Array, axis: int, start: int, count: int) -> Array:
         """Return `count` entries along `axis` from `start`: a view where the framework has views."""
+        index = [slice(None)] * len(x.shape)
+        index[axis] = slice(start, start + count)
+        return x[tuple(index)]
 
-    @abstractmethod
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
         """Return `x` with `block` added from `start` along `axis`; may reuse the memory of `x`."""
+        stop = start + block.shape[axis]
+        before, after = self.slice_axis(x, axis, 0, start), self.slice_axis(x, axis, stop, x.shape[axis] - stop)
+        return self.concat([before, self.slice_axis(x, axis, start, stop - start) + block, after], axis)
 
     def concat(self, arrays: Sequence[Array], axis: int) -> Array:
         return self.xp.concatenate(list(arrays), axis=axis)

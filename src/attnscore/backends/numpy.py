@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from attnscore.backends import native
-from attnscore.backends.base import Array, Backend, DifferentiableOp, Signature
+from attnscore.backends.base import Array, Backend, DifferentiableOp, HostArray, Signature
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 @cache
-def _name_of(dtype: np.dtype[Any]) -> str:
-    # NumPy composes the name anew each time: 1 us, and a call asks for a dozen.
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype, which NumPy composes anew each time: 1 to 4 us, and a call asks for a dozen."""
     return str(dtype.name)
 
 
@@ -37,11 +37,11 @@ class NumpyBackend(Backend):
     in_c_order: Any = staticmethod(np.ascontiguousarray)
 
     def dtype(self, x: Array) -> str:
-        return _name_of(x.dtype)
+        return name_of(x.dtype)
 
     def is_floating(self, x: Array) -> bool:
         # ml_dtypes registers bfloat16 with kind "V", and an 8-bit dtype with kind "f".
-        return bool((x.dtype.kind == "f" and x.dtype.itemsize > 1) or _name_of(x.dtype) == "bfloat16")
+        return bool((x.dtype.kind == "f" and x.dtype.itemsize > 1) or name_of(x.dtype) == "bfloat16")
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if isinstance(x, np.matrix):
@@ -52,7 +52,7 @@ class NumpyBackend(Backend):
         return "cpu"
 
     def astype(self, x: Array, dtype: str) -> Array:
-        return x if _name_of(x.dtype) == dtype else x.astype(dtype)
+        return x if name_of(x.dtype) == dtype else x.astype(dtype)
 
     def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
         array = np.asarray(detached(x))
@@ -60,7 +60,7 @@ class NumpyBackend(Backend):
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
         array = np.asarray(detached(x))
-        return array.astype(np.float32) if _name_of(array.dtype) == "bfloat16" else array
+        return array.astype(np.float32) if name_of(array.dtype) == "bfloat16" else array
 
     def copy(self, x: Array) -> Array:
         # Broadcast axes stay so.
@@ -105,11 +105,6 @@ class NumpyBackend(Backend):
 
     def positions(self, start: int, count: int, like: Array) -> Array:
         return np.arange(start, start + count, dtype=np.int64)
-
-    def slice_axis(self, x: Array, axis: int, start: int, count: int) -> Array:
-        index: list[Any] = [slice(None)] * x.ndim
-        index[axis] = slice(start, start + count)
-        return x[tuple(index)]
 
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
         view = self.slice_axis(x, axis, start, block.shape[axis])
@@ -171,7 +166,7 @@ class NumpyBackend(Backend):
         return np.errstate(all="ignore")
 
     def known_finite(self, *arrays: Array) -> bool:
-        return all(map(_is_finite, arrays))
+        return all(map(is_finite, arrays))
 
     def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
         if native.module is not None:
@@ -191,7 +186,8 @@ class NumpyBackend(Backend):
         return secrets.randbits(62)
 
 
-def _is_finite(x: Array) -> bool:
+def is_finite(x: HostArray) -> bool:
+    """Return whether every entry is finite."""
     found: bool | None = native.module.is_all_finite(x) if native.module is not None else None
     return bool(np.isfinite(x).all()) if found is None else found
 

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -38,7 +37,7 @@ from attnscore.backends.jax.tracers import (
     layers_of,
     layers_of_all,
 )
-from attnscore.backends.numpy import detached
+from attnscore.backends.numpy import detached, is_finite, name_of
 from attnscore.base.sizes import Unknown, at_most, is_unknown
 from attnscore.errors import ArgumentError, message
 
@@ -77,7 +76,7 @@ class JaxBackend(Backend):
             register(kind)
 
     def dtype(self, x: Array) -> str:
-        return _name_of(x.dtype)
+        return name_of(x.dtype)
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if isinstance(x, jax.Array):
@@ -245,15 +244,13 @@ class JaxBackend(Backend):
         if is_unknown(count) or (count > 1 and is_tracing()):
             _register_pytrees(carry)
             return lax.fori_loop(0, count, lambda i, c: _in_dtypes_of(carry, body(i, c)), carry)
-        for i in range(count):
-            carry = body(i, carry)
-        return carry
+        return super().loop(count, body, carry)
 
     def map_tiles(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
         if count > 1 and is_tracing():
             stacked = lax.map(body, jnp.arange(count))
             return [tuple(x[i] for x in stacked) for i in range(count)]
-        return [body(i) for i in range(count)]
+        return super().map_tiles(count, body)
 
     def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
         if native.module is not None and not any(isinstance(array, jax.core.Tracer) for array in (x, matrix)):
@@ -309,12 +306,6 @@ class JaxBackend(Backend):
         raise ArgumentError(message("seed", expected, "None", hint=hint))
 
 
-@functools.cache
-def _name_of(dtype: Any) -> str:
-    # NumPy takes 4 us to tell it.
-    return str(dtype.name)
-
-
 def _is_symbolic(x: Array) -> bool:
     """Whether the size of some axis is symbolic."""
     return any(map(is_unknown, x.shape))
@@ -347,11 +338,7 @@ def _is_finite(x: Any) -> bool:
     """Whether every entry is finite; False for None."""
     if x is None:
         return False
-    if not _on_cpu(x):
-        return bool(jnp.isfinite(x).all())
-    view = np.asarray(x)
-    found = None if native.module is None else native.module.is_all_finite(view)
-    return bool(np.isfinite(view).all() if found is None else found)  # None: the module does not read it
+    return is_finite(np.asarray(x)) if _on_cpu(x) else bool(jnp.isfinite(x).all())
 
 
 def _canonical_dtype(dtype: str) -> Any:

@@ -114,24 +114,17 @@ class MxnetBackend(Backend):
 
     def slice_axis(self, x: Array, axis: int, start: int, count: int) -> Array:
         if len(x.shape) <= _MAX_AXES:
-            index: list[Any] = [slice(None)] * len(x.shape)
-            index[axis] = slice(start, start + count)
-            return x[tuple(index)]
+            return super().slice_axis(x, axis, start, count)
         shape, (before, length, after) = list(x.shape), _around(x.shape, axis)
         shape[axis] = count
         return x.reshape((before, length, after))[:, start : start + count].reshape(tuple(shape))
 
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
-        count, length = block.shape[axis], x.shape[axis]
         if self.needs_grad():
             # autograd does not allow writes in place.
-            changed = self.slice_axis(x, axis, start, count) + block
-            after = start + count
-            return self.concat(
-                [self.slice_axis(x, axis, 0, start), changed, self.slice_axis(x, axis, after, length - after)], axis
-            )
+            return super().add_at(x, axis, start, block)
         if x.size and block.size:
-            before, _, rest = _around(x.shape, axis)
+            (before, length, rest), count = _around(x.shape, axis), block.shape[axis]
             # A legacy array's reshape is a view; that of mx.np is a copy.
             flat = x.as_nd_ndarray().reshape((before, length, rest)).as_np_ndarray()
             flat[:, start : start + count] += block.reshape((before, count, rest))

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from attnscore.backends import native
 from attnscore.backends.base import (
     Array,
     Backend,
@@ -28,7 +27,7 @@ from attnscore.backends.base import (
     Signature,
     importable,
 )
-from attnscore.backends.numpy import NumpyBackend
+from attnscore.backends.numpy import NumpyBackend, is_finite
 from attnscore.backends.tensorflow import dynamic_shapes, gradients, graphs
 from attnscore.backends.tensorflow.dynamic_shapes import sizes
 from attnscore.base.sizes import Unknown, is_unknown
@@ -285,9 +284,7 @@ class TensorFlowBackend(Backend):
 
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly() or (isinstance(count, int) and count < 2):
-            for i in range(count):
-                carry = body(i, carry)
-            return carry
+            return super().loop(count, body, carry)
 
         def step(i: Array, *leaves: Array) -> tuple[Array, ...]:
             return i + 1, *_leaves_of(body(i, _rebuilt(carry, list(leaves))))
@@ -319,15 +316,7 @@ class TensorFlowBackend(Backend):
         return list(zip(*(tf.unstack(array.stack(), count) for array in done[1:]), strict=True))
 
     def known_finite(self, *arrays: Array) -> bool:
-        for x in arrays:
-            found = None
-            if native.module is not None and _is_eager_on_cpu(x):
-                found = native.module.is_all_finite(_array(x))
-            if found is None:  # the module does not read it
-                found = hasattr(x, "numpy") and bool(tf.reduce_all(tf.math.is_finite(x)))
-            if not found:
-                return False
-        return True
+        return all(map(_is_finite, arrays))
 
     def product_of_rows(self, x: Array, matrix: Array, bias: Array | None = None) -> Array | None:
         # Elsewhere a gradient that is written by hand is not taken, or the compiler fuses the zeros of `isolated`.
@@ -366,6 +355,13 @@ def _aligned(x: HostArray) -> HostArray:
     found = whole[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
     found[...] = x
     return found
+
+
+def _is_finite(x: Array) -> bool:
+    """Whether every entry is finite; False if the tensor is symbolic."""
+    if _is_eager_on_cpu(x):
+        return is_finite(_array(x))
+    return hasattr(x, "numpy") and bool(tf.reduce_all(tf.math.is_finite(x)))
 
 
 def _is_eager_on_cpu(x: Any) -> bool:

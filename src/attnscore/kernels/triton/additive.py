@@ -273,9 +273,6 @@ class AdditiveSides(NamedTuple):
     key_table: Table
     w_v: Operand
     """Rows of `pad_weights`."""
-    activation: str
-    slope: float
-    """Of leaky_relu below 0."""
 
 
 def sides_of(
@@ -285,4 +282,4 @@ def sides_of(
     name = form.activation.name
     query_table, key_table = (table_of(x, name, runner, with_powers=with_powers) for x in (query, key))
     w_v = padded_weights(form.w_v, heads, groups, runner)
-    return AdditiveSides(query, key, query_table, key_table, w_v, name, form.activation.negative_slope)
+    return AdditiveSides(query, key, query_table, key_table, w_v)

@@ -348,7 +348,7 @@ def gradients(
     most_tiles = tiles if most_kv > 1 else max(1, min(tiles, CHUNK_PAIRS // pairs_of_tile))
     ds, weights = torch.empty((2, most_kv * most_tiles * pairs_of_tile), dtype=torch.float32, device=device)
     shape: dict[str, Any] = {"INTERVALS": intervals, "BM": tile.queries, "BN": tile.keys}
-    scores = {"ACTIVATION": sides.activation, "CAPS": given.caps, "RELATIVE": given.is_relative}
+    scores = {"ACTIVATION": given.function, "CAPS": given.caps, "RELATIVE": given.is_relative}
     values = {"DV": padded(value_dim), "PRECISION": given.precision}
     sums = {"BLOCK": block, **shape, "num_warps": 4}
     columns = triton.cdiv(hidden, channels)
@@ -358,22 +358,22 @@ def gradients(
         chunk = Chunk(ds, weights, pitch, kv, first, count, tiles)
         runner.run(
             store_gradients, (count, kvs * groups),
-            inputs, grad_out, rows, chunk, grad_bias, given.sizes, sides.slope,
+            inputs, grad_out, rows, chunk, grad_bias, given.sizes, given.slope,
             **scores, **shape, **values, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if wanted & {"query", "w_v"}:
             runner.run(
                 side_gradient, (count * tile.queries // block, columns, kvs * groups),
                 sides.query, sides.key, query.powers, key.powers, query.sizes, key.largest, sides.w_v, chunk,
-                found["query"], of_weights, inputs.masking, n_q, n_k, hidden, heads, groups, 0, groups, sides.slope,
-                ACTIVATION=sides.activation, IS_QUERY=True, CHANNELS=channels, **sums,
+                found["query"], of_weights, inputs.masking, n_q, n_k, hidden, heads, groups, 0, groups, given.slope,
+                ACTIVATION=given.function, IS_QUERY=True, CHANNELS=channels, **sums,
             )  # fmt: skip
         for group in range(groups if "key" in wanted else 0):
             runner.run(
                 side_gradient, (triton.cdiv(n_k, block), columns, kvs),
                 sides.key, sides.query, key.powers, query.powers, key.sizes, query.largest, sides.w_v, chunk,
-                found["key"], None, inputs.masking, n_k, n_q, hidden, heads, groups, group, key_groups, sides.slope,
-                ACTIVATION=sides.activation, IS_QUERY=False, CHANNELS=channels, **sums,
+                found["key"], None, inputs.masking, n_k, n_q, hidden, heads, groups, group, key_groups, given.slope,
+                ACTIVATION=given.function, IS_QUERY=False, CHANNELS=channels, **sums,
             )  # fmt: skip
         if "value" in wanted and value_dim:
             runner.run(

@@ -111,6 +111,7 @@ class Operands:
     sink: torch.Tensor | None
     scale: float
     slope: float
+    """Of leaky_relu below 0."""
     caps: tuple[tuple[float, float], ...]
     is_relative: bool
     function: Any
@@ -259,7 +260,7 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
         kind = ADDITIVE
         additive = sides_of(form, query_operand, key_operand, heads, groups, runner, with_powers=has_backward)
         query_operand, key_operand = additive.query_table.channels, additive.key_table.channels
-        shared, function, slope = additive.w_v, additive.activation, additive.slope
+        shared, function, slope = additive.w_v, form.activation.name, form.activation.negative_slope
     return Operands(
         form=kind,
         arrays=Inputs(
