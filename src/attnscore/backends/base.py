@@ -163,8 +163,9 @@ class Modules:
 class Backend(ABC):
     """One array framework: its operations, its gradient hook, its view of host memory.
 
-    An operation that is not defined here (`exp`, `where`, `matmul`, `sum`, `max`, `any`, ...) is that of `xp`, with the
-    name and arguments of the array API; a backend defines those that its framework has in another way.
+    Operations that frameworks have under the array API's names, with its arguments, are those of `xp` and have no
+    method here: `abs`, `any`, `erf`, `exp`, `expand_dims`, `isfinite`, `isnan`, `log`, `matmul`, `max`, `maximum`,
+    `sigmoid`, `sqrt`, `sum`, `tanh`, `where`. A backend defines those that its framework has in another way.
     """
 
     name: str
