@@ -246,6 +246,10 @@ class Backend(ABC):
         """Raise FrameworkError where the program that is made now cannot mask scores of these lengths."""
         return
 
+    def check_can_draw(self) -> None:
+        """Raise FrameworkError where the gradient of a call would draw other random numbers than its forward."""
+        return
+
     def needs_one_tile(self) -> bool:
         """Whether the program that is made now cannot loop over tiles of known lengths."""
         return False

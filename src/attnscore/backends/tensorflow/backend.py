@@ -137,7 +137,6 @@ class TensorFlowBackend(Backend):
             raise refusal
 
     def check_can_draw(self) -> None:
-        """Raise FrameworkError where the gradient of a call would draw other random numbers than its forward."""
         if graphs.is_recomputed():
             expected = "a seed under tf.recompute_grad and keras.remat, whose gradient would draw another dropout mask"
             hint = "draw it outside of the function that is recomputed; a Keras layer that is recomputed has no dropout"
