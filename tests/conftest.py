@@ -161,14 +161,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     Masks that the native kernels have evaluated come in strips of 3 rows, and a Gaussian has the form of large inputs.
     """
     from attnscore.base import thresholds
-    from attnscore.kernels.native import chunked_masks
-    from attnscore.scores import gaussian
 
     monkeypatch.setattr(thresholds, "TILE_SCORES", 1)
     monkeypatch.setattr(thresholds, "SMALLEST_TILE", 4)
-    monkeypatch.setattr(chunked_masks, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(chunked_masks, "MIN_CHUNK_ROWS", 3)
-    monkeypatch.setattr(gaussian, "INNER_TERMS", 0)
+    monkeypatch.setattr(thresholds, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(thresholds, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(thresholds, "INNER_TERMS", 0)
 
 
 @pytest.fixture

@@ -13,12 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.analysis import summaries
 from attnscore.backends import base
 from attnscore.backends.jax.backend import JaxBackend
 from attnscore.base import thresholds
 from attnscore.kernels.native.kernel import Native
-from attnscore.scores import gaussian
 from attnscore.scores.forms import DistanceForm, InnerForm
 
 LENGTH = 3000
@@ -57,7 +55,7 @@ def test_a_gaussian_takes_products_where_reading_its_norms_is_worth_the_wait(mon
     assert isinstance(score.lower(ops, x, x), InnerForm)
     monkeypatch.setattr(base, "ACCELERATORS", ("cuda", "cpu"))
     assert isinstance(score.lower(ops, x, x), DistanceForm)
-    monkeypatch.setattr(gaussian, "ACCELERATOR_TERMS", 300 * 300 * 8 - 1)
+    monkeypatch.setattr(thresholds, "ACCELERATOR_INNER_TERMS", 300 * 300 * 8 - 1)
     assert isinstance(score.lower(ops, x, x), InnerForm)
 
 
@@ -79,7 +77,7 @@ def test_block_queries_make_no_matrix_of_all_pairs(query: str, monkeypatch: pyte
     """By operations of the framework, as they run on a device that the native kernel does not read."""
     monkeypatch.setattr(base, "ACCELERATORS", ("cuda", "cpu"))
     monkeypatch.setattr(thresholds, "ACCELERATOR_TILE_SCORES", 2**14)
-    monkeypatch.setattr(summaries, "_MAX_WEIGHTS", 2**14)
+    monkeypatch.setattr(thresholds, "POOLED_WEIGHTS", 2**14)
     monkeypatch.setattr(Native, "reasons_against", lambda self, problem: ("no array of the CPU",))
     length = 900
     x = torch.linspace(-1, 1, length * 2).reshape(length, 2)

@@ -74,7 +74,7 @@ FORMS = ("direct", "inner")
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """These inputs are small, and take the direct sum; as large ones, the inner product where it is accurate."""
     if request.param == "inner":
-        monkeypatch.setattr("attnscore.scores.gaussian.INNER_TERMS", 0)
+        monkeypatch.setattr("attnscore.base.thresholds.INNER_TERMS", 0)
 
 
 @pairs(("form",), name=tuple(GAUSSIANS), dtype=PRECISIONS, framework=FRAMEWORKS, form=FORMS)

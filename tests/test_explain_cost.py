@@ -416,7 +416,7 @@ def test_the_form_of_a_gaussian_by_its_cost(
 @frameworks
 def test_the_form_of_a_gaussian_by_its_values(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are read once where nothing cancels, and centred where that may help; the form keeps what it can."""
-    monkeypatch.setattr("attnscore.scores.gaussian.INNER_TERMS", 0)
+    monkeypatch.setattr("attnscore.base.thresholds.INNER_TERMS", 0)
 
     def form_of(x: np.ndarray, bandwidth: float = 1.0) -> Any:
         arrays = (tensor(x), tensor(x)) if framework == "torch" else (x, x)

@@ -14,8 +14,7 @@ import pytest
 
 import attnscore as ats
 from attnscore.backends.jax import ffi
-from attnscore.base import threads
-from attnscore.kernels.native import chunked_masks
+from attnscore.base import threads, thresholds
 from attnscore.masks.dynamic_intervals import traced_visibility
 from attnscore.problem.problem import build_problem
 from cases import DTYPES, in_turn, needs_native
@@ -245,8 +244,8 @@ EVALUATED: dict[str, Any] = {
 
 def evaluated(mask: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any, Any]:
     """A loss, its arrays and ids, and what the dense kernel gives; the mask is evaluated strip by strip."""
-    monkeypatch.setattr(chunked_masks, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(chunked_masks, "MIN_CHUNK_ROWS", 4)
+    monkeypatch.setattr(thresholds, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(thresholds, "CHUNK_ROWS", 4)
     arrays = *inputs(), normal(4, 9, 11)
     ids = jnp.asarray(RNG.integers(-1, 3, (2, 9))), jnp.asarray(RNG.integers(-1, 3, (2, 11)))
 

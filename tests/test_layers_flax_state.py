@@ -19,8 +19,8 @@ from flax import nnx
 
 import attnscore as ats
 from attnscore.base.cache import BoundedCache
+from attnscore.base.thresholds import KEPT_WEIGHTS
 from attnscore.layers import flax
-from attnscore.layers.description import FEW_WEIGHTS
 from attnscore.layers.flax import (
     AdditiveAttention,
     BilinearAttention,
@@ -37,10 +37,10 @@ X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 6)), jnp.float32
 RNGS = nnx.Rngs(0)
 
 
-@pytest.fixture(params=[0, FEW_WEIGHTS], ids=["inputs", "weights"])
+@pytest.fixture(params=[0, KEPT_WEIGHTS], ids=["inputs", "weights"])
 def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many weights a call keeps: none, but its inputs, or those of every call here."""
-    monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", request.param)
+    monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", request.param)
     return int(request.param)
 
 
@@ -49,15 +49,15 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_few_weights_are_computed_in_the_pass(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, lens, given = make(case, dropout=0.5, rngs=nnx.Rngs(0)), jnp.array([2, 5]), inputs(case)
     found = {}
-    for few in (FEW_WEIGHTS, 0):
-        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+    for few in (KEPT_WEIGHTS, 0):
+        monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", few)
         out = layer(*given, lens, rngs=jax.random.key(1))
         assert (flax._LAST[layer].computed is not None) == bool(few)
         found[few] = (out, layer.attention_weights)
     for got, wanted in zip(*found.values(), strict=True):
         close(to_torch(got), to_torch(wanted), torch.float32)
     for most in (found[0][1].size - 1, found[0][1].size):
-        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", most)
+        monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", most)
         layer(*given, lens, rngs=jax.random.key(1))
         assert (flax._LAST[layer].computed is not None) == (most == found[0][1].size)
 
@@ -154,7 +154,7 @@ class TestAttentionWeights:
                 _ = layer.attention_weights
 
     def test_donated_inputs_are_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", 0)
+        monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", 0)
         layer, x = DotProductAttention(), X + 1
         layer(x, x, x)
         jax.jit(lambda x: x + 1, donate_argnums=0)(x)
@@ -162,7 +162,7 @@ class TestAttentionWeights:
             _ = layer.attention_weights
 
     def test_donated_lengths_are_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", 0)
+        monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", 0)
         layer, lens = DotProductAttention(), jax.numpy.array([1] * len(X))
         layer(X, X, X, lens)
         jax.jit(lambda x: x + 1, donate_argnums=0)(lens)

@@ -197,7 +197,7 @@ def test_dropout_and_checkpoints(name: str, keep_last: bool, packed: list[int]) 
 
 
 def test_weights_that_are_computed_when_read(packed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", 0)
+    monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", 0)
     layer, lens = AdditiveAttention(8, query_size=6, key_size=6).double(), torch.tensor([2, 4])
     q, k, v = (torch.randn(BATCH, n, 6, dtype=torch.float64, requires_grad=True) for n in (3, KEYS, KEYS))
     with torch.no_grad():

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("torch_seed")
 def kept(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Calls keep their inputs, however few the weights; not in the test of few."""
     if request.node.originalname != "test_few_are_computed_in_the_pass":
-        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", 0)
+        monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", 0)
 
 
 @every_layer
@@ -57,7 +57,7 @@ def test_few_are_computed_in_the_pass(case: Case) -> None:
 
 @pytest.mark.parametrize("few", [0, 2**12])
 def test_a_batch_of_values_alone_is_not_one_of_weights(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+    monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", few)
     layer, x = DotProductAttention(), torch.randn(1, 3, 2)
     layer(x, x, torch.randn(4, 3, 2))
     assert layer.attention_weights.shape == (1, 3, 3)
@@ -102,7 +102,7 @@ class TestAttentionWeights:
         layer(*inputs, lens)
         wanted, found = layer.attention_weights, []
         for few in (wanted.numel() - 1, wanted.numel()):
-            monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+            monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", few)
             torch.manual_seed(1)
             out = layer(*inputs, lens)
             assert (layer._last.computed is None) == (few < wanted.numel())

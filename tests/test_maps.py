@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore.analysis import summaries, topk
+from attnscore.analysis import topk
+from attnscore.base import thresholds
 from cases import FRAMEWORKS, needs_native
 
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -73,7 +74,7 @@ def test_pooled_weights_are_sums_of_blocks(name: str, bins: tuple[int, int], fra
 @pytest.mark.parametrize("k", [1, 3, 13])
 @pytest.mark.parametrize("held", [2**20, 1])
 def test_top_weights_are_the_largest(name: str, k: int, held: int, framework: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(summaries, "_MAX_WEIGHTS", held)
+    monkeypatch.setattr(thresholds, "POOLED_WEIGHTS", held)
     found = ats.top_weights(*arrays(framework), k, **given(name, framework))
     whole, weights, index = matrix(name), host(found.weights), host(found.index)
     assert np.allclose(weights, -np.sort(-whole, -1)[..., :k], rtol=1e-12, atol=1e-14)
@@ -171,8 +172,8 @@ def long_arrays(framework: str, dtype: str = "float64") -> tuple[Any, Any]:
 @pytest.mark.parametrize("held", [2**20, 2**8])
 def test_top_weights_through_bins_of_keys(name: str, held: int, framework: str, monkeypatch: Any) -> None:
     """The way of long rows, on rows that are short enough to be compared whole."""
-    monkeypatch.setattr(topk, "_MIN_KEYS", 1)
-    monkeypatch.setattr(topk, "_MAX_NUMBERS", held)
+    monkeypatch.setattr(thresholds, "BLOCKWISE_KEYS", 1)
+    monkeypatch.setattr(thresholds, "BLOCKWISE_NUMBERS", held)
     arguments = dict(BY_BINS[name])
     score = arguments.get("score")
     if framework == "torch" and score is not None:
@@ -200,7 +201,7 @@ def spied(function: Any, calls: list[Any]) -> Any:
 @needs_native
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_top_weights_through_bins_in_narrow_dtypes(dtype: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(topk, "_MIN_KEYS", 1)
+    monkeypatch.setattr(thresholds, "BLOCKWISE_KEYS", 1)
     found = ats.top_weights(*long_arrays("torch", dtype), 2, mask=ats.Causal("bottom_right"))
     assert found.weights.dtype == getattr(torch, dtype)
     whole = ats.attention_weights(
@@ -213,7 +214,7 @@ def test_top_weights_through_bins_in_narrow_dtypes(dtype: str, monkeypatch: Any)
 
 def test_scores_of_a_high_level_weigh_no_more_than_one(monkeypatch: Any) -> None:
     """The kernel's largest score and the one computed again differ by a rounding, at 1e5 of 0.01."""
-    monkeypatch.setattr(topk, "_MIN_KEYS", 1)
+    monkeypatch.setattr(thresholds, "BLOCKWISE_KEYS", 1)
     query, key = (300 * x.astype(np.float32) for x in long_arrays("numpy"))
     weights = ats.top_weights(query, key, 2).weights
     assert weights.max() <= 1 and np.allclose(
@@ -223,7 +224,7 @@ def test_scores_of_a_high_level_weigh_no_more_than_one(monkeypatch: Any) -> None
 
 @pytest.mark.parametrize("what", ["nan", "bias", "scattered", "many"])
 def test_what_bins_do_not_take_is_computed_whole(what: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(topk, "_MIN_KEYS", 1)
+    monkeypatch.setattr(thresholds, "BLOCKWISE_KEYS", 1)
     monkeypatch.setattr(topk, "topk_by_blocks", lambda *_: pytest.fail("taken"))
     query, key = (x[0, :3] for x in long_arrays("numpy"))
     arguments: dict[str, Any] = {}
@@ -242,8 +243,8 @@ def test_what_bins_do_not_take_is_computed_whole(what: str, monkeypatch: Any) ->
 
 @pytest.mark.parametrize("rows", [1, 5, 11])
 def test_pooled_weights_by_a_few_rows_at_a_time(rows: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(summaries, "_MIN_QUERIES", rows)
-    monkeypatch.setattr(summaries, "_MAX_WEIGHTS", 1)
+    monkeypatch.setattr(thresholds, "POOLED_QUERIES", rows)
+    monkeypatch.setattr(thresholds, "POOLED_WEIGHTS", 1)
     arguments = {"mask": ats.Causal("bottom_right"), "valid_lens": [4, 9], "sink": 0.5}
     found = ats.pooled_weights(*arrays("numpy"), (4, 3), **arguments)
     monkeypatch.undo()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import attnscore as ats
+from attnscore.base import thresholds
 from attnscore.masks import function as mask_function
 from attnscore.masks.cached import CachedMask
 from attnscore.masks.intervals import IntervalSet
@@ -129,7 +130,7 @@ def test_heads_are_query_heads_also_where_they_share_keys() -> None:
 @pytest.mark.parametrize("strip", [1, 20, 2**20])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_intervals_do_not_depend_on_the_strips(strip: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_function, "STRIP", strip)
+    monkeypatch.setattr(thresholds, "MASK_PAIRS", strip)
     ids = np.sort(RNG.integers(0, 4, (batch, 17)), axis=1)
     mask = ats.MaskFunction(same_document, (ids,))
     found = mask.intervals(17, 17, batch)
@@ -154,7 +155,7 @@ def test_odd_lengths(lengths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("strip", [1, 60, 2**20])
 def test_a_few_pieces_a_row(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_function, "STRIP", strip)
+    monkeypatch.setattr(thresholds, "MASK_PAIRS", strip)
     mask = ats.MaskFunction(sinks)
     found = mask.interval_set(23, 23, 2)
     assert found is not None and found.start.shape == (2, 1, 23) and mask.intervals(23, 23, 2) is None
@@ -166,7 +167,7 @@ def test_a_few_pieces_a_row(strip: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_last_strip_may_have_fewer_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_function, "STRIP", 1)
+    monkeypatch.setattr(thresholds, "MASK_PAIRS", 1)
     found = ats.MaskFunction(lambda b, h, i, j: (i >= 3) | (j != 2)).interval_set(5, 6)
     assert found is not None and found.start[:, 0, :].tolist() == [[0] * 5, [3, 3, 3, 6, 6]]
     assert found.stop[:, 0, :].tolist() == [[2, 2, 2, 6, 6], [6] * 5]
@@ -234,7 +235,7 @@ def test_memory_is_a_strip() -> None:
     found = ats.MaskFunction(lambda b, h, q, k: key_of(k) <= q).intervals(4096, 4096)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found is not None and peak < 16 * mask_function.STRIP
+    assert found is not None and peak < 16 * thresholds.MASK_PAIRS
 
 
 def key_of(x: Any) -> Any:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore.kernels.native import chunked_masks
+from attnscore.base import thresholds
 from native_cases import native
 
 RNG = np.random.default_rng(0)
@@ -97,9 +97,9 @@ def strips(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Strips of so many rows, asked for so many pairs at a time."""
 
     def of(rows: int, pairs: int = 2**20) -> None:
-        monkeypatch.setattr(chunked_masks, "CHUNK_BYTES", 1)
-        monkeypatch.setattr(chunked_masks, "MIN_CHUNK_ROWS", rows)
-        monkeypatch.setattr(chunked_masks, "BLOCK_PAIRS", pairs)
+        monkeypatch.setattr(thresholds, "CHUNK_BYTES", 1)
+        monkeypatch.setattr(thresholds, "CHUNK_ROWS", rows)
+        monkeypatch.setattr(thresholds, "EVALUATED_PAIRS", pairs)
 
     return of
 
@@ -177,8 +177,8 @@ def test_what_pieces_hide_is_not_asked_for() -> None:
 
 def test_memory_is_that_of_a_strip(monkeypatch: pytest.MonkeyPatch) -> None:
     """4096 x 4096 booleans are 16 MB, the numbers on their way 8 times as many."""
-    monkeypatch.setattr(chunked_masks, "CHUNK_BYTES", 2**19)
-    monkeypatch.setattr(chunked_masks, "BLOCK_PAIRS", 2**16)
+    monkeypatch.setattr(thresholds, "CHUNK_BYTES", 2**19)
+    monkeypatch.setattr(thresholds, "EVALUATED_PAIRS", 2**16)
     x, ids = draw(1, 1, 4096, 2).astype("f4"), RNG.integers(0, 9, 4096)
     tracemalloc.start()
     out, pullback = ats.attend_vjp(x, x, x, mask=ats.Documents(ids) | ats.SlidingWindow(9, 0), kernel="native")

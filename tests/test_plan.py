@@ -282,7 +282,7 @@ def test_a_known_mask_is_the_mask() -> None:
     assert repr(mask) in str(ats.explain(*arrays, mask=mask))
     outs = [ats.attend(*arrays, mask=mask, kernel=kernel) for kernel in ("streaming", "dense")]
     torch.testing.assert_close(*outs)
-    long = torch.zeros(1, cached._MAX_ROWS + 1, 2)
+    long = torch.zeros(1, thresholds.CACHED_MASK_ROWS + 1, 2)
     assert ats.attend(long, long, long, mask=ats.SlidingWindow(0, 0)).shape == long.shape
 
 
@@ -558,7 +558,7 @@ def test_a_named_score_with_biases_of_its_own_is_not_prepared(monkeypatch: pytes
 
 def test_a_gaussian_as_an_inner_product_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its norms are made of the numbers of each call."""
-    monkeypatch.setattr("attnscore.scores.gaussian.INNER_TERMS", 0)
+    monkeypatch.setattr("attnscore.base.thresholds.INNER_TERMS", 0)
     arrays = _inputs()
     wanted = ats.attend(*arrays, score="gaussian", kernel="dense")
     for _ in range(2):

@@ -12,7 +12,7 @@ import tensorflow as tf
 import torch
 
 import attnscore as ats
-from attnscore.kernels.native import chunked_masks
+from attnscore.base import thresholds
 from attnscore.plans import plan
 from covering import pairs
 
@@ -123,7 +123,7 @@ def test_scores(score: str, kernel: str) -> None:
 
 
 def test_evaluated_mask_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_masks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(thresholds, "CHUNK_BYTES", 1)
     x = inputs(250, 130, (6,))
     out, grads = expected(x, mask=MASKS["function"]())
     found, pullback = ats.attend_vjp(**x, mask=MASKS["function"](), kernel="native")
@@ -244,7 +244,7 @@ def test_jax(lead: tuple[int, ...], kernel: str) -> None:
 
 @pytest.mark.slow
 def test_jax_evaluated_mask_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_masks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(thresholds, "CHUNK_BYTES", 1)
     x = inputs(250, 130, (6,))
     mask = MASKS["function"]()
     out, grads = expected(x, mask=mask)

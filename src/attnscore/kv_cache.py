@@ -29,6 +29,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.api import attend
 from attnscore.backends.base import Array, Backend, itemsize
+from attnscore.base import thresholds
 from attnscore.base.arguments import check_count, check_flag, is_whole, shown
 from attnscore.errors import ArgumentError, FileError, FrameworkError, ShapeError, message
 from attnscore.kv_buffers import checks
@@ -44,9 +45,6 @@ from attnscore.scores.base import describe
 
 __all__ = ["KeyValueCache", "RollingWindow"]
 
-# Pairs of query and slot up to which the mask of a window becomes a boolean array: a plan reads that at each call,
-# while intervals, being part of the plan, are planned anew at each step (0.5 ms).
-_FEW_PAIRS = 2**18
 
 _outside_graphs = backends.outside_graphs(
     "a KeyValueCache decides by lengths on the host; compile what is around, with cache.arguments(query)"
@@ -427,7 +425,7 @@ class KeyValueCache:
             lens = None
         elif lens is None:
             mask = self.mask(count)
-            if self._storage.is_in_place and self._batch * count * self.slots <= _FEW_PAIRS:
+            if self._storage.is_in_place and self._batch * count * self.slots <= thresholds.WINDOW_PAIRS:
                 array = mask.materialize(count, self.slots, self._batch)
                 mask = self._ops.asarray(array[:, None] if self._has_heads else array, query)
         if self._storage.is_in_place and backends.of({"query": query}).needs_grad(query):

@@ -11,6 +11,7 @@ import torch
 from device_calls import DEVICE, equal, run
 
 import attnscore as ats
+from attnscore.base import thresholds
 from attnscore.kernels.triton import additive_gradients, tiles
 from cases import ACTIVATIONS, MASK, Sizes
 from covering import pairs
@@ -56,7 +57,7 @@ def test_the_same_bits_in_any_order_and_chunk(
 ) -> None:
     call = make_call("additive-tanh-heads", "nested", "float32", "hiding-bias")
     first = run(call, kernel="triton")
-    monkeypatch.setattr(additive_gradients, "CHUNK_PAIRS", chunk)
+    monkeypatch.setattr(thresholds, "GRADIENT_PAIRS", chunk)
     equal(first, run(call, kernel="triton"))
     request.getfixturevalue("reversed_grid")
     equal(first, run(call, kernel="triton"))

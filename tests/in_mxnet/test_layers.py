@@ -13,8 +13,8 @@ import pytest
 from mxnet import autograd, gluon, np
 
 import attnscore as ats
+from attnscore.base.thresholds import KEPT_WEIGHTS
 from attnscore.layers import mxnet as layers
-from attnscore.layers.description import FEW_WEIGHTS
 from attnscore.layers.mxnet import (
     AdditiveAttention,
     BilinearAttention,
@@ -212,11 +212,11 @@ def test_multi_head_is_attend_between_projections(score: str) -> None:
 NORMALIZERS = ("sigmoid", "sparsemax", "entmax15", ats.Entmax(1.2))
 
 
-@pytest.mark.parametrize("few", [0, FEW_WEIGHTS])
+@pytest.mark.parametrize("few", [0, KEPT_WEIGHTS])
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 def test_layers_of_other_normalizers_are_attend(normalizer: Any, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against NumPy's in float64, which the tests of NumPy hold to the definitions; a sequence without keys too."""
-    monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+    monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", few)
     arrays, call = inputs(), {"normalizer": normalizer, "valid_lens": [2, 7, 0]}
     q, k, v = (x.asnumpy().astype("float64") for x in arrays)
     matrix = random(4, 4, seed=3)
@@ -392,11 +392,11 @@ def test_other_dtypes(name: str, dtype: str) -> None:
 
 @every_layer
 @pytest.mark.parametrize("of_lens", [np, onp], ids=["mxnet", "numpy"])
-@pytest.mark.parametrize("few", [0, FEW_WEIGHTS])
+@pytest.mark.parametrize("few", [0, KEPT_WEIGHTS])
 def test_weights_are_those_of_the_call_whatever_happens_after(
     name: str, of_lens: Any, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+    monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", few)
     layer, (queries, keys, values) = made(name), inputs()
     lens, mask = of_lens.array([2, 7, 4]), of_lens.ones((3, 5, 7), dtype=bool)
     mask[:, 0, 1] = False
@@ -417,8 +417,8 @@ def test_weights_are_those_of_the_call_whatever_happens_after(
 @every_layer
 def test_few_weights_are_computed_in_the_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, given, found = made(name), inputs(), {}
-    for few in (FEW_WEIGHTS, 0):
-        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+    for few in (KEPT_WEIGHTS, 0):
+        monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", few)
         with autograd.record():
             layer(*given, np.array([2, 7, 4]))
         assert (layer._last.computed is not None) == bool(few)

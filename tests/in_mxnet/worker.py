@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import attnscore as ats
 from attnscore.base import thresholds
-from attnscore.scores import gaussian
 from cases import MASK, SCORE, Sizes
 from in_mxnet.exchange import receive, send
 
@@ -60,11 +59,13 @@ def answer(row: dict[str, Any], given: dict[str, np.ndarray]) -> dict[str, np.nd
 def main() -> None:
     # Whatever prints goes elsewhere: standard output carries the answers.
     stdout, sys.stdout = sys.stdout.buffer, sys.stderr
-    usual = thresholds.TILE_SCORES, thresholds.SMALLEST_TILE, gaussian.INNER_TERMS
+    usual = thresholds.TILE_SCORES, thresholds.SMALLEST_TILE, thresholds.INNER_TERMS
     while (request := receive(sys.stdin.buffer)) is not None:
         row = json.loads(str(request.pop("row")))
         small = 1, 4, 0
-        thresholds.TILE_SCORES, thresholds.SMALLEST_TILE, gaussian.INNER_TERMS = small if row["small_tiles"] else usual
+        thresholds.TILE_SCORES, thresholds.SMALLEST_TILE, thresholds.INNER_TERMS = (
+            small if row["small_tiles"] else usual
+        )
         # Those who have arrays of length 0 have said so: npx.set_np() for the whole of their program.
         with_zeros = any(not x.shape or 0 in x.shape for x in request.values())
         try:

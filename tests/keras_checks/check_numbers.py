@@ -26,9 +26,9 @@ from together import (
 
 import attnscore as ats
 from attnscore.base.cache import BoundedCache
+from attnscore.base.thresholds import KEPT_WEIGHTS
 from attnscore.layers import keras as layers
 from attnscore.layers import keras_inputs
-from attnscore.layers.description import FEW_WEIGHTS
 from attnscore.layers.keras import (
     AdditiveAttention,
     BilinearAttention,
@@ -222,20 +222,20 @@ class TestAttentionWeights:
     def test_few_are_computed_in_the_pass(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         _, layer = counterparts(case, dropout=0.5, seed=1)
         inputs, lens, found = arrays(*case.inputs()), np.array([2, 4]), {}
-        for few in (FEW_WEIGHTS, 0):
-            monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+        for few in (KEPT_WEIGHTS, 0):
+            monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", few)
             layer(*inputs, lens, training=True)
             assert (layer.__dict__["_last"].computed is not None) == bool(few)
             found[few] = layer.attention_weights
-        close(found[FEW_WEIGHTS], found[0])
+        close(found[KEPT_WEIGHTS], found[0])
         for most in (SHOWN(found[0]).size - 1, SHOWN(found[0]).size):
-            monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", most)
+            monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", most)
             layer(*inputs, lens)
             assert (layer.__dict__["_last"].computed is not None) == (most == SHOWN(found[0]).size)
 
-    @pytest.mark.parametrize("few", [0, FEW_WEIGHTS])
+    @pytest.mark.parametrize("few", [0, KEPT_WEIGHTS])
     def test_are_read_without_a_gradient(self, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+        monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", few)
         layer = DotProductAttention()
         if BACKEND == "torch":
             x = torch.tensor(self.x, requires_grad=True)
@@ -290,9 +290,9 @@ class TestAttentionWeights:
         model(self.x)
         assert tuple(layer.attention_weights.shape) == (2, 3, 3)
 
-    @pytest.mark.parametrize("few", [0, FEW_WEIGHTS])
+    @pytest.mark.parametrize("few", [0, KEPT_WEIGHTS])
     def test_do_not_follow_an_optimiser_step(self, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("attnscore.layers.description.FEW_WEIGHTS", few)
+        monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", few)
         layer = BilinearAttention()
         layer(self.x, self.x, self.x)
         before = SHOWN(layer.attention_weights)

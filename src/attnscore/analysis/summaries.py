@@ -16,17 +16,13 @@ from attnscore import backends, kernels
 from attnscore.analysis import topk
 from attnscore.analysis.weights import matrix_of, problem_without_value, sliced
 from attnscore.backends.base import Array
+from attnscore.base import thresholds
 from attnscore.base.arguments import is_whole, shown
 from attnscore.base.sizes import is_unknown
 from attnscore.errors import ArgumentError, message
 from attnscore.kernels import tiling
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
-
-# Weights computed at a time: 4 MB in float32, and a few arrays of that size.
-_MAX_WEIGHTS = 2**20
-# With fewer queries in a call of a kernel, reading the keys would be most of its time.
-_MIN_QUERIES = 1024
 
 
 class TopWeights(NamedTuple):
@@ -86,7 +82,7 @@ def top_weights(
         if topk.is_profitable(problem, int(k)):
             weights, index = topk.topk_by_blocks(problem, int(k))
         else:
-            step = max(1, _MAX_WEIGHTS // (_matrices(problem) * score_shape.key_len))
+            step = max(1, thresholds.POOLED_WEIGHTS // (_matrices(problem) * score_shape.key_len))
             parts = []
             for first in range(0, max(1, score_shape.query_len), step):
                 rows = slice(first, first + step)
@@ -170,7 +166,7 @@ def pooled_weights(
             _in_bins(0, score_shape.key_len, score_shape.key_len, across), problem.value, problem.accumulator
         )
         # Some queries at a time: each has as many numbers as there are bins of keys.
-        step = max(_MIN_QUERIES, _MAX_WEIGHTS // (_matrices(problem) * across))
+        step = max(thresholds.POOLED_QUERIES, thresholds.POOLED_WEIGHTS // (_matrices(problem) * across))
         found = ops.zeros((*score_shape.rows[:-1], down, across), problem.value, problem.accumulator)
         for first in range(0, max(1, score_shape.query_len), step):
             last = min(first + step, score_shape.query_len)

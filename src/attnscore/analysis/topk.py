@@ -19,6 +19,7 @@ import numpy as np
 
 from attnscore import kernels
 from attnscore.backends.base import HALF_PRECISION, Array, Backend, HostArray
+from attnscore.base import thresholds
 from attnscore.base.layout import ScoreShape
 from attnscore.base.sizes import is_unknown
 from attnscore.kernels import tiling
@@ -30,12 +31,6 @@ from attnscore.scores.forms import Form, Role
 # Keys in a block: a tile of the native kernel.
 _BLOCK_BITS = 6
 _BLOCK = 2**_BLOCK_BITS
-# With fewer keys all weights are as fast: a forward by blocks has an overhead.
-_MIN_KEYS = 4096
-# Copying a candidate key costs about 6 times what computing one weight does.
-_MIN_BLOCKS_PER_CANDIDATE = 8
-# Numbers held at a time for queries x blocks, and for the candidate keys: 4 MB each in float32.
-_MAX_NUMBERS = 2**20
 
 
 def is_profitable(problem: Problem, k: int) -> bool:
@@ -44,8 +39,8 @@ def is_profitable(problem: Problem, k: int) -> bool:
     if any(map(is_unknown, score_shape.rows)) or is_unknown(score_shape.key_len) or 0 in score_shape.rows:
         return False
     if (
-        score_shape.key_len < _MIN_KEYS
-        or k * _BLOCK * _MIN_BLOCKS_PER_CANDIDATE > score_shape.key_len
+        score_shape.key_len < thresholds.BLOCKWISE_KEYS
+        or k * _BLOCK * thresholds.BLOCKS_A_CANDIDATE > score_shape.key_len
         or problem.bias is not None
     ):
         return False
@@ -87,8 +82,8 @@ class _Blocks:
 def _of_sequence(problem: Problem, entry: int, k: int) -> tuple[Array, Array]:
     ops, score_shape, blocks = problem.ops, problem.score_shape, _in_blocks(problem, entry)
     matrices = max(1, math.prod(score_shape.rows[1:-1]))
-    rows = max(_BLOCK, _MAX_NUMBERS // (matrices * blocks.count))
-    few = max(1, _MAX_NUMBERS // (matrices * k * _BLOCK * max(blocks.widths.values())))
+    rows = max(_BLOCK, thresholds.BLOCKWISE_NUMBERS // (matrices * blocks.count))
+    few = max(1, thresholds.BLOCKWISE_NUMBERS // (matrices * k * _BLOCK * max(blocks.widths.values())))
     parts = []
     for first in range(0, score_shape.query_len, rows):
         count = min(rows, score_shape.query_len - first)

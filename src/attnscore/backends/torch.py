@@ -36,6 +36,7 @@ from attnscore.backends.base import (
     VjpFunction,
     importable,
 )
+from attnscore.base import thresholds
 from attnscore.errors import FrameworkError, message
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -47,8 +48,6 @@ _NO_DISPATCH: Any = torch.Tensor.__torch_dispatch__
 # Device types that attention runs on, and their autocast dtypes outside `numeric_scope`.
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 _NO_SCOPE = contextlib.nullcontext()
-# Entries that one thread reads faster than PyTorch starts an operation.
-_MOST_ON_ONE_THREAD = 2**16
 _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated
 
 
@@ -521,7 +520,7 @@ def _is_finite(x: torch.Tensor) -> bool:
     """Whether all entries are known and finite; a program for ONNX takes all to be."""
     if is_compiling():
         return torch.onnx.is_in_onnx_export()
-    if _SHARES_LAYOUTS and x.numel() <= _MOST_ON_ONE_THREAD:
+    if _SHARES_LAYOUTS and x.numel() <= thresholds.READ_ON_ONE_THREAD:
         found: bool | None = native.module.is_all_finite(x)
         if found is not None:  # traced tensors have no memory that the module reads
             return found

@@ -69,3 +69,74 @@ UNPADDING_A_NUMBER = 40
 # Heads of all plans of a cache, over all elements of the batch: 2 KB each a direction, 75 MB. A call of more heads is
 # planned each time.
 PLANNED_HEADS = 2**15
+
+# Terms, (query, key, channel), for each element of query and key above which a Gaussian is faster as an inner product
+# in the native kernels. A term of the direct sum takes one more vector operation, a subtraction: 1/32 cycle in float32
+# with two 512-bit units, 1/16 with AVX2. The norms take three passes over the elements (x * x is written, and read by
+# the sum), 12 bytes each: 0.8 cycles from the second-level cache (16 bytes a cycle), 3 from memory (4 bytes a cycle).
+# So both cost the same at 25 to 100 terms, with AVX2 at 12 to 50. A gradient raises both costs alike: three more
+# subtractions in the native backward, about eight more passes in the framework's.
+INNER_TERMS = 64
+# What checking whether it is accurate takes, in elements: about 50 us, or 2 cycles for each of these.
+INNER_OVERHEAD = 2**16
+# Terms from which an accelerator takes the inner product: 16 us at an H200's limit (computed).
+ACCELERATOR_INNER_TERMS = 2**28
+
+# Pairs of query and key, over all heads, up to which a layer's call computes the weights that it keeps in its own pass:
+# 10 to 50 us, where reading them from kept inputs takes 500 to 700 us in Keras and Flax (Xeon with AVX-512,
+# 2026-11-25).
+KEPT_WEIGHTS = 2**12
+
+# Masks that are cached: queries (times batch rows), intervals of masks of up to so many queries (of longer ones as many
+# as queries), and index values; and the intervals of all of them, 32 MB.
+CACHED_MASK_ROWS = 2**16
+CACHED_MASK_INTERVALS = 4096
+CACHED_MASK_NUMBERS = 1024
+ALL_CACHED_INTERVALS = 2**21
+# Queries (times batch rows) of all cached intervals of functions: 64 MB with one interval each.
+ALL_FUNCTION_ROWS = 2**22
+# Edges of all cached graphs, of 32 bytes each, and plans of each, of a few numbers for each edge.
+ALL_CACHED_EDGES = 2**26
+NEIGHBOUR_PLANS = 24
+# Pairs of a function evaluated together: 1 MB of booleans, and 8 MB for each temporary of 64-bit numbers.
+MASK_PAIRS = 2**20
+# A mask that the native kernel cannot read is evaluated for a chunk of queries at a time: bytes of a chunk, but at
+# least so many rows, as the module reads all keys for each query tile of 48 to 192 rows.
+CHUNK_BYTES = 2**23
+CHUNK_ROWS = 96
+# Of a chunk pairs evaluated together, whose intermediate values may take 8 bytes a pair, and rows: under a sliding
+# window, all keys between the first and last window are evaluated.
+EVALUATED_PAIRS = 2**20
+EVALUATED_ROWS = 256
+# Pairs of query and slot up to which the mask of a window of a cache becomes a boolean array: a plan reads that at each
+# call, while intervals, being part of the plan, are planned anew at each step (0.5 ms).
+WINDOW_PAIRS = 2**18
+
+# The largest weights by blocks of keys: keys from which that takes less time than all weights, blocks for each
+# candidate, as copying a candidate key takes about 6 times what computing one weight does, and numbers held at a time
+# for queries x blocks and for the candidate keys, 4 MB each in float32.
+BLOCKWISE_KEYS = 4096
+BLOCKS_A_CANDIDATE = 8
+BLOCKWISE_NUMBERS = 2**20
+# Pooled maps: weights computed at a time, 4 MB in float32, and queries in a call of a kernel, as with fewer reading the
+# keys would be most of its time.
+POOLED_WEIGHTS = 2**20
+POOLED_QUERIES = 1024
+
+# Entries that one thread reads in less time than PyTorch takes to start an operation.
+READ_ON_ONE_THREAD = 2**16
+# Bytes from which JAX shares the memory of an array of NumPy: a smaller one is copied, 17 us in place of 45 (JAX 0.10).
+SHARED_BYTES = 2**19
+
+# Pairs of a chunk of additive gradients on a GPU: their gradients and weights take 64 MB.
+GRADIENT_PAIRS = 2**23
+
+# Rows of so many ranges are taken by their positions: one copy in place of many slices.
+MANY_RANGES = 32
+# Bytes of keys and values in a chunk of a file; two of them are in memory at a time.
+FILE_CHUNK_BYTES = 2**25
+# Queries, and pairs of a mask, counted together for the cost of a way to exchange.
+COUNTED_QUERIES = 2**16
+COUNTED_PAIRS = 2**22
+# Neighbours of a graph that are closer than this are fetched as one range, with the keys between them.
+FETCHED_GAP = 64

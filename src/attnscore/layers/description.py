@@ -23,6 +23,7 @@ from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
 from attnscore.backends.base import Array, accumulator
+from attnscore.base import thresholds
 from attnscore.base.arguments import check_flag, check_positive, shown
 from attnscore.base.sizes import may_equal
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
@@ -40,9 +41,6 @@ A = TypeVar("A")
 INPUTS = ("queries", "keys", "values")
 # What the two projections that take no input of the call are applied to.
 HIDDEN, POOLED = "hidden units", "pooled heads"
-# Pairs of query and key, over all heads, up to which a call computes its weights in its own pass: 10 to 50 us, where
-# reading them from kept inputs takes 500 to 700 us in Keras and Flax (Xeon with AVX-512, 2026-11-25).
-FEW_WEIGHTS = 2**12
 # Added to the mean square of queries and keys before its root.
 NORM_EPSILON = 1e-6
 
@@ -629,7 +627,9 @@ class BaseAttention(Generic[A]):
         if keeps_weights:
             batch, heads = max(query.shape[0], key.shape[0]), self._layer.heads or 1
             # A larger batch of the values would be that of these weights, and not of those of the inputs.
-            keeps_weights = batch * heads * query.shape[1] * key.shape[1] <= FEW_WEIGHTS and value.shape[0] <= batch
+            keeps_weights = (
+                batch * heads * query.shape[1] * key.shape[1] <= thresholds.KEPT_WEIGHTS and value.shape[0] <= batch
+            )
         weights = None
         if keeps_weights or returns_weights:
             out, weights = attend(query, key, value, dropout=dropout, seed=seed, return_weights=True, **arguments)

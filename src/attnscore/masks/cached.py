@@ -17,6 +17,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
+from attnscore.base import thresholds
 from attnscore.base.cache import BoundedCache
 from attnscore.base.layout import ScoreShape, entries_of
 from attnscore.base.sizes import is_unknown
@@ -25,12 +26,6 @@ from attnscore.masks.builtin import BUILTIN, Dense
 from attnscore.masks.index_values import by_row
 from attnscore.masks.intervals import IntervalSet
 
-# Limits on a cached mask: queries (times batch rows), intervals of short ones and of others, and index values.
-_MAX_ROWS = 2**16
-_MAX_SHORT = 4096
-_MAX_NUMBERS = 1024
-# Intervals of all cached masks: 32 MB.
-_MAX_INTERVALS = 2**21
 # The intervals of these masks depend on their fields alone, which a custom mask does not promise. `Dense` has none.
 _FIELDS: dict[type[Mask], tuple[str, ...]] = {
     kind: tuple(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]  # all are dataclasses
@@ -80,7 +75,7 @@ class CachedMask(IntervalSetMask):
         return self.text
 
 
-_CACHE: BoundedCache[CachedMask | None] = BoundedCache(256, _MAX_INTERVALS)
+_CACHE: BoundedCache[CachedMask | None] = BoundedCache(256, thresholds.ALL_CACHED_INTERVALS)
 
 
 def cached_mask(mask: Mask, ops: Backend, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask:
@@ -96,7 +91,10 @@ def cached_mask(mask: Mask, ops: Backend, score_shape: ScoreShape, check: Callab
 
 def _cached(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask | None:
     """Return the cached mask of the same values, or `mask` where they are no intervals; None: it has no signature."""
-    if score_shape.batch * score_shape.query_len > _MAX_ROWS or (signature := _signature(mask)) is None:
+    if (
+        score_shape.batch * score_shape.query_len > thresholds.CACHED_MASK_ROWS
+        or (signature := _signature(mask)) is None
+    ):
         return None
 
     def compute() -> CachedMask | None:
@@ -118,7 +116,11 @@ def intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
 
 def _most(score_shape: ScoreShape) -> int:
     """Return how many intervals a cached mask may have, which is its weight."""
-    return _MAX_SHORT if score_shape.batch * score_shape.query_len <= _MAX_SHORT else _MAX_ROWS
+    return (
+        thresholds.CACHED_MASK_INTERVALS
+        if score_shape.batch * score_shape.query_len <= thresholds.CACHED_MASK_INTERVALS
+        else thresholds.CACHED_MASK_ROWS
+    )
 
 
 def _for_call(mask: Mask, ops: Backend, score_shape: ScoreShape) -> Mask:
@@ -155,7 +157,7 @@ def _value_signature(x: Any) -> Hashable:
     except (TypeError, RuntimeError):
         # Sparse or nested arrays, which the checks refuse with a message.
         return None
-    if values is None or values.dtype.kind not in "biuf" or values.size > _MAX_NUMBERS:
+    if values is None or values.dtype.kind not in "biuf" or values.size > thresholds.CACHED_MASK_NUMBERS:
         return None
     return type(x), values.dtype.str, values.shape, values.tobytes()
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, importable
+from attnscore.base import thresholds
 from attnscore.base.arguments import is_whole, shown
 from attnscore.base.cache import BoundedCache
 from attnscore.base.layout import ScoreShape
@@ -31,10 +32,6 @@ from attnscore.masks.closures import snapshot
 from attnscore.masks.intervals import MOST, HostArray, IntervalSet, runs_of
 from attnscore.masks.validation import checked_booleans
 
-# Pairs evaluated together: 1 MB of booleans, and 8 MB for each temporary of 64-bit numbers in the function.
-STRIP = 2**20
-# Queries, times batch rows, of all cached intervals: 64 MB with one interval each.
-_MOST_ROWS = 2**22
 _CAPTURED_HINT = "arrays that it reads are passed to it by MaskFunction(function, captured=(array,))"
 _HINTS = dict.fromkeys(("numpy", "torch", "jax", "mxnet"), _CAPTURED_HINT)
 _HINTS["tensorflow"] = f"tf.gather(array, index) in place of array[index]; {_CAPTURED_HINT}"
@@ -186,7 +183,7 @@ class MaskFunction(_IndexFunction, IntervalSetMask):
         return evaluated if intervals is None else intervals
 
 
-_INTERVALS: BoundedCache[CachedMask | None] = BoundedCache(256, _MOST_ROWS)
+_INTERVALS: BoundedCache[CachedMask | None] = BoundedCache(256, thresholds.ALL_FUNCTION_ROWS)
 
 
 def _search(
@@ -243,7 +240,7 @@ def _intervals_by_chunks(
     if first is None:
         return None
     shared, most = len(first) == 1, 1
-    count = max(1, STRIP // (key_len * (1 if shared else batch)))
+    count = max(1, thresholds.MASK_PAIRS // (key_len * (1 if shared else batch)))
     for i in range(0, query_len, count):
         queries = i, min(i + count, query_len)
         block = evaluate(*queries)

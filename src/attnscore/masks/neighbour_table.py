@@ -10,15 +10,11 @@ from typing import Any
 import numpy as np
 
 from attnscore import backends
+from attnscore.base import thresholds
 from attnscore.base.cache import BoundedCache
 from attnscore.errors import MaskError, message
 from attnscore.masks.index_values import check_cumulative, check_whole
 from attnscore.masks.intervals import HostArray
-
-# Each has a few numbers for each edge. Plans differ by what a block of queries may hold, which depends on the batch.
-_MOST_PLANS = 24
-# Edges of all cached tables, of 32 bytes each.
-_MOST_EDGES = 2**26
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +45,7 @@ class NeighbourTable:
     key_len: int
     arrays: tuple[HostArray, HostArray]
     """The two in the dtypes of the caller."""
-    _plans: BoundedCache[Any] = field(default_factory=lambda: BoundedCache(_MOST_PLANS))
+    _plans: BoundedCache[Any] = field(default_factory=lambda: BoundedCache(thresholds.NEIGHBOUR_PLANS))
 
     @classmethod
     def of(cls, indptr: Any, indices: Any, key_len: int) -> NeighbourTable | None:
@@ -112,11 +108,11 @@ class NeighbourTable:
         indices = self.codes[1:] % self.key_len
         if np.array_equal(indices, self.indices):
             return self
-        return replace(self, indices=indices, _plans=BoundedCache(_MOST_PLANS))
+        return replace(self, indices=indices, _plans=BoundedCache(thresholds.NEIGHBOUR_PLANS))
 
     def planned(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """Return what a kernel derives from the table alone, computed at the first call for each `key`."""
         return self._plans.get_or_compute(key, compute)
 
 
-_TABLES: BoundedCache[NeighbourTable] = BoundedCache(16, _MOST_EDGES)
+_TABLES: BoundedCache[NeighbourTable] = BoundedCache(16, thresholds.ALL_CACHED_EDGES)

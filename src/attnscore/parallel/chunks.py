@@ -19,6 +19,7 @@ import numpy as np
 
 from attnscore import backends, kernels
 from attnscore.backends.base import Array, Backend, accumulator
+from attnscore.base import thresholds
 from attnscore.base.arguments import check_count, is_number, shown
 from attnscore.base.layout import AxisLayout, check_bias_shape
 from attnscore.errors import ArgumentError, FrameworkError, message
@@ -31,9 +32,6 @@ from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem, build_problem, check_arrays, check_extra, wanted_statistics
 from attnscore.problem.statistics import COUNTED, AttentionStats, in_whole, joinable
-
-# Bytes of keys and values in a chunk of the default size; two of them are in memory at a time.
-_CHUNK_BYTES = 2**25
 
 
 def attend_chunks(
@@ -157,7 +155,7 @@ class _Parts:
         shape = self.layout.score_shape
         if chunk is None:
             row = sum(math.prod(x.shape) * _size(x) for x in files.values()) // max(1, shape.key_len)
-            chunk = max(1, _CHUNK_BYTES // max(1, row))
+            chunk = max(1, thresholds.FILE_CHUNK_BYTES // max(1, row))
         elif check_count("chunk", chunk) < 1:
             raise ArgumentError(message("chunk", "a whole number of keys, 1 or more", chunk))
         pairs = Pairs(self.mask, shape.query_len, shape.key_len, shape.batch)

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from attnscore import backends
+from attnscore.base import thresholds
 from attnscore.base.layout import ScoreShape
 from attnscore.masks import BUILTIN, Mask, Neighbours, parts_of, split
 from attnscore.masks.base import all_of, atoms_of
@@ -23,13 +24,6 @@ from attnscore.masks.intervals import HostArray, IntervalSet
 from attnscore.masks.neighbour_table import NeighbourTable
 
 Range = tuple[int, int]
-
-# Queries counted together.
-_STRIP = 2**16
-# Pairs of a mask evaluated together.
-_BLOCK = 2**22
-# Neighbours of a graph that are closer than this are fetched as one range, with the keys between them.
-_GAP = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +49,9 @@ class Pairs:
         """Yield the pairs of the queries in `ranges`, some queries at a time."""
         gathered: list[HostArray] = []
         for start, stop in ranges:
-            for first in range(start, stop, _STRIP):
-                gathered.append(np.arange(first, min(first + _STRIP, stop)))
-                if sum(map(len, gathered)) >= _STRIP:
+            for first in range(start, stop, thresholds.COUNTED_QUERIES):
+                gathered.append(np.arange(first, min(first + thresholds.COUNTED_QUERIES, stop)))
+                if sum(map(len, gathered)) >= thresholds.COUNTED_QUERIES:
                     yield self.strip(np.concatenate(gathered))
                     gathered = []
         if gathered:
@@ -135,7 +129,7 @@ class Strip:
         """Yield blocks of queries and their unmasked pairs by `known` and `rest`, (matrices, queries, key)."""
         ops, pairs = backends.load("numpy"), self.pairs
         cols = np.arange(pairs.key_len)[None]
-        count = max(1, _BLOCK // max(1, pairs.key_len * pairs.batch))
+        count = max(1, thresholds.COUNTED_PAIRS // max(1, pairs.key_len * pairs.batch))
         heads = 1 if self.rest is None else max(1, self.rest.heads)
         shape = ScoreShape((pairs.batch,), heads, 1, pairs.query_len, pairs.key_len, has_heads=heads > 1)
         for first in range(0, len(self.rows), count):
@@ -176,7 +170,7 @@ def _is_readable(mask: Mask) -> bool:
 def _ranges_near(keys: HostArray) -> tuple[Range, ...]:
     """Return ranges that hold all `keys`; those between keys that are close to each other too."""
     keys = np.unique(keys)
-    ends = np.flatnonzero(np.diff(keys) > _GAP)
+    ends = np.flatnonzero(np.diff(keys) > thresholds.FETCHED_GAP)
     return _pairs(keys[np.append(0, ends + 1)[: len(keys)]], keys[np.append(ends, -1)[: len(keys)]] + 1)
 
 

@@ -19,15 +19,13 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array
+from attnscore.base import thresholds
 from attnscore.base.arguments import check_count, is_whole, shown
 from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.masks import Mask
 from attnscore.masks.intervals import HostArray
 from attnscore.parallel.pairs import Pairs, Range, union
-
-# From here on the rows of many ranges are taken by their positions: one copy instead of many slices.
-_MANY_RANGES = 32
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ class Shard:
         if not -len(shape) <= axis < len(shape) or shape[axis] != self.length:
             raise ShapeError(message("x", f"{self.length} positions on axis {axis}", f"shape {shape}"))
         axis %= len(shape)
-        if len(self.ranges) >= _MANY_RANGES:
+        if len(self.ranges) >= thresholds.MANY_RANGES:
             return ops.take(x, ops.asarray(self._positions, x), axis)
         parts = [ops.slice_axis(x, axis, start, stop - start) for start, stop in self.ranges or ((0, 0),)]
         return parts[0] if len(parts) == 1 else ops.concat(parts, axis)

@@ -14,6 +14,7 @@ from typing import Any, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
+from attnscore.base import thresholds
 from attnscore.base.arguments import check_held, largest_of
 from attnscore.base.sizes import broadcast, is_unknown
 from attnscore.errors import ArgumentError, ShapeError, message
@@ -32,18 +33,6 @@ from attnscore.scores.forms import DistanceForm, Form, InnerForm
 # score in float32 has an error of a few 1e-6. Without this bound it was 700 to 10^6 times that of the direct sum,
 # measured on x in 0..5 with bandwidth 0.1 and on years with bandwidth 1.
 INNER_LIMIT = 16.0
-
-# Terms, (query, key, channel), for each element of query and key above which the inner product is faster in the native
-# kernels. A term of the direct sum takes one more vector operation, a subtraction: 1/32 cycle in float32 with two
-# 512-bit units, 1/16 with AVX2. The norms take three passes over the elements (x * x is written, and read by the sum),
-# 12 bytes each: 0.8 cycles from the second-level cache (16 bytes a cycle), 3 from memory (4 bytes a cycle). So both
-# cost the same at 25 to 100 terms, with AVX2 at 12 to 50. A gradient raises both costs alike: three more subtractions
-# in the native backward, about eight more passes in the framework's.
-INNER_TERMS = 64
-# Overhead of the check's dozen operations, in elements: about 50 us, or 2 cycles for each of these.
-_CALLS = 2**16
-ACCELERATOR_TERMS = 2**28
-"""Terms of the direct sum from which an accelerator takes the inner product: 16 us at an H200's limit (computed)."""
 
 
 @final
@@ -160,10 +149,10 @@ def _is_inner_faster(ops: Backend, query: Array, key: Array) -> bool:
     elements = sum(math.prod(shape) for shape in shapes)
     # The native module is loaded with the kernels, unless it is missing or turned off.
     if "attnscore._native" in sys.modules and ops.has_cpu_buffer(query) and ops.has_cpu_buffer(key):
-        return bool(terms > INNER_TERMS * (elements + _CALLS))
+        return bool(terms > thresholds.INNER_TERMS * (elements + thresholds.INNER_OVERHEAD))
     if ops.is_accelerated(query):
         # Reading the largest norm waits for all work on the device.
-        return bool(terms > ACCELERATOR_TERMS)
+        return bool(terms > thresholds.ACCELERATOR_INNER_TERMS)
     # In the framework's own operations the direct sum makes several passes over an array of its terms.
     return bool(terms > elements)
 

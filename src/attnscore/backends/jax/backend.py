@@ -38,13 +38,13 @@ from attnscore.backends.jax.tracers import (
     layers_of_all,
 )
 from attnscore.backends.numpy import detached, is_finite, name_of
+from attnscore.base import thresholds
 from attnscore.base.sizes import Unknown, at_most, is_unknown
 from attnscore.errors import ArgumentError, message
 
 # `jnp.asarray` in a third of its time (17 us with JAX 0.10, which compiles a program for each shape either way). Both
 # copy; `device_put` shares memory, and takes 45 us.
 _copied = jax.jit(lambda x: x)
-_SHARED_BYTES = 2**19
 
 # Sizes of `jax.export`, for programs of any length. They have the arithmetic of integers, so that tiles and axes are
 # planned with them, but no order: whether a length exceeds a tile is known when the program runs.
@@ -147,7 +147,7 @@ class JaxBackend(Backend):
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         x = x.view(_canonical_dtype(dtype)) if x.itemsize == 2 else x
-        found: Array = _copied(x) if x.nbytes < _SHARED_BYTES else jax.device_put(x)
+        found: Array = _copied(x) if x.nbytes < thresholds.SHARED_BYTES else jax.device_put(x)
         return jax.device_put(found, like.sharding) if like is not None and like.committed else found
 
     def needs_grad(self, *arrays: Array) -> bool:

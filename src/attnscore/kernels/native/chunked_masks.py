@@ -21,6 +21,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from attnscore.backends.base import Array, HostArray
+from attnscore.base import thresholds
 from attnscore.kernels.native import marshalling
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS
 from attnscore.kernels.tiling import TilePlan
@@ -28,15 +29,6 @@ from attnscore.masks import And, Mask, lowering
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import Role
-
-# Booleans of a chunk: 8 MB, but at least `MIN_CHUNK_ROWS` rows, as the module reads all keys for each query tile of 48
-# to 192 rows.
-CHUNK_BYTES = 2**23
-MIN_CHUNK_ROWS = 96
-# Pairs evaluated together: intermediate values of a mask may take 8 bytes a pair, its result takes 1.
-BLOCK_PAIRS = 2**20
-# Rows evaluated together at most: under a sliding window, all keys between the first and last window are evaluated.
-MAX_BLOCK_ROWS = 256
 
 Arrays = Sequence[HostArray | None]
 MaskArrays = dict[str, Array]
@@ -206,7 +198,10 @@ def _with_row_offset(score: Any, rows: int) -> Any:
 def chunk_size(problem: Problem, shape: tuple[int, ...]) -> int:
     """Return how many queries of a mask of this shape make a chunk: all where one row serves all, or where they fit."""
     *lead, height, width = shape
-    count = max(MIN_CHUNK_ROWS, CHUNK_BYTES // max(1, math.prod(lead) * width) // MIN_CHUNK_ROWS * MIN_CHUNK_ROWS)
+    count = max(
+        thresholds.CHUNK_ROWS,
+        thresholds.CHUNK_BYTES // max(1, math.prod(lead) * width) // thresholds.CHUNK_ROWS * thresholds.CHUNK_ROWS,
+    )
     return problem.score_shape.query_len if height == 1 else min(count, problem.score_shape.query_len)
 
 
@@ -238,7 +233,9 @@ class _Chunks:
         """Return the mask of the rows [first, last); pairs outside the intervals are neither written nor read."""
         *lead, height, width = self.held.shape
         start, stop = self._key_range(first, last)
-        step = min(MAX_BLOCK_ROWS, max(1, BLOCK_PAIRS // max(1, math.prod(lead) * (stop - start))))
+        step = min(
+            thresholds.EVALUATED_ROWS, max(1, thresholds.EVALUATED_PAIRS // max(1, math.prod(lead) * (stop - start)))
+        )
         if height == 1:
             # All rows are equal, and one is evaluated.
             step = last - first

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attnscore.base import thresholds
 from attnscore.kernels.triton.additive import (
     ONE_TERM,
     TWO_TERMS,
@@ -42,8 +43,6 @@ from attnscore.kernels.triton.tiles import SUMS, padded
 if TYPE_CHECKING:
     from attnscore.kernels.triton.launch import Operands, Runner
 
-CHUNK_PAIRS = 2**23
-"""Pairs of a chunk: their gradients and weights take 64 MB."""
 TILE = (SUMS, 64)
 """Positions and channels of the sums of a program: 8 numbers for each of 128 threads, so that many programs wait for
 memory at a time (1.6 times as fast as four times as many numbers, on an H200)."""
@@ -344,8 +343,8 @@ def gradients(
     }
     of_weights = zeros(given.batch, heads, groups, triton.cdiv(n_q, block), hidden)
     pairs_of_tile = groups * tile.queries * pitch
-    most_kv = max(1, min(kv_heads, CHUNK_PAIRS // (tiles * pairs_of_tile)))
-    most_tiles = tiles if most_kv > 1 else max(1, min(tiles, CHUNK_PAIRS // pairs_of_tile))
+    most_kv = max(1, min(kv_heads, thresholds.GRADIENT_PAIRS // (tiles * pairs_of_tile)))
+    most_tiles = tiles if most_kv > 1 else max(1, min(tiles, thresholds.GRADIENT_PAIRS // pairs_of_tile))
     ds, weights = torch.empty((2, most_kv * most_tiles * pairs_of_tile), dtype=torch.float32, device=device)
     shape: dict[str, Any] = {"INTERVALS": intervals, "BM": tile.queries, "BN": tile.keys}
     scores = {"ACTIVATION": given.function, "CAPS": given.caps, "RELATIVE": given.is_relative}
