@@ -9,7 +9,8 @@
 #include "kernels/memory-inl.h"
 #include "kernels/simd-inl.h"
 
-// Replace a row that holds NaN or infinity by zeros, and return whether it did.
+// Replace a row that holds NaN or infinity by zeros, and return whether it did: tables of additive scores are made of
+// all rows of a tile, and the others keep their bits. Its own pairs are computed one by one (`QueryTile::nonfinite`).
 template <class T>
 inline bool zero_if_nonfinite(T* row, int64_t width) {
     if (is_finite(View<T>{row, width}, 1, width)) return false;

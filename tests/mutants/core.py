@@ -210,7 +210,7 @@ FAULTS: list[Fault] = [
     Fault(
         "staged-plan-without-the-shape",
         "src/attnscore/kernels/native/xla_callback.py",
-        "_Plans.find",
+        "_Plans.bound",
         "tuple((A.shape, A.strides) for A in B)",
         "len(B)",
         "tests/test_tensorflow_graphs.py -k valid_lens_that",

@@ -52,7 +52,10 @@ class BoundedCache(Generic[Result]):
         return entry.value
 
     def get_or_compute(self, key: Hashable, compute: Callable[[], Result], weight: float = 0) -> Result:
-        """Return the cached result for `key`, or ``compute()``, which is cached unless the key is None."""
+        """Return the cached result for `key`, or ``compute()``.
+
+        That is cached unless the key is None or cannot be hashed, or its weight exceeds that of the whole cache.
+        """
         try:
             entry = self._entries.get(key)
         except _UNHASHABLE:

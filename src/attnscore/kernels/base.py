@@ -52,18 +52,18 @@ class Kernel(ABC):
         """Kernel whose gradient the framework can differentiate again: itself, unless it leaves the framework."""
         return self
 
-    def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
+    def with_backward(self, problem: Problem, tiles: TilePlan) -> Kernel:
         """Return the kernel for a forward that a backward follows: itself, or one that saves the scores."""
         return self
 
-    def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
-        """Return the plan with the tiles of this kernel, for `explain`; `plan` has those of the streaming kernel.
+    def explain_tiles(self, problem: Problem, tiles: TilePlan) -> TilePlan:
+        """Return the tiles of this kernel, for `explain`; `tiles` are those of the streaming kernel.
 
         All sizes are known.
         """
-        return plan
+        return tiles
 
-    def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
+    def notes(self, problem: Problem, tiles: TilePlan) -> tuple[str, ...]:
         """Return further lines of `explain` about how this kernel runs `problem`."""
         return ()
 
@@ -76,11 +76,11 @@ class Kernel(ABC):
         return ()
 
     @abstractmethod
-    def forward(self, problem: Problem, plan: TilePlan) -> Result: ...
+    def forward(self, problem: Problem, tiles: TilePlan) -> Result: ...
 
     @abstractmethod
     def backward(
-        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
         """Return the gradients by name, of the operands in `wanted` at least."""
 
@@ -170,10 +170,14 @@ class SinglePlan(Plan, DifferentiableOp):
         seed = () if dropout is None or not isinstance(dropout.seed, SeedHalves) else tuple(dropout.seed)
         of_pairs = dropout if isinstance(dropout, PairDropout) else None
         pairs = () if of_pairs is None else (of_pairs.row, of_pairs.key)
-        found = [*(() if mask is None else mask.leaves()), *(() if rest is None else rest.leaves()), *pairs, *seed]
+        arrays_now = [*(() if mask is None else mask.leaves()), *(() if rest is None else rest.leaves()), *pairs, *seed]
 
-        def given(arrays: Sequence[Array]) -> SinglePlan:
-            if all(map(operator.is_, arrays, found)):
+        def with_variables(arrays: Sequence[Array]) -> SinglePlan:
+            """Return this plan with other arrays of mask, dropout and seed.
+
+            A gradient hook passes them as inputs, as it must not close over traced arrays.
+            """
+            if all(map(operator.is_, arrays, arrays_now)):
                 return self
             left = iter(arrays)
             changes: dict[str, Any] = {"mask": None if mask is None else mask.with_leaves(left)}
@@ -184,7 +188,7 @@ class SinglePlan(Plan, DifferentiableOp):
                 changes["dropout"] = dataclasses.replace(changes.get("dropout", dropout), seed=SeedHalves(*left))
             return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **changes), tiles=tiles)
 
-        return tuple(found), given
+        return tuple(arrays_now), with_variables
 
     def streaming(self) -> SinglePlan:
         return dataclasses.replace(self, kernel=self.kernel.differentiable)
@@ -255,8 +259,8 @@ class SinglePlan(Plan, DifferentiableOp):
 
     def with_saved_mask(self) -> SinglePlan:
         """Return the op with copies of the arrays in its mask to which a caller might write unnoticed."""
-        arrays, given = self.variables()
-        return given([saved(x) for x in arrays])
+        arrays, with_variables = self.variables()
+        return with_variables([saved(x) for x in arrays])
 
 
 def saved(x: Array) -> Array:

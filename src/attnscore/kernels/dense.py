@@ -42,14 +42,14 @@ class Dense(Kernel):
     def reasons_not_automatic(self, problem: Problem) -> tuple[str, ...]:
         return ("quadratic memory: taken only when asked for by name",)
 
-    def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
+    def explain_tiles(self, problem: Problem, tiles: TilePlan) -> TilePlan:
         """Return a single tile: nothing is skipped."""
-        if 0 in (plan.query_len, plan.key_len):
-            return plan
-        whole = (Segment(0, plan.key_len, problem.mask is not None),)
-        return dataclasses.replace(plan, query_tile=plan.query_len, key_tile=plan.key_len, segments=(whole,))
+        if 0 in (tiles.query_len, tiles.key_len):
+            return tiles
+        whole = (Segment(0, tiles.key_len, problem.mask is not None),)
+        return dataclasses.replace(tiles, query_tile=tiles.query_len, key_tile=tiles.key_len, segments=(whole,))
 
-    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+    def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         ops, score_shape, dtype = problem.ops, problem.score_shape, problem.accumulator
         value = ops.astype(problem.value, dtype)
         scores, visible = _scores(problem)
@@ -73,7 +73,7 @@ class Dense(Kernel):
         return Result(ops.astype(out, problem.dtype), row_max, log_denom, statistics, found)
 
     def backward(
-        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
         raise KernelUnavailable(
             "kernel: the dense kernel has no gradient of its own, and NumPy has no autodiff. "

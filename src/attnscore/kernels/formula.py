@@ -46,14 +46,14 @@ class _Formula(Kernel):
         return Streaming()
 
     def backward(
-        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
         # A gradient into the log-sum-exp alone is rare.
         if grads.out is None:
-            return tiled.backward(problem, plan, result, grads)
-        return self.gradients(problem, plan, result, grads)
+            return tiled.backward(problem, tiles, result, grads)
+        return self.gradients(problem, tiles, result, grads)
 
-    def gradients(self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+    def gradients(self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
         """Return the gradients of all operands from those of the output and of the matrix."""
         raise NotImplementedError
 
@@ -89,8 +89,8 @@ class OneTile(_Formula):
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         ops, shape = problem.ops, problem.score_shape
         if ops.has_slow_callbacks and ops.needs_host_callback(*problem.operands().values()) and _is_plain(problem):
-            plan = tiling.plan(problem)
-            if plan.query_tile >= shape.query_len and plan.key_tile >= shape.key_len:
+            tiles = tiling.plan(problem)
+            if tiles.query_tile >= shape.query_len and tiles.key_tile >= shape.key_len:
                 return ()
         return ("no small call of a graph",)
 
@@ -110,23 +110,23 @@ class OneTile(_Formula):
             return ()
         return ("a call for which the callback to the native kernel takes less time",)
 
-    def forward(self, problem: Problem, plan: TilePlan) -> Result:
-        ops, tile = problem.ops, _tile(problem, plan, with_vjp=False)
+    def forward(self, problem: Problem, tiles: TilePlan) -> Result:
+        ops, tile = problem.ops, _tile(problem, tiles, with_vjp=False)
         matrix = () if problem.matrix is None else (tile.weights,)
         out = ops.matmul(tile.kept, tile.value)
         found: tuple[Array, ...] = (ops.astype(out, problem.dtype), *matrix)
 
         def otherwise(_: Any) -> tuple[Array, ...]:
-            result = tiled.forward(problem, plan)
+            result = tiled.forward(problem, tiles)
             return (result.out,) if problem.matrix is None else (result.out, result.matrix)
 
         if (is_wrong := _is_wrong(ops, tile, out)) is not None:
             found = ops.cond_rarely(is_wrong, otherwise, found)
         return Result(found[0], *_row_numbers(ops, tile.scores), {}, found[1] if problem.matrix is not None else None)
 
-    def gradients(self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+    def gradients(self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
         ops, dtype = problem.ops, problem.accumulator
-        tile = _tile(problem, plan, with_vjp=True)
+        tile = _tile(problem, tiles, with_vjp=True)
         grad_out, out = (ops.astype(x, dtype) for x in (grads.out, result.out))
         # Forward: out = (p * keep) @ value
         grad_weights = ops.matmul(grad_out, ops.matrix_transpose(tile.value))
@@ -152,7 +152,7 @@ class OneTile(_Formula):
 
         def otherwise(_: Any) -> dict[str, Array]:
             # The statistics of queries that `forward` returned are those of the formula.
-            return tiled.backward(problem, plan, tiled.forward(problem, plan), grads)
+            return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
 
         is_wrong = _is_wrong(ops, tile, grad_weights)
         return found if is_wrong is None else dict(ops.cond_rarely(is_wrong, otherwise, found))
@@ -184,7 +184,7 @@ def _no_gradients(_: Array) -> tuple[Array, ...]:
     return ()
 
 
-def _tile(problem: Problem, plan: TilePlan, with_vjp: bool) -> _Tile:
+def _tile(problem: Problem, tiles: TilePlan, with_vjp: bool) -> _Tile:
     ops, dtype, score_shape = problem.ops, problem.accumulator, problem.score_shape
     spans = (0, score_shape.query_len), (0, score_shape.key_len)
     form, arrays = problem.form, problem.form.arrays()
@@ -207,7 +207,7 @@ def _tile(problem: Problem, plan: TilePlan, with_vjp: bool) -> _Tile:
     scores = raw if tuple(raw.shape) == whole else ops.broadcast_to(raw, whole)
     unmasked = None
     if problem.mask is not None:
-        unmasked = plan.visible(ops, score_shape, problem.value, *spans)
+        unmasked = tiles.visible(ops, score_shape, problem.value, *spans)
         scores = ops.where(unmasked, scores, NEG_INF)
     weights = ops.softmax(scores)
     if unmasked is not None:
@@ -243,18 +243,18 @@ class FewKeys(_Formula):
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         return () if _has_few_keys(problem) else ("no single queries over few keys in a compiled program",)
 
-    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+    def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         ops, rows = problem.ops, problem.score_shape.rows
-        scores, unmasked, weights, _ = _weights(problem, plan)
+        scores, unmasked, weights, _ = _weights(problem, tiles)
         out = _weighted_sum(ops, unmasked, weights, _by_rows(problem, problem.value, "key"))
         found = (ops.astype(out, problem.dtype), *_row_numbers(ops, scores), weights)
         out, row_max, log_denom, matrix = (ops.reshape(x, (*rows, x.shape[-1])) for x in found)
         return Result(out, row_max, log_denom, {}, None if problem.matrix is None else matrix)
 
-    def gradients(self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+    def gradients(self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
         ops, query_len = problem.ops, problem.score_shape.query_len
         # The compiler finds that the forward has computed these.
-        _, unmasked, weights, scores_vjp = _weights(problem, plan)
+        _, unmasked, weights, scores_vjp = _weights(problem, tiles)
         value, grad_out = _by_rows(problem, problem.value, "key"), _by_rows(problem, grads.out, "query")
         # Forward: out = p @ value
         grad_weights = _inner_products(ops, grad_out, value)
@@ -292,12 +292,12 @@ def _has_few_keys(problem: Problem) -> bool:
     return (is_tiny or (query_len == 1 and are_many)) and problem.ops.fuses(*problem.operands().values())
 
 
-def _weights(problem: Problem, plan: TilePlan) -> tuple[Array, Array | None, Array, FormPullback]:
+def _weights(problem: Problem, tiles: TilePlan) -> tuple[Array, Array | None, Array, FormPullback]:
     """Return scores (-inf where masked), unmasked pairs (None: all) and weights (row, key), and the scores' VJP."""
     ops, score_shape, unmasked = problem.ops, problem.score_shape, None
     pairs = (-1, score_shape.key_len)
     if problem.mask is not None:
-        unmasked = plan.visible(ops, score_shape, problem.value, (0, score_shape.query_len), (0, score_shape.key_len))
+        unmasked = tiles.visible(ops, score_shape, problem.value, (0, score_shape.query_len), (0, score_shape.key_len))
         unmasked = ops.reshape(ops.broadcast_to(unmasked, (*score_shape.rows, score_shape.key_len)), pairs)
     form: Any = problem.form.part(lambda x, role: _by_rows(problem, x, role))
     scores, vjp = _scores(ops, form, unmasked)

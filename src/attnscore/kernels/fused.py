@@ -28,7 +28,7 @@ from attnscore.scores.forms import InnerForm
 DEVICES = ("cuda",)
 """Types of devices on which PyTorch's function is taken."""
 
-Sides = tuple[Array, Array, Array]
+SdpaInputs = tuple[Array, Array, Array]
 """Query, key and value, each (batch, head, length, dim)."""
 
 
@@ -58,7 +58,7 @@ class Fused(Kernel):
     def missing(self) -> str | None:
         return missing_package("torch")
 
-    def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
+    def with_backward(self, problem: Problem, tiles: TilePlan) -> Kernel:
         return Fused(Tape())
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ class Fused(Kernel):
             found.append("PyTorch has no fused implementation for these arrays on this device")
         return tuple(found)
 
-    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+    def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         operands = problem.operands()
         if self.tape is None:
             out = _attention(problem, operands)
@@ -82,13 +82,13 @@ class Fused(Kernel):
         return Result(out, nothing, nothing.clone(), {})
 
     def backward(
-        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
         import torch
 
         ops, operands = problem.ops, problem.operands()
         if ops.needs_grad(*operands.values(), *([] if grads.out is None else [grads.out])):
-            return tiled.backward(problem, plan, tiled.forward(problem, plan), grads)
+            return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
         if grads.out is None:
             return {name: torch.zeros_like(x) for name, x in operands.items()}
         tape = self.tape or Tape()
@@ -143,15 +143,15 @@ def _is_unmasked(problem: Problem) -> bool:
     if problem.mask is None:
         return True
     known, rest = problem.visibility
-    if known is None or rest is not None or len(known.start) != 1:
+    if known is None or rest is not None or known.single is None:
         return False
     return not np.any(known.start) and bool(np.all(known.stop == problem.score_shape.key_len))
 
 
-def _sides(problem: Problem, operands: dict[str, Array]) -> Sides:
+def _sdpa_inputs(problem: Problem, operands: dict[str, Array]) -> SdpaInputs:
     """Return query, key and value as PyTorch's function takes them: views, but where leading axes are broadcast."""
     shape = problem.score_shape
-    # Keys that each query head has for itself leave no group to share the values.
+    # Where every query head has keys or values of its own, both are expanded to all query heads.
     groups = shape.groups if _is_grouped(operands) else 1
     counts = {"query": shape.groups, "key": shape.groups // groups, "value": shape.groups // groups}
 
@@ -172,7 +172,7 @@ def _attention(problem: Problem, operands: dict[str, Array]) -> Array:
     """Return the output on the canonical axes."""
     import torch
 
-    query, key, value = _sides(problem, operands)
+    query, key, value = _sdpa_inputs(problem, operands)
     form: Any = problem.form
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, scale=form.scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -184,7 +184,7 @@ def _has_implementation(problem: Problem) -> bool:
     """Return whether PyTorch computes the call in one kernel."""
     from torch.backends import cuda
 
-    query, key, value = _sides(problem, problem.operands())
+    query, key, value = _sdpa_inputs(problem, problem.operands())
     if not query.is_cuda:
         # Not asked, where a test has named another device.
         return True

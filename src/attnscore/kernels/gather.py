@@ -81,13 +81,13 @@ class Gather(Kernel):
             return (f"{rest!r} beside the neighbours, whose keys are no intervals",)
         return ()
 
-    def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
-        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    def explain_tiles(self, problem: Problem, tiles: TilePlan) -> TilePlan:
+        fields = {field.name: getattr(tiles, field.name) for field in dataclasses.fields(tiles)}
         return _GatheredPlan(**fields, call=self._call(problem))
 
-    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+    def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         call = self._call(problem)
-        results = [kernel.forward(part, tiles) for _, part, tiles, kernel in self._parts(call)]
+        results = [kernel.forward(part, part_tiles) for _, part, part_tiles, kernel in self._parts(call)]
         numbers = [call.in_whole(one.statistics, block) for one, block in zip(results, call.blocks, strict=True)]
         of_rows = {name: call.join_rows([one[name] for one in numbers]) for name in numbers[0]}
         matrix = None
@@ -99,7 +99,7 @@ class Gather(Kernel):
         return Result(**rows, statistics=of_rows, matrix=matrix)
 
     def backward(
-        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
         call = self._call(problem)
         rows = {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
@@ -110,7 +110,7 @@ class Gather(Kernel):
         matrix, grad_matrix = (None if x is None else call.matrix_of(x) for x in (result.matrix, grads.matrix))
         of_blocks: list[dict[str, Array]] = []
         memory = _KeyMemory(call)
-        for block, part, tiles, kernel in self._parts(call):
+        for block, part, part_tiles, kernel in self._parts(call):
 
             def cut(x: Any, block: _Block = block) -> Any:
                 return None if x is None else x(block)
@@ -125,9 +125,9 @@ class Gather(Kernel):
                 cut(given.get("log_sum_exp")), cut(given.get("entropy")), cut(grad_matrix),
             )  # fmt: skip
             if isinstance(kernel, Native):
-                of_blocks.append(kernel.backward(part, tiles, saved, of_block, wanted, memory.zeros))
+                of_blocks.append(kernel.backward(part, part_tiles, saved, of_block, wanted, memory.zeros))
             else:
-                of_blocks.append(kernel.backward(part, tiles, saved, of_block, wanted))
+                of_blocks.append(kernel.backward(part, part_tiles, saved, of_block, wanted))
         return call.join_gradients({name: [one[name] for one in of_blocks] for name in wanted}, memory)
 
     def _call(self, problem: Problem) -> _GatheredCall:
@@ -167,7 +167,7 @@ class _GatheredPlan(TilePlan):
         edges, entries = int(lens.sum()), sum(block.slots.size for block in blocks)
         return (
             f"{edges:,} edges, up to {lens.max()} a query, gathered as {entries:,} in blocks of "
-            f"{'neighbouring queries' if self.call.split is _in_order else 'similar degree'} ({len(blocks)})"
+            f"{'neighbouring queries' if self.call.split is _in_edge_order else 'similar degree'} ({len(blocks)})"
         )
 
 
@@ -189,7 +189,7 @@ class _Block(NamedTuple):
         return is_own
 
 
-def _in_order(start: HostArray, lens: HostArray, most: int) -> list[_Block]:
+def _in_edge_order(start: HostArray, lens: HostArray, most: int) -> list[_Block]:
     """Return neighbouring queries in blocks of one batch row, each of at most `most` edges or a single query."""
     stop, blocks, first = start + lens, [], 0
     while first < len(lens):
@@ -327,7 +327,7 @@ class _GatheredCall:
         self.most = max(1, thresholds.GATHERED_NUMBERS // max(1, math.prod(self.score_shape.rows[:-1]) * width))
         # In order, a matrix or a further mask of all pairs of a block would have the square of its edges.
         in_order = native and problem.matrix is None and problem.dropout is None and rest is None
-        self.split = _in_order if in_order else _by_degree
+        self.split = _in_edge_order if in_order else _by_degree
         self.blocks: list[_Block] = self.table.planned(
             ("blocks", self.split, self.most), lambda: self.split(self.table.start, self.table.lens, self.most)
         )
@@ -335,8 +335,8 @@ class _GatheredCall:
     # The problem of a block
 
     @cached_property
-    def _inputs(self) -> dict[str, Callable[[_Block], Array]]:
-        """The arrays of the call but the sink, and the relative or other bias, as functions of a block."""
+    def _cuts(self) -> dict[str, Callable[[_Block], Array]]:
+        """For each operand except the sink, the bias included: the function that gives its entries in a block."""
         problem, form = self.problem, self.problem.form
         into: dict[Role, Callable[[Array], Callable[[_Block], Array]]] = {
             "query": self.rows_of,
@@ -357,8 +357,8 @@ class _GatheredCall:
             self.score_shape, lead=(batch, *self.score_shape.lead), query_len=queries, key_len=block.slots.shape[1],
             has_batch=True, has_heads=True,
         )  # fmt: skip
-        cuts = {id(cut): cut(block) for cut in self._inputs.values()}
-        arrays = {name: cuts[id(cut)] for name, cut in self._inputs.items()}
+        cuts = {id(cut): cut(block) for cut in self._cuts.values()}
+        arrays = {name: cuts[id(cut)] for name, cut in self._cuts.items()}
         value, bias = arrays.pop("value"), arrays.pop("bias", None)
         form = problem.form.with_arrays(arrays)
         return dataclasses.replace(
@@ -404,7 +404,7 @@ class _GatheredCall:
 
     def rows_of(self, x: Array) -> Callable[[_Block], Array]:
         """Return the entries of the queries of a block, of an array (*lead, head, group, query, dim)."""
-        if self.split is _in_order:
+        if self.split is _in_edge_order:
             return lambda block: self._slice(x, block)
         rows = _rows_first(self.ops, x)
         return lambda block: self._entries(rows, block.members, tuple(x.shape[:-2]), x.shape[-1])
@@ -469,7 +469,7 @@ class _GatheredCall:
     def join_rows(self, parts: Sequence[Array]) -> Array:
         """Return an array with an axis of queries from those of the blocks."""
         rows = self.ops.concat([_flat(self.ops, x) for x in parts], 0)
-        if self.split is not _in_order:
+        if self.split is not _in_edge_order:
             inverse = self.table.planned(("inverse", self.most), lambda: _inverse(self.blocks))
             rows = _take(self.ops, rows, inverse)
         return _rows_back(self.ops, rows, tuple(parts[0].shape[1:-2]), parts[0].shape[-1])

@@ -24,15 +24,15 @@ class Streaming(Kernel):
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         return ()
 
-    def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
+    def notes(self, problem: Problem, tiles: TilePlan) -> tuple[str, ...]:
         if problem.normalizer is None or problem.normalizer.threshold_slope == 0:
             return ()
         return ("the scores are computed about 10 times, to find the threshold of each query",)
 
-    def forward(self, problem: Problem, plan: TilePlan) -> Result:
-        return tiled.forward(problem, plan)
+    def forward(self, problem: Problem, tiles: TilePlan) -> Result:
+        return tiled.forward(problem, tiles)
 
     def backward(
-        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
-        return tiled.backward(problem, plan, result, grads)
+        return tiled.backward(problem, tiles, result, grads)

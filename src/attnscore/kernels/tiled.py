@@ -41,7 +41,7 @@ Span = tuple[int, int]
 
 
 def _score_tile(
-    inputs: _Inputs, plan: TilePlan, rows: Span, cols: Span, partial: bool
+    inputs: _Inputs, tiles: TilePlan, rows: Span, cols: Span, partial: bool
 ) -> tuple[Array, Array | None, FormPullback]:
     """Return the scores of a tile (-inf where masked), its unmasked pairs (None: all) and the VJP of the scores."""
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
@@ -51,7 +51,7 @@ def _score_tile(
         x = x if role == "shared" else _slice(ops, x, -2, spans[role])
         return ops.astype(x, dtype) if ops.dtype(x) in HALF_PRECISION else x
 
-    unmasked = plan.visible(ops, problem.score_shape, problem.value, rows, cols) if partial else None
+    unmasked = tiles.visible(ops, problem.score_shape, problem.value, rows, cols) if partial else None
     bias: Any = 0.0
     if problem.bias is not None:
         bias = ops.astype(_bias_tile(problem, problem.bias, rows, cols), dtype)
@@ -72,7 +72,7 @@ def _score_tile(
     return scores, unmasked, score_vjp
 
 
-def _all_scores(inputs: _Inputs, plan: TilePlan, rows: Span) -> tuple[Array, Array | None]:
+def _all_scores(inputs: _Inputs, tiles: TilePlan, rows: Span) -> tuple[Array, Array | None]:
     """Return the scores of some queries against every key (-inf where masked) and the unmasked pairs (None: all).
 
     A score that holds h numbers for each pair is computed for some keys at a time: at 131072 keys and h = 64 one query
@@ -90,7 +90,7 @@ def _all_scores(inputs: _Inputs, plan: TilePlan, rows: Span) -> tuple[Array, Arr
     parts = []
     for first in (0,) if is_unknown(key_len) else range(0, max(1, key_len), max(1, step)):
         cols = (first, step if is_unknown(key_len) else min(step, key_len - first))
-        scores, unmasked, _ = _score_tile(inputs, plan, rows, cols, partial=problem.mask is not None)
+        scores, unmasked, _ = _score_tile(inputs, tiles, rows, cols, partial=problem.mask is not None)
         whole = (*shape[:-1], cols[1])
         if ops.shape(scores) != whole:
             # Heads that share query and key are broadcast; a copy, because the caller may write to the result.
@@ -128,7 +128,7 @@ def _propagated_nonfinite(ops: Backend, unmasked: Array, x: Array) -> Array:
 # Forward
 
 
-def forward(problem: Problem, plan: TilePlan) -> Result:
+def forward(problem: Problem, tiles: TilePlan) -> Result:
     """Compute output, log-sum-exp and statistics of every query: the online softmax over its key tiles."""
     ops, score_shape, wanted, dtype = problem.ops, problem.score_shape, problem.statistics, problem.accumulator
     inputs = _isolate_nonfinite(_with_asserted_shapes(problem))
@@ -148,10 +148,10 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
     def query_tile_result(tile: Any, rows: Span) -> tuple[Array, ...]:
         # In order: out, row_max, log_denom, the matrix if wanted, the statistics.
         if problem.normalizer is not None:
-            return _normalized_query_tile(inputs, problem.normalizer, plan, tile, rows)
+            return _normalized_query_tile(inputs, problem.normalizer, tiles, tile, rows)
 
         def visit(state: RowState, cols: Span, partial: bool) -> RowState:
-            scores, unmasked, _ = _score_tile(inputs, plan, rows, cols, partial)
+            scores, unmasked, _ = _score_tile(inputs, tiles, rows, cols, partial)
             return update(state, scores, unmasked, rows, cols)
 
         state = online_softmax.start(
@@ -159,26 +159,26 @@ def forward(problem: Problem, plan: TilePlan) -> Result:
         )
         matrix: tuple[Array, ...] = ()
         if problem.matrix is not None:
-            scores, unmasked = _all_scores(inputs, plan, rows)
+            scores, unmasked = _all_scores(inputs, tiles, rows)
             is_weights = problem.matrix == "weights"
             matrix = (online_softmax.whole_rows(ops, scores, unmasked, sink) if is_weights else scores,)
         if problem.matrix is None or problem.layout.value_dim > 0:
             # The same tiles with and without the matrix, so that it changes no bit of the output.
-            segments = plan.segments_of(ops, tile, problem.value) if plan.segments else ()
-            state = _iter_key_tiles(ops, segments, plan, visit, state)
+            segments = tiles.segments_of(ops, tile, problem.value) if tiles.segments else ()
+            state = _iter_key_tiles(ops, segments, tiles, visit, state)
         elif problem.matrix == "weights" and scores.shape[-1] != 0:
             state = update(state, scores, unmasked, rows, (0, score_shape.key_len))
         out, row_max, log_denom, statistics = online_softmax.finish(ops, state, sink, wanted)
         return ops.astype(out, problem.dtype), row_max, log_denom, *matrix, *statistics.values()
 
-    out, row_max, log_denom, *rest = _map_query_tiles(ops, plan, query_tile_result, problem.operands().values())
+    out, row_max, log_denom, *rest = _map_query_tiles(ops, tiles, query_tile_result, problem.operands().values())
     matrix = None if problem.matrix is None else rest.pop(0)
     names = [name for name in wanted if name != "log_sum_exp"]
     return Result(out, row_max, log_denom, dict(zip(names, rest, strict=True)), matrix)
 
 
 def _normalized_query_tile(
-    inputs: _Inputs, normalizer: Normalizer, plan: TilePlan, tile: Any, rows: Span
+    inputs: _Inputs, normalizer: Normalizer, tiles: TilePlan, tile: Any, rows: Span
 ) -> tuple[Array, ...]:
     """Return the results of a query tile as `forward` does, with another normalizer than the softmax.
 
@@ -190,11 +190,11 @@ def _normalized_query_tile(
 
     def fold(body: Callable[[Any, Array, Array | None, Span], Any], carry: Any) -> Any:
         def visit(carry: Any, cols: Span, partial: bool) -> Any:
-            scores, unmasked, _ = _score_tile(inputs, plan, rows, cols, partial)
+            scores, unmasked, _ = _score_tile(inputs, tiles, rows, cols, partial)
             return body(carry, scores, unmasked, cols)
 
-        segments = plan.segments_of(ops, tile, problem.value) if plan.segments else ()
-        return _iter_key_tiles(ops, segments, plan, visit, carry)
+        segments = tiles.segments_of(ops, tile, problem.value) if tiles.segments else ()
+        return _iter_key_tiles(ops, segments, tiles, visit, carry)
 
     of_scores = tuple(name for name in wanted if TABLE[name].of == "scores")
     state = online_softmax.start(ops, shape, 0, problem.value, dtype, of_scores)
@@ -230,7 +230,7 @@ def _normalized_query_tile(
     zero = ops.zeros((*shape, 1), problem.value, dtype)
     out = ops.zeros((*shape, problem.layout.value_dim), problem.value, dtype)
     out, total, squares = fold(pool, (out, zero, zero))
-    matrix = () if problem.matrix is None else (weights_of(*_all_scores(inputs, plan, rows)),)
+    matrix = () if problem.matrix is None else (weights_of(*_all_scores(inputs, tiles, rows)),)
     statistics |= {"max_weight": weights_of(state.max, None), "sum_sq_weights": squares, "sum_weights": total}
     return ops.astype(out, problem.dtype), row_max, threshold, *matrix, *(statistics[name] for name in wanted)
 
@@ -264,7 +264,7 @@ class _RowContext:
         return grad - minus_grad_of_entropy * _slice(ops, self.grads.entropy, -2, rows)
 
 
-def _row_context(inputs: _Inputs, plan: TilePlan, result: Result, grads: RowGradients) -> _RowContext:
+def _row_context(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> _RowContext:
     problem, ops = inputs.problem, inputs.problem.ops
     if grads.out is None:
         grads = dataclasses.replace(grads, out=ops.zeros(ops.shape(result.out), result.out))
@@ -275,11 +275,11 @@ def _row_context(inputs: _Inputs, plan: TilePlan, result: Result, grads: RowGrad
         row_max=result.row_max,
         log_denom=result.log_denom,
         entropy=result.statistics.get("entropy"),
-        delta=delta_of(inputs, plan, result, grads),
+        delta=delta_of(inputs, tiles, result, grads),
     )
 
 
-def _delta_of_softmax(inputs: _Inputs, plan: TilePlan, result: Result, grads: RowGradients) -> Array:
+def _delta_of_softmax(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> Array:
     """Return delta of every query."""
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
     pairs = [(result.out, grads.out)]
@@ -296,11 +296,11 @@ def _delta_of_softmax(inputs: _Inputs, plan: TilePlan, result: Result, grads: Ro
         return (total,)
 
     # By query tiles: the products of all queries at once would be the largest arrays of the backward.
-    (delta,) = _map_query_tiles(ops, plan, minus_dot_products, [x for pair in pairs for x in pair])
+    (delta,) = _map_query_tiles(ops, tiles, minus_dot_products, [x for pair in pairs for x in pair])
     return delta if grads.log_sum_exp is None else delta + grads.log_sum_exp
 
 
-def _delta_of_threshold(inputs: _Inputs, plan: TilePlan, result: Result, grads: RowGradients) -> Array:
+def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> Array:
     """Return delta of every query for another normalizer than the softmax: the gradient through the threshold.
 
     The threshold keeps the sum of the weights, so ds = w (dp - sum w dp / sum w) with the slopes w, which for the
@@ -313,7 +313,7 @@ def _delta_of_threshold(inputs: _Inputs, plan: TilePlan, result: Result, grads: 
 
     def of_query_tile(tile: Any, rows: Span) -> tuple[Array]:
         def visit(sums: tuple[Array, Array], cols: Span, partial: bool) -> tuple[Array, Array]:
-            scores, unmasked, _ = _score_tile(inputs, plan, rows, cols, partial)
+            scores, unmasked, _ = _score_tile(inputs, tiles, rows, cols, partial)
             slopes = _by_normalizer(normalizer.slopes, ops, result, scores, unmasked, rows)
             products = slopes * _weight_gradients(problem, grads, rows, cols)[0]
             if unmasked is not None:
@@ -324,14 +324,14 @@ def _delta_of_threshold(inputs: _Inputs, plan: TilePlan, result: Result, grads: 
             )
 
         zero = 0.0 * _slice(ops, result.row_max, -2, rows)
-        segments = plan.segments_of(ops, tile, problem.value) if plan.segments else ()
-        products, slopes = _iter_key_tiles(ops, segments, plan, visit, (zero, zero))
+        segments = tiles.segments_of(ops, tile, problem.value) if tiles.segments else ()
+        products, slopes = _iter_key_tiles(ops, segments, tiles, visit, (zero, zero))
         if grads.log_sum_exp is not None:
             products = products - normalizer.threshold_slope * _slice(ops, grads.log_sum_exp, -2, rows)
         return (-products / ops.where(slopes == 0, 1.0, slopes),)
 
     (delta,) = _map_query_tiles(
-        ops, plan, of_query_tile, [result.row_max, result.log_denom, grads.out, *problem.operands().values()]
+        ops, tiles, of_query_tile, [result.row_max, result.log_denom, grads.out, *problem.operands().values()]
     )
     return delta
 
@@ -373,11 +373,11 @@ def _matrix_gradient(problem: Problem, grad: Array, rows: Span, cols: Span) -> A
 
 
 def _tile_gradients(
-    inputs: _Inputs, plan: TilePlan, context: _RowContext, rows: Span, cols: Span, partial: bool
+    inputs: _Inputs, tiles: TilePlan, context: _RowContext, rows: Span, cols: Span, partial: bool
 ) -> dict[str, Array]:
     """Return one tile's gradient of every operand but the sink, not yet summed over broadcast axes."""
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
-    scores, unmasked, score_vjp = _score_tile(inputs, plan, rows, cols, partial)
+    scores, unmasked, score_vjp = _score_tile(inputs, tiles, rows, cols, partial)
     if problem.matrix == "scores":
         # The caller has the scores alone: there are no weights, and the output has value_dim 0.
         grad = context.grads.matrix
@@ -424,13 +424,13 @@ def _has_no_rows(problem: Problem) -> bool:
     return any(not is_unknown(n) and n == 0 for n in problem.score_shape.rows)
 
 
-def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+def backward(problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
     """Compute the gradients of the form's arrays, of ``value``, and of ``bias`` and ``sink`` where there are any."""
     ops, dtype = problem.ops, problem.accumulator
     if _has_no_rows(problem):
         return {name: ops.zeros(ops.shape(x), x, dtype) for name, x in problem.operands().items()}
     inputs = _isolate_nonfinite(problem)
-    context = _row_context(inputs, plan, result, grads)
+    context = _row_context(inputs, tiles, result, grads)
     shapes = {name: ops.shape(x) for name, x in problem.operands().items() if name != "sink"}
     is_relative, query_len = problem.has_relative_bias, problem.score_shape.query_len
     if problem.bias is not None and not is_relative:
@@ -456,7 +456,7 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
         }
 
         def visit(carry: dict[str, Array], cols: Span, partial: bool) -> dict[str, Array]:
-            found = _tile_gradients(inputs, plan, context, rows, cols, partial)
+            found = _tile_gradients(inputs, tiles, context, rows, cols, partial)
             # The entries of a relative bias that a tile reads, as in `relative.tile`.
             diagonals = (query_len - rows[0] - rows[1] + cols[0], rows[1] + cols[1] - 1)
             return carry | {
@@ -466,16 +466,16 @@ def backward(problem: Problem, plan: TilePlan, result: Result, grads: RowGradien
                 for name, grad in found.items()
             }
 
-        done: dict[str, Array] = _iter_key_tiles(ops, segments, plan, visit, buffers | of_tile)
+        done: dict[str, Array] = _iter_key_tiles(ops, segments, tiles, visit, buffers | of_tile)
         return done | {name: _add(ops, buffers[name], done[name], -2, rows) for name in by_query}
 
     buffers = {name: ops.zeros(shape, context.delta, dtype) for name, shape in shapes.items()}
-    size, tail, full = plan.query_tile, plan.tail, len(plan.segments) - (plan.tail > 0)
+    size, tail, full = tiles.query_tile, tiles.tail, len(tiles.segments) - (tiles.tail > 0)
     buffers = ops.loop(
-        full, lambda i, x: visit_query_tile((i * size, size), plan.segments_of(ops, i, problem.value), x), buffers
+        full, lambda i, x: visit_query_tile((i * size, size), tiles.segments_of(ops, i, problem.value), x), buffers
     )
     if tail:
-        buffers = visit_query_tile((full * size, tail), plan.segments[full], buffers)
+        buffers = visit_query_tile((full * size, tail), tiles.segments[full], buffers)
     if problem.bias is not None and not is_relative:
         for axis, length in enumerate(ops.shape(problem.bias)):
             if is_unknown(length):
@@ -507,14 +507,14 @@ def _add(ops: Backend, buffer: Array, grad: Array, axis: int | None, span: Span)
 def _iter_key_tiles(
     ops: Backend,
     segments: tuple[Segment, ...] | DynamicSegment,
-    plan: TilePlan,
+    tiles: TilePlan,
     visit: Callable[[Any, Span, bool], Any],
     carry: Any,
 ) -> Any:
     """Visit the key tiles of the segments in order: ``carry = visit(carry, (start, count), partial)``."""
-    tile = plan.key_tile
+    tile = tiles.key_tile
     if isinstance(segments, DynamicSegment):
-        return _iter_dynamic_key_tiles(ops, segments, plan, visit, carry)
+        return _iter_dynamic_key_tiles(ops, segments, tiles, visit, carry)
     for segment in segments:
         count, tail = divmod(segment.stop - segment.start, tile)
 
@@ -528,15 +528,15 @@ def _iter_key_tiles(
 
 
 def _iter_dynamic_key_tiles(
-    ops: Backend, segment: DynamicSegment, plan: TilePlan, visit: Callable[[Any, Span, bool], Any], carry: Any
+    ops: Backend, segment: DynamicSegment, tiles: TilePlan, visit: Callable[[Any, Span, bool], Any], carry: Any
 ) -> Any:
     """Visit the key tiles of a segment whose ends are traced.
 
     The loop has a static number of steps, the tiles that the longest segment can touch. Tiles begin at multiples of
     their size; when the program runs, steps past the end of the segment do nothing.
     """
-    tile = plan.key_tile
-    whole, tail = divmod(plan.key_len, tile)
+    tile = tiles.key_tile
+    whole, tail = divmod(tiles.key_len, tile)
     first, last = segment.start // tile, (segment.stop + tile - 1) // tile
 
     def body(j: Any, carry: Any) -> Any:
@@ -550,18 +550,18 @@ def _iter_dynamic_key_tiles(
 
 
 def _map_query_tiles(
-    ops: Backend, plan: TilePlan, query_tile_result: Callable[[Any, Span], tuple[Array, ...]], reads: Iterable[Array]
+    ops: Backend, tiles: TilePlan, query_tile_result: Callable[[Any, Span], tuple[Array, ...]], reads: Iterable[Array]
 ) -> tuple[Array, ...]:
     """Concatenate ``query_tile_result(tile, rows)`` of all query tiles; `reads` are the arrays that it depends on."""
-    length, tile, tail = plan.query_len, plan.query_tile, plan.tail
-    full = len(plan.segments) - (tail > 0)
+    length, tile, tail = tiles.query_len, tiles.query_tile, tiles.tail
+    full = len(tiles.segments) - (tail > 0)
     if full + (tail > 0) < 2:
         return query_tile_result(0, (0, length))
     reads = tuple(reads)
     if ops.needs_grad(*reads) or not all(map(ops.has_cpu_buffer, reads)):
-        tiles = ops.map_tiles(full, lambda i: query_tile_result(i, (i * tile, tile)))
-        tiles += [query_tile_result(full, (full * tile, tail))] if tail else []
-        return tuple(ops.concat(parts, -2) for parts in zip(*tiles, strict=True))
+        results = ops.map_tiles(full, lambda i: query_tile_result(i, (i * tile, tile)))
+        results += [query_tile_result(full, (full * tile, tail))] if tail else []
+        return tuple(ops.concat(parts, -2) for parts in zip(*results, strict=True))
     first = query_tile_result(0, (0, tile))
     # Where no framework records the tiles, they are written to preallocated arrays. Concatenated parts would take as
     # much again, and the allocator would not return it: 24 to 55 MB at 16384 tokens, on top of the backward's memory.

@@ -267,8 +267,8 @@ class IntervalMask(_RowwiseMask):
         values = [(x, backends.host(x)) for x in self.leaves()]
         if any(known is None for _, known in values):
             return None
-        is_foreign = any(known is not x for x, known in values)
-        mask = cast(IntervalMask, self.with_leaves(known for _, known in values)) if is_foreign else self
+        is_converted = any(known is not x for x, known in values)
+        mask = cast(IntervalMask, self.with_leaves(known for _, known in values)) if is_converted else self
         score_shape = ScoreShape((batch,), 1, 1, query_len, key_len, has_batch=batch != 1, has_heads=False)
         start, stop = mask.ends(backends.load("numpy"), score_shape, rows[None])
         start, stop = (bound if end is None else end for end, bound in ((start, 0), (stop, key_len)))

@@ -1,8 +1,8 @@
-"""Intervals with traced index values, for kernels inside a staged program.
+"""Intervals whose numbers the host cannot read: traced in a staged program, or on a GPU.
 
-- JAX calls the kernel inside its program (`Backend.custom_calls`): start and stop are arrays of the program, one number
-  a query each. The keys of a query are an interval without some holes. The AND of two such sets is one again, and so
-  are the complement of an interval and the union of two.
+- JAX calls the kernel inside its program (`Backend.custom_calls`), and Triton reads lengths on the GPU: start and stop
+  are arrays of the framework, one number a query each. The keys of a query are an interval without some holes. The AND
+  of two such sets is one again, and so are the complement of an interval and the union of two.
 - Other programs call back into Python, where the index values are known. Whether a query then has few intervals must be
   known earlier, from the form of the mask.
 """
@@ -75,7 +75,7 @@ def traced_lens(ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask |
 def traced_visibility(
     ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask | None
 ) -> tuple[Ends | None, Mask | None]:
-    """Split `mask` into intervals, whose ends may be traced, and the mask that is ANDed to them.
+    """Split `mask` into intervals, whose ends are arrays of the framework, and the mask that is ANDed to them.
 
     As ``Problem.visibility`` does with known ends. With holes, start and stop have a first axis: the interval around
     all keys of a query, then its holes.

@@ -104,7 +104,7 @@ class NeighbourTable:
 
     @cached_property
     def in_key_order(self) -> NeighbourTable:
-        """The table with the neighbours of each query in the order of the keys."""
+        """The table with the neighbours of each query in the order of the keys: the first of equal scores counts."""
         indices = self.codes[1:] % self.key_len
         if np.array_equal(indices, self.indices):
             return self

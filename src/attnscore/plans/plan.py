@@ -54,7 +54,9 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
         # Some may be parameters, or differentiated, and the others not.
         if type(x) is not kind and backends.of_type(type(x)) is not ops:
             return None
-    if type(options[3]) is float and options[3] and seed is None and ops.draws_seeds_by_example():
+    _, _, _, dropout, *_ = options
+    if type(dropout) is float and dropout and seed is None and ops.draws_seeds_by_example():
+        # Inside a vmap each example may draw a seed of its own, which no plan takes.
         return None
     of_score, parameters = found
     arrays = [query, key, value, *parameters]
@@ -68,18 +70,18 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
             return None
         arrays += extras
     if mask is not None or valid_lens is not None:
-        read = _read_at_each_call(ops, query, mask, valid_lens)
-        if read is None:
+        array_read = _read_at_each_call(ops, query, mask, valid_lens)
+        if array_read is None:
             of_mask = numbers_of(mask, valid_lens)
             if of_mask is None:
                 return None
             parts.append(of_mask)
         else:
             parts.append("mask" if valid_lens is None else "valid_lens")
-            if type(read) is np.ndarray and kind is not np.ndarray:
-                parts += (read.shape, read.strides)
+            if type(array_read) is np.ndarray and kind is not np.ndarray:
+                parts += (array_read.shape, array_read.strides)
             else:
-                arrays.append(read)
+                arrays.append(array_read)
     of_arrays = ops.signature(arrays)
     if of_arrays is None and _is_product(of_score):
         of_arrays = ops.device_signature(arrays)

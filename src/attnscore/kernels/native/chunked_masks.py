@@ -104,13 +104,13 @@ def _axes(place: tuple[int, ...], count: int, roles: _AxisRoles) -> list[tuple[i
 def forward(
     call: Callable[..., None],
     problem: Problem,
-    plan: TilePlan,
+    tiles: TilePlan,
     marshalled: tuple[Any, Any],
     filled: Arrays,
     threads: int,
 ) -> None:
     """Run ``call(*marshalled, filled, threads)``, the module's forward, by chunks."""
-    for part, score, arrays in _parts(problem, plan, *marshalled):
+    for part, score, arrays in _parts(problem, tiles, *marshalled):
         views = [part.of(x, _BY_QUERY) for x in filled]
         given = [x if x is None or x.flags.c_contiguous else np.empty(x.shape, x.dtype) for x in views]
         call(score, arrays, given, threads)
@@ -122,7 +122,7 @@ def forward(
 def backward(
     call: Callable[..., None],
     problem: Problem,
-    plan: TilePlan,
+    tiles: TilePlan,
     marshalled: tuple[Any, Any],
     known: Arrays,
     grad_dtype: str,
@@ -130,7 +130,7 @@ def backward(
     threads: int,
 ) -> None:
     """Run ``call(*marshalled, known, grad_dtype, buffers, threads)``, the module's backward, by chunks."""
-    for part, score, arrays in _parts(problem, plan, *marshalled):
+    for part, score, arrays in _parts(problem, tiles, *marshalled):
         rows = [part.of(x, _BY_QUERY) for x in known]
         views = {name: part.of(x, _GRADIENTS[name]) for name, x in buffers.items()}
         # The module overwrites the gradient of the sink and adds to the others.
@@ -157,14 +157,14 @@ def _in_order(known: Arrays) -> list[HostArray | None]:
     ]
 
 
-def _parts(problem: Problem, plan: TilePlan, score: Any, arrays: Arrays) -> Iterator[tuple[_Part, Any, Arrays]]:
+def _parts(problem: Problem, tiles: TilePlan, score: Any, arrays: Arrays) -> Iterator[tuple[_Part, Any, Arrays]]:
     """Yield the parts of a call, each with the score and arrays of its call of the module."""
     score_shape = problem.score_shape
-    _, parts = lowering.partition(plan.rest)
+    _, parts = lowering.partition(tiles.rest)
     if not parts or 0 in (*score_shape.rows, score_shape.key_len):
         yield _Part(0, score_shape.query_len), score, arrays
         return
-    chunks = _Chunks.of(problem, plan, reduce(And, parts))
+    chunks = _Chunks.of(problem, tiles, reduce(And, parts))
     places = [None] if chunks.is_single or problem.dropout is None else list(np.ndindex(*score_shape.rows[:-1]))
     for first in range(0, score_shape.query_len, chunks.count):
         last = min(first + chunks.count, score_shape.query_len)
@@ -210,19 +210,19 @@ class _Chunks:
     """Evaluation of a mask, `count` queries at a time, into the array of bytes `held`."""
 
     problem: Problem
-    plan: TilePlan
+    tiles: TilePlan
     mask: Mask
     count: int
     held: HostArray
 
     @staticmethod
-    def of(problem: Problem, plan: TilePlan, mask: Mask) -> _Chunks:
+    def of(problem: Problem, tiles: TilePlan, mask: Mask) -> _Chunks:
         score_shape = problem.score_shape
         shape = lowering.evaluated_shape(problem.ops, score_shape, problem.value, mask)
         *lead, height, width = (1,) * (len(score_shape.rows) + 1 - len(shape)) + tuple(shape)
         count = chunk_size(problem, shape)
         held = np.empty((*lead, min(height, count), width), np.uint8)
-        return _Chunks(problem, plan, mask, count, held)
+        return _Chunks(problem, tiles, mask, count, held)
 
     @property
     def is_single(self) -> bool:
@@ -252,7 +252,7 @@ class _Chunks:
 
     def _key_range(self, first: int, last: int) -> tuple[int, int]:
         """Return the range of keys outside which the rows [first, last) are masked."""
-        interval_set = self.plan.interval_set
+        interval_set = self.tiles.interval_set
         if interval_set is None:
             return 0, self.problem.score_shape.key_len
         start, stop = (x[..., first:last] for x in (interval_set.start, interval_set.stop))

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, final
@@ -23,9 +23,9 @@ from attnscore.backends.base import Array, HostArray
 from attnscore.backends.native import missing as _MISSING
 from attnscore.backends.native import module as _native
 from attnscore.kernels import tiled, tiling
-from attnscore.kernels.base import Kernel
+from attnscore.kernels.base import Kernel, Plan
 from attnscore.kernels.native import chunked_masks, marshalling, xla_call, xla_callback
-from attnscore.kernels.native import plan as plans
+from attnscore.kernels.native import plan as native_plan
 from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.streaming import Streaming
 from attnscore.kernels.tiling import TilePlan
@@ -46,7 +46,9 @@ class Native(Kernel):
     summary = "C++ on the CPU, O(n) memory"
     has_vjp = True
     saves_scores: bool = False
-    prepare = plans.prepare
+
+    def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
+        return native_plan.prepare(self, problem, tiles, arrays)
 
     @property
     def differentiable(self) -> Kernel:
@@ -58,17 +60,17 @@ class Native(Kernel):
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         return tuple(marshalling.reasons(problem)) if _MISSING is None else (_MISSING,)
 
-    def with_backward(self, problem: Problem, plan: TilePlan) -> Kernel:
-        return Native(saves_scores=True) if plans.saves_scores(problem, plan) else self
+    def with_backward(self, problem: Problem, tiles: TilePlan) -> Kernel:
+        return Native(saves_scores=True) if native_plan.saves_scores(problem, tiles) else self
 
-    def explain_tiles(self, problem: Problem, plan: TilePlan) -> TilePlan:
+    def explain_tiles(self, problem: Problem, tiles: TilePlan) -> TilePlan:
         """Return tiles of the sizes that ``csrc`` has; it may visit one more or less at the edges of a query tile."""
         return tiling.plan(problem, TILE).aligned_to_tiles()
 
-    def notes(self, problem: Problem, plan: TilePlan) -> tuple[str, ...]:
+    def notes(self, problem: Problem, tiles: TilePlan) -> tuple[str, ...]:
         if problem.ops.needs_host_callback(*marshalling.arrays_of(problem)):
             return ()
-        _, parts = lowering.partition(plan.rest)
+        _, parts = lowering.partition(tiles.rest)
         if not parts:
             return ()
         mask = reduce(And, parts)
@@ -77,13 +79,13 @@ class Native(Kernel):
         )
         return (f"{mask!r} is evaluated, {rows} queries at a time",)
 
-    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+    def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         ops, sums, like = problem.ops, problem.accumulator, problem.value
         if ops.needs_host_callback(*marshalling.arrays_of(problem)):
             return xla_call.forward(problem) if ops.custom_calls() else xla_callback.forward(self, problem)
         if ops.needs_grad(*problem.operands().values()):
-            return tiled.forward(problem, plan)
-        out, *others, _ = _run_forward(problem, plan, self.saves_scores)
+            return tiled.forward(problem, tiles)
+        out, *others, _ = _run_forward(problem, tiles, self.saves_scores)
         row_max, log_denom, saved_scores, scores, weights, *statistics = (
             None if x is None else ops.from_memory(x, sums, like) for x in others
         )
@@ -94,7 +96,7 @@ class Native(Kernel):
     def backward(
         self,
         problem: Problem,
-        plan: TilePlan,
+        tiles: TilePlan,
         result: Result,
         grads: RowGradients,
         wanted: frozenset[str],
@@ -111,7 +113,7 @@ class Native(Kernel):
         if ops.needs_grad(*operands.values(), *incoming) or not all(
             map(ops.has_cpu_buffer, (*operands.values(), *incoming))
         ):
-            return tiled.backward(problem, plan, result, grads)
+            return tiled.backward(problem, tiles, result, grads)
         grad_out, grad_dtype = _grad_out(problem, grads.out)
         rows = {"row_max": result.row_max, "log_denom": result.log_denom, "saved_scores": result.scores}
         rows["grad_log_sum_exp"] = grads.log_sum_exp
@@ -127,9 +129,9 @@ class Native(Kernel):
         shapes = gradient_shapes(problem, wanted)
         zeros = zeros or (lambda _, shape, dtype: marshalling.aligned(np.zeros, shape, dtype))
         buffers = {name: zeros(name, shape, sums) for name, shape in shapes.items()}
-        marshalled, threads = marshalling.marshal(problem, plan), plans.thread_counter(_native, ops)()
-        if lowering.partition(plan.rest)[1]:
-            chunked_masks.backward(_native.backward, problem, plan, marshalled, read, grad_dtype, buffers, threads)
+        marshalled, threads = marshalling.marshal(problem, tiles), native_plan.thread_counter(_native, ops)()
+        if lowering.partition(tiles.rest)[1]:
+            chunked_masks.backward(_native.backward, problem, tiles, marshalled, read, grad_dtype, buffers, threads)
         else:
             _native.backward(*marshalled, read, grad_dtype, [buffers.get(name) for name in GRADIENTS], threads)
         return {
@@ -139,9 +141,9 @@ class Native(Kernel):
         }
 
 
-def _run_forward(problem: Problem, plan: TilePlan, saves_scores: bool) -> list[Any]:
+def _run_forward(problem: Problem, tiles: TilePlan, saves_scores: bool) -> list[Any]:
     """Run the module's forward, and return the arrays that it filled in the order of `FILLED`; None: not wanted."""
-    marshalled, threads = marshalling.marshal(problem, plan), plans.thread_counter(_native, problem.ops)()
+    marshalled, threads = marshalling.marshal(problem, tiles), native_plan.thread_counter(_native, problem.ops)()
     rows, sums = (*problem.score_shape.rows, 1), problem.accumulator
     shape, stored = (*rows[:-1], problem.layout.value_dim), marshalling.STORED.get(problem.dtype, problem.dtype)
     whole = (*rows[:-1], problem.score_shape.key_len)
@@ -150,8 +152,8 @@ def _run_forward(problem: Problem, plan: TilePlan, saves_scores: bool) -> list[A
     found += [marshalling.aligned(np.empty, whole, sums) if is_wanted else None for is_wanted in of_pairs]
     found += [np.empty(rows, sums) if name in problem.statistics else None for name in STATISTICS]
     found.append(None)  # log_sum_exp, which only execution plans fill
-    if lowering.partition(plan.rest)[1]:
-        chunked_masks.forward(_native.forward, problem, plan, marshalled, found, threads)
+    if lowering.partition(tiles.rest)[1]:
+        chunked_masks.forward(_native.forward, problem, tiles, marshalled, found, threads)
     else:
         _native.forward(*marshalled, found, threads)
     return found

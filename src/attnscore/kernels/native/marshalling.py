@@ -104,10 +104,10 @@ ORDER = (
 """Arrays that the native module reads, in the order of its stub."""
 
 
-def marshal(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[HostArray | None, ...]]:
+def marshal(problem: Problem, tiles: TilePlan) -> tuple[tuple[Any, ...], tuple[HostArray | None, ...]]:
     """Return the arguments of the native module: the score's parameters, and the memory of the arrays in `ORDER`."""
     ops, score_shape, value = problem.ops, problem.score_shape, problem.value
-    parts, evaluated = lowering.partition(plan.rest)
+    parts, evaluated = lowering.partition(tiles.rest)
     of_mask = lowering.arrays(ops, score_shape, value, parts, with_evaluated=bool(evaluated)) if parts else {}
     score, arrays = score_spec(problem, of_mask)
     found = {name: problem.ops.memory(x) for name, x in arrays.items()}
@@ -121,8 +121,8 @@ def marshal(problem: Problem, plan: TilePlan) -> tuple[tuple[Any, ...], tuple[Ho
             found[name] = found[name].astype(np.int64, copy=False)
     if (w_v := found.get("w_v")) is not None and w_v.strides[-1] != w_v.itemsize:
         found["w_v"] = np.ascontiguousarray(w_v)
-    if plan.interval_set is not None:
-        found["start"], found["stop"] = plan.interval_set.with_holes
+    if tiles.interval_set is not None:
+        found["start"], found["stop"] = tiles.interval_set.with_holes
     return score, tuple(map(found.get, ORDER))
 
 

@@ -578,7 +578,7 @@ class NativeOp(DifferentiableOp):
             yield call.operand_gradient(found[operand.name], operand, x) if is_wanted else None
 
 
-def saves_scores(problem: Problem, plan: TilePlan) -> bool:
+def saves_scores(problem: Problem, tiles: TilePlan) -> bool:
     """Return whether a forward saves its scores for the backward."""
     score_shape = problem.score_shape
     if (
@@ -587,7 +587,7 @@ def saves_scores(problem: Problem, plan: TilePlan) -> bool:
     ):
         return False
     # An evaluated mask runs in chunks of queries, each of which would copy its part of the scores.
-    return not lowering.partition(plan.rest)[1]
+    return not lowering.partition(tiles.rest)[1]
 
 
 def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:

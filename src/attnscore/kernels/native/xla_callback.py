@@ -127,19 +127,19 @@ class _Plans:
             return None
         return cls(kernel, rebuild, tuple(problem.operands()), has_lens, None if isinstance(seed, SeedHalves) else seed)
 
-    def find(self, arrays: Sequence[HostArray]) -> BoundCall | None:
-        """Return the plan for these arrays, or None where the module needs others."""
+    def bound(self, arrays: Sequence[HostArray]) -> BoundPlan | None:
+        """Return the plan for these layouts, bound to these arrays; None where the module cannot read them so."""
         key = tuple((x.shape, x.strides) for x in arrays)
-        call = self._known.get_or_compute(key, lambda: self._build(arrays))
-        if call is None:
+        plan = self._known.get_or_compute(key, lambda: self._build(arrays))
+        if plan is None:
             return None
         named, left = dict(zip(self.names, arrays, strict=False)), iter(arrays[len(self.names) :])
-        bounds = call.bounds_of(next(left)) if self.has_lens else None
+        bounds = plan.bounds_of(next(left)) if self.has_lens else None
         seed = self.seed
         if seed is None:
             low, high = left
             seed = int(low) | int(high) << 32
-        return BoundCall(call, [named[operand.name] for operand in call.operands], bounds, seed % 2**63)
+        return BoundPlan(plan, [named[operand.name] for operand in plan.operands], bounds, seed % 2**63)
 
     def _build(self, arrays: Sequence[HostArray]) -> NativePlan | None:
         problem = self.rebuild(arrays)
@@ -161,18 +161,19 @@ class _Plans:
         return None if plan is None else dataclasses.replace(plan, saves_scores=False)
 
 
-class BoundCall(NamedTuple):
+class BoundPlan(NamedTuple):
     """Execution plan of a staged call, and the arrays of one run."""
 
-    call: NativePlan
+    plan: NativePlan
     operands: list[HostArray]
     bounds: tuple[HostArray, HostArray] | None
     seed: int
 
     def forward(self) -> Result:
-        call = self.call
-        outputs, saved = call.forward(self.operands, self.bounds, self.seed, saves=True)
-        found = dict(zip((*call.returned, *call.saved), (*outputs, *saved), strict=True))
+        """Run the forward; statistics get the last axis of 1 that they have on the canonical axes."""
+        plan = self.plan
+        outputs, saved = plan.forward(self.operands, self.bounds, self.seed, saves=True)
+        found = dict(zip((*plan.returned, *plan.saved), (*outputs, *saved), strict=True))
         out, matrix = found.pop("out"), found.pop("attention_weights", None)
         numbers = {name: x[..., None] for name, x in found.items()}
         return Result(out, numbers.pop("row_max"), numbers.pop("log_denom"), numbers, matrix)
@@ -186,10 +187,10 @@ class BoundCall(NamedTuple):
             **{"grad_out": grads.out, "grad_log_sum_exp": grads.log_sum_exp, "grad_entropy": grads.entropy},
             "grad_attention_weights": grads.matrix,
         }
-        names = [operand.name for operand in self.call.operands]
+        names = [operand.name for operand in self.plan.operands]
         chosen = [name in wanted for name in names]
-        given = [known[name] for name in self.call.known]
-        found = self.call.backward(self.operands, self.bounds, given, self.seed, chosen)
+        given = [known[name] for name in self.plan.known]
+        found = self.plan.backward(self.operands, self.bounds, given, self.seed, chosen)
         return {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
 
 
@@ -205,7 +206,7 @@ def forward(kernel: Kernel, problem: Problem) -> Result:
         return found.out, found.row_max, found.log_denom, *(found.statistics[name] for name in names), *matrix
 
     def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-        if plans is not None and (planned := plans.find(arrays)) is not None:
+        if plans is not None and (planned := plans.bound(arrays)) is not None:
             return outputs(planned.forward())
         rebuilt = on_host(arrays)
         return outputs(kernel.forward(rebuilt, tiling.plan(rebuilt)))
@@ -250,7 +251,7 @@ def backward(
 
     def run(*arrays: HostArray) -> tuple[HostArray, ...]:
         rows, others = arrays[:count], arrays[count:]
-        if plans is None or (planned := plans.find(others)) is None:
+        if plans is None or (planned := plans.bound(others)) is None:
             return gradients(kernel, on_host(others), rows)
         found = planned.backward(*read(rows), names)
         return tuple(found[name] for name in names)

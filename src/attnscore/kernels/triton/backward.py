@@ -423,6 +423,7 @@ def d_parameter(
             inputs, grad_out, rows, m, tile, at_tile, sizes, scale, slope,
             FORM, FUNCTION, CAPS, INTERVALS, RELATIVE, BM, BN, D, DV, PRECISION,
         )  # fmt: skip
+        # DERIVATIVE returns d/dx (of channels: d/dq and d/dk), then one derivative for each parameter.
         if FORM == CHANNELS:
             acc = channel_gradient(acc, ds, queries, keys, inputs.shared, m, sizes.dim, DERIVATIVE, 2 + WHICH, D)
         else:

@@ -64,9 +64,9 @@ class Triton(Kernel):
         return Streaming()
 
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
-        from attnscore.kernels.triton import plan as plans
+        from attnscore.kernels.triton.plan import reusable_plan
 
-        return plans.reusable_plan(self, problem, tiles, arrays) or super().prepare(problem, tiles, arrays)
+        return reusable_plan(self, problem, tiles, arrays) or super().prepare(problem, tiles, arrays)
 
     def missing(self) -> str | None:
         return missing_package("torch", "triton")
@@ -81,23 +81,23 @@ class Triton(Kernel):
             return (why,)
         return tuple(_reasons(problem))
 
-    def forward(self, problem: Problem, plan: TilePlan) -> Result:
+    def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         if problem.ops.needs_grad(*problem.operands().values()):
-            return tiled.forward(problem, plan)
+            return tiled.forward(problem, tiles)
         from attnscore.kernels.triton import launch
 
-        return launch.forward(problem, plan)
+        return launch.forward(problem, tiles)
 
     def backward(
-        self, problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
         incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
         ops, operands = problem.ops, problem.operands()
         if ops.needs_grad(*operands.values(), *incoming) or not ops.has_values(*operands.values(), *incoming):
-            return tiled.backward(problem, plan, result, grads)
+            return tiled.backward(problem, tiles, result, grads)
         from attnscore.kernels.triton import launch
 
-        return launch.backward(problem, plan, result, grads, wanted)
+        return launch.backward(problem, tiles, result, grads, wanted)
 
 
 def _reasons(problem: Problem) -> list[str]:

@@ -214,7 +214,7 @@ def _allows_tf32() -> bool:
     return bool(matmul.allow_tf32 if precision is None else precision == "tf32")
 
 
-def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backward: bool = False) -> Operands:
+def operands_of(problem: Problem, tiles: TilePlan, runner: Runner, *, has_backward: bool = False) -> Operands:
     """Return the operands of a problem, on its device, without copies where the strides allow."""
     shape, form = problem.score_shape, problem.form
     sums = torch.float32
@@ -253,7 +253,7 @@ def operands_of(problem: Problem, plan: TilePlan, runner: Runner, *, has_backwar
         bias = _over_keys(bias, shape.key_len)
     if sink is not None:
         sink = sink.to(sums).expand(heads, groups).contiguous()
-    intervals, masking = _masking(problem, plan)
+    intervals, masking = _masking(problem, tiles)
     query_operand, key_operand = placed(query, shape.query_len), placed(key, shape.key_len)
     value_operand = placed(narrowed(problem.value), shape.key_len)
     if isinstance(form, AdditiveForm):
@@ -302,10 +302,10 @@ def _over_keys(x: Operand, key_len: int) -> Operand:
 _ON_DEVICE: WeakKeyDictionary[IntervalSet, dict[Hashable, DeviceIntervals]] = WeakKeyDictionary()
 
 
-def _masking(problem: Problem, plan: TilePlan) -> tuple[DeviceIntervals | None, Masking]:
+def _masking(problem: Problem, tiles: TilePlan) -> tuple[DeviceIntervals | None, Masking]:
     """Return the intervals of the mask, and the mask without the ends of tiles."""
     ops, shape, like = problem.ops, problem.score_shape, problem.value
-    known, rest = plan.interval_set, plan.rest
+    known, rest = tiles.interval_set, tiles.rest
     batch = math.prod(shape.lead)
     intervals = None
     if known is not None:
@@ -357,14 +357,14 @@ def _on_device(known: IntervalSet, device: torch.device, batch: int, merged: int
     return copies[device, merged]
 
 
-def forward(problem: Problem, plan: TilePlan, runner: Runner = RUNNER) -> Result:
+def forward(problem: Problem, tiles: TilePlan, runner: Runner = RUNNER) -> Result:
     """Run the forward."""
     shape, value_dim = problem.score_shape, problem.layout.value_dim
     out = problem.value.new_empty((*shape.rows, value_dim))
     needed = {"row_max", "log_denom", *problem.statistics} - {"log_sum_exp"}
     rows = {name: out.new_empty((*shape.rows, 1), dtype=torch.float32) for name in Rows._fields if name in needed}
     with device_scope(out):
-        given = operands_of(problem, plan, runner)
+        given = operands_of(problem, tiles, runner)
         if given.matrices * shape.query_len:
             tile = given.tile("forward")
             run_forward(
@@ -395,12 +395,12 @@ def device_scope(x: torch.Tensor) -> Any:
 
 
 def backward(
-    problem: Problem, plan: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str],
+    problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str],
     runner: Runner = RUNNER,
 ) -> dict[str, Array]:  # fmt: skip
     """Run the backward: the gradients of the operands in `wanted` at least, by name."""
     with device_scope(problem.value):
-        given = operands_of(problem, plan, runner, has_backward=True)
+        given = operands_of(problem, tiles, runner, has_backward=True)
         return _Backward(problem, given, result, grads, wanted).run()
 
 
@@ -537,7 +537,8 @@ class _Backward:
         tiles, count = None, triton.cdiv(keys, tile.keys)
         if given.intervals is not None:
 
-            def tiles_of_queries() -> torch.Tensor:
+            def query_tiles_by_key_tile() -> torch.Tensor:
+                # (batch or 1, key tile, 4), in the order of `ends`.
                 ends = inputs.masking.ends
                 intervals, batch, query_tiles, _ = ends.shape
                 made: torch.Tensor = ends.new_empty((batch, count, 4))
@@ -545,7 +546,7 @@ class _Backward:
                 return made
 
             key = "tiles of queries", count, given.ends_key(tile)
-            tiles = given.intervals.table(given.runner, key, tiles_of_queries)
+            tiles = given.intervals.table(given.runner, key, query_tiles_by_key_tile)
         self.launch(
             backward_kernels.d_key, (count, given.matrices // groups if shared else given.matrices), tile, inputs,
             tiles, self.placed(grad_key, keys), self.placed(grad_value, keys), grad_key_bias,
