@@ -84,8 +84,9 @@ ACCELERATOR_INNER_TERMS = 2**28
 
 # Pairs of query and key, over all heads, up to which a layer's call computes the weights that it keeps in its own pass:
 # 10 to 50 us, where reading them from kept inputs takes 500 to 700 us in Keras and Flax (Xeon with AVX-512,
-# 2026-11-25).
-KEPT_WEIGHTS = 2**12
+# 2026-11-25). In PyTorch a forward takes 5 to 17% longer with them, and reading them another 80% of it (Zen 5,
+# 2026-11-28): book-sized calls have up to so many, whose weights a notebook draws.
+KEPT_WEIGHTS = 2**13
 
 # Masks that are cached: queries (times batch rows), intervals of masks of up to so many queries (of longer ones as many
 # as queries), and index values; and the intervals of all of them, 32 MB.

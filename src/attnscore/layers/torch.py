@@ -180,7 +180,7 @@ class LastCall(description.LastCall):
             raise ArgumentError(
                 message("attention_weights", "inputs as they were in the call", "changed ones", hint=hint)
             )
-        with torch.no_grad(), torch.autocast(self.query.device.type, enabled=False):
+        with torch.no_grad(), _OPS.numeric_scope():
             found: Tensor = super().compute()
         return found
 

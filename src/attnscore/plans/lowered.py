@@ -63,14 +63,16 @@ class LoweredPlan(Plan):
         return self.plan.heads
 
     def run(self, arguments: CallArguments) -> Any:
-        ops, (query, key, _, score, _, lens, *_) = self.ops, arguments
+        ops, (query, key, value, score, mask, lens, bias, sink, seed) = self.ops, arguments
         if type(score) is str:
             score = scores.resolve(score)
         rows = real_rows(ops, key, lens, self.plan.operands[1].canonical[-1]) if self.leaves_out_padding else None
         lowered = self._product(score, query, key) if rows is None else None
         query, key, *w_v = lowered or lower(ops, score, query, key, self.computed, rows)
         score = replace(self.lowered, w_v=w_v[0]) if w_v else self.lowered
-        return self.plan.run(arguments._replace(query=query, key=key, score=score))
+        # As in `attend`, without the constructor.
+        lowered_arguments = query, key, value, score, mask, lens, bias, sink, seed
+        return self.plan.run(tuple.__new__(CallArguments, lowered_arguments))
 
     def _product(self, score: Any, query: Array, key: Array) -> list[Array] | None:
         """Return query and key of a bilinear score as `lower` does; None unless that is a product and nothing else."""
