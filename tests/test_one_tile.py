@@ -10,8 +10,12 @@ import pytest
 import tensorflow as tf
 
 import attnscore as ats
-from attnscore.kernels import tiled
+from attnscore import backends
+from attnscore.base import thresholds
+from attnscore.kernels import formula, tiled
 from attnscore.kernels.formula import OneTile
+from attnscore.scores import gaussian
+from attnscore.scores.forms import DistanceForm
 from cases import needs_native
 from harness import assert_each_close, directions_traced, make_call
 
@@ -105,8 +109,44 @@ def test_a_small_call_in_half_precision(dtype: str, ran: list[str], monkeypatch:
     assert ran == ["forward", "backward"]
 
 
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Forms of the distances that were traced as products, however small."""
+    forms: list[Any] = []
+    original = formula._as_product
+    monkeypatch.setattr(formula, "_as_product", lambda ops, form: (forms.append(form), original(ops, form))[1])
+    monkeypatch.setattr(thresholds, "ONE_TILE_DISTANCE", (0, 2**20))
+    return forms
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "dtype", "extras"),
+    [
+        ("gaussian-number", "none", "float32", ""),
+        ("gaussian-heads", "valid_lens-empty", "float64", ""),
+        ("gaussian-one", "Causal-bottom_right", "float32", "weights"),
+        ("gaussian-dims", "nested", "bfloat16", ""),
+        ("gaussian-cancelling", "none", "float32", ""),
+        ("gaussian-cancelling", "valid_lens-empty", "float32", "weights"),
+    ],
+)
+@pytest.mark.slow_rows("*one*", "*dims*", "*empty-float32*", "gaussian-heads-valid_lens-empty-float64-")
+def test_a_distance_as_a_product_is_exact(
+    score: str,
+    mask: str,
+    dtype: str,
+    extras: str,
+    products: list[Any],
+    ran: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the product would cancel, which takes the branch that sums the differences."""
+    check_without_statistics(make_call(score, mask, dtype, extras), monkeypatch)
+    assert len(products) == 2 and ran == ["forward", "backward"]
+
+
 @pytest.mark.slow
-def test_nan_behind_a_mask_is_isolated_from_a_distance(ran: list[str]) -> None:
+def test_nan_behind_a_mask_is_isolated_from_a_distance(products: list[Any]) -> None:
     arrays, lens = draw(), MASKS["lengths"]["valid_lens"]
     clean = in_graph("gaussian", arrays, "auto", weights=True, valid_lens=lens)
     for name in ("key", "value"):
@@ -114,7 +154,22 @@ def test_nan_behind_a_mask_is_isolated_from_a_distance(ran: list[str]) -> None:
             arrays[name][i, :, n:] = np.nan
         dirty = in_graph("gaussian", arrays, "auto", weights=True, valid_lens=lens)
         assert_each_close(dirty, clean, 1e-12)
-    assert ran == 3 * ["forward", "backward"]
+    assert len(products) == 6
+
+
+def test_the_largest_norm_decides_whether_a_distance_is_a_product() -> None:
+    """One query or one key whose norm is beyond the limit, or not a number."""
+    ops = backends.load("tensorflow")
+
+    def is_exact(query: float, key: float, scale: Any = 0.5) -> bool:
+        x = tf.reshape(tf.constant([1.0, query, 2.0, 1.0, key, 3.0]), (2, 1, 1, 3, 1))
+        return bool(formula._as_product(ops, DistanceForm(x[:1], x[1:], scale))[1])
+
+    limit = gaussian.INNER_LIMIT
+    assert is_exact(5.6, -5.6) and is_exact(5.6, 5.6, tf.constant([[0.5]]))
+    assert 0.5 * 5.6**2 < limit < 0.5 * 5.7**2
+    for bad in (5.7, -5.7, np.inf, -np.inf, np.nan):
+        assert not is_exact(bad, 1.0) and not is_exact(1.0, bad) and not is_exact(1.0, bad, tf.constant([[0.5]]))
 
 
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf, -np.inf])
@@ -178,8 +233,7 @@ def test_second_derivatives_of_a_small_call() -> None:
         ((256, 8, 64, 64), {}, "native"),
         ((64, 1, 10, 256), {"score": "additive"}, "one_tile"),
         ((8, 8, 64, 256), {"score": "additive"}, "native"),
-        ((8, 8, 32, 16), {"score": "gaussian"}, "one_tile"),
-        ((32, 8, 32, 128), {"score": "gaussian"}, "native"),
+        ((32, 8, 32, 128), {"score": "gaussian"}, "one_tile"),
         ((8, 8, 64, 512), {"score": "gaussian"}, "native"),
         ((2, 1, 10, 8), {"return_stats": True}, "native"),
         ((2, 1, 10, 8), {"bias": 0.5}, "native"),

@@ -27,6 +27,10 @@ MATRIX_VALUES = 2**20
 ONE_TILE_NUMBERS = 5 * 2**17
 ONE_TILE_PRODUCTS = 2**21
 ONE_TILE_VALUES = 2**18
+# Pairs times dimension, between which a distance is computed there as a product. Where that is not accurate, its terms
+# are summed one by one, which above these takes longer than a callback. Of 40 textbook shapes with gradients, whose
+# distances are about 1, the five in this range take 1.6 to 2.3 times as long without (Zen 5, 2026-11-28).
+ONE_TILE_DISTANCE = 2**16, 2**20
 
 # Time by a term for each key over that of the native kernel in JAX's programs, forward, with gradients, on one thread |
 # two of a Zen 4 with AVX-512 beside other work, 2026-11-27. With fewer queries the native kernel is faster, which XLA

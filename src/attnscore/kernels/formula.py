@@ -3,7 +3,8 @@
 - `OneTile` for graphs of TensorFlow, where a native kernel is a callback into Python: all scores, softmax, product.
   What is not finite is not isolated: where the scores before the mask, the output or the gradients of the weights are
   not all finite, the program takes another branch, tiled attention. If they are finite, so is everything that a
-  masked pair multiplies by 0.
+  masked pair multiplies by 0. A distance of many terms is computed as a matrix product and squared norms; where these
+  are too large for that to be accurate, another branch sums the differences.
 - `FewKeys` for single queries in programs of JAX: a sum over keys is a term for each key, which XLA fuses, with 0 in
   place of a masked pair: that propagates nothing, NaN and infinity included, and the program needs neither a copy of
   the keys nor a branch. There is no axis of queries: XLA copies an array to insert an axis of size 1 into it.
@@ -31,6 +32,7 @@ from attnscore.problem.online_softmax import NEG_INF
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, InnerForm, Role
+from attnscore.scores.gaussian import INNER_LIMIT
 
 # Not those of custom scores, which may have gradients of their own.
 _FORMS = (InnerForm, AdditiveForm, DistanceForm)
@@ -90,7 +92,7 @@ class OneTile(_Formula):
         ops, shape = problem.ops, problem.score_shape
         if ops.has_slow_callbacks and ops.needs_host_callback(*problem.operands().values()) and _is_plain(problem):
             tiles = tiling.plan(problem)
-            if tiles.query_tile >= shape.query_len and tiles.key_tile >= shape.key_len:
+            if (tiles.query_tile >= shape.query_len and tiles.key_tile >= shape.key_len) or _is_product(problem):
                 return ()
         return ("no small call of a graph",)
 
@@ -102,7 +104,7 @@ class OneTile(_Formula):
             math.prod(problem.score_shape.rows) * problem.score_shape.key_len,
             problem.form.values_per_pair(),
         )
-        if per_pair == 1:
+        if per_pair == 1 or _is_product(problem):
             is_small = pairs * problem.form.query.shape[-1] <= thresholds.ONE_TILE_PRODUCTS
         else:
             is_small = pairs * per_pair <= thresholds.ONE_TILE_VALUES
@@ -111,13 +113,16 @@ class OneTile(_Formula):
         return ("a call for which the callback to the native kernel takes less time",)
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
-        ops, tile = problem.ops, _tile(problem, tiles, with_vjp=False)
+        return self._forward(problem, tiles, _is_product(problem))
+
+    def _forward(self, problem: Problem, tiles: TilePlan, is_product: bool) -> Result:
+        ops, tile = problem.ops, _tile(problem, tiles, is_product, with_vjp=False)
         matrix = () if problem.matrix is None else (tile.weights,)
         out = ops.matmul(tile.kept, tile.value)
         found: tuple[Array, ...] = (ops.astype(out, problem.dtype), *matrix)
 
         def otherwise(_: Any) -> tuple[Array, ...]:
-            result = tiled.forward(problem, tiles)
+            result = self._forward(problem, tiles, False) if is_product else tiled.forward(problem, tiles)
             return (result.out,) if problem.matrix is None else (result.out, result.matrix)
 
         if (is_wrong := _is_wrong(ops, tile, out)) is not None:
@@ -125,8 +130,13 @@ class OneTile(_Formula):
         return Result(found[0], *_row_numbers(ops, tile.scores), {}, found[1] if problem.matrix is not None else None)
 
     def gradients(self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+        return self._gradients(problem, tiles, result, grads, _is_product(problem))
+
+    def _gradients(
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, is_product: bool
+    ) -> dict[str, Array]:
         ops, dtype = problem.ops, problem.accumulator
-        tile = _tile(problem, tiles, with_vjp=True)
+        tile = _tile(problem, tiles, is_product, with_vjp=True)
         grad_out, out = (ops.astype(x, dtype) for x in (grads.out, result.out))
         # Forward: out = (p * keep) @ value
         grad_weights = ops.matmul(grad_out, ops.matrix_transpose(tile.value))
@@ -151,6 +161,8 @@ class OneTile(_Formula):
         }
 
         def otherwise(_: Any) -> dict[str, Array]:
+            if is_product:
+                return self._gradients(problem, tiles, result, grads, False)
             # The statistics of queries that `forward` returned are those of the formula.
             return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
 
@@ -165,6 +177,8 @@ class _Tile:
     raw: Array
     """Scores before the mask."""
     scores: Array
+    is_exact: Array | None
+    """Whether they are finite and as accurate as those of the form; None where they are those."""
     unmasked: Array | None
     weights: Array
     """Before dropout; 0 where masked."""
@@ -184,7 +198,18 @@ def _no_gradients(_: Array) -> tuple[Array, ...]:
     return ()
 
 
-def _tile(problem: Problem, tiles: TilePlan, with_vjp: bool) -> _Tile:
+def _is_product(problem: Problem) -> bool:
+    """Whether a distance is computed as a product, which takes a pass over query and key, not over all terms."""
+    form = problem.form
+    if not isinstance(form, DistanceForm) or form.caps:
+        return False
+    pairs = math.prod(problem.score_shape.rows) * problem.score_shape.key_len
+    vectors, terms = sum(math.prod(x.shape[:-1]) for x in (form.query, form.key)), pairs * form.query.shape[-1]
+    least, most = thresholds.ONE_TILE_DISTANCE
+    return pairs <= thresholds.TILE_SCORES and least < terms <= most and pairs > vectors
+
+
+def _tile(problem: Problem, tiles: TilePlan, is_product: bool, with_vjp: bool) -> _Tile:
     ops, dtype, score_shape = problem.ops, problem.accumulator, problem.score_shape
     spans = (0, score_shape.query_len), (0, score_shape.key_len)
     form, arrays = problem.form, problem.form.arrays()
@@ -194,9 +219,14 @@ def _tile(problem: Problem, tiles: TilePlan, with_vjp: bool) -> _Tile:
         return ops.astype(form.with_arrays(cast).scores(ops), dtype)
 
     vjp: Callable[[Array], tuple[Array, ...]] = _no_gradients
-    if with_vjp and isinstance(form, InnerForm):
+    is_exact = None
+    if is_product or (with_vjp and isinstance(form, InnerForm)):
         # The framework's own would transpose the gradient of the keys.
-        raw, of_form = form.part(lambda x, _: ops.astype(x, dtype)).scores_and_pullback(ops)
+        cast: Any = form.part(lambda x, _: ops.astype(x, dtype))
+        if is_product:
+            raw, is_exact, of_form = _as_product(ops, cast)
+        else:
+            raw, of_form = cast.scores_and_pullback(ops)
         vjp = lambda grad: tuple(map(of_form(grad).__getitem__, arrays))  # noqa: E731
     elif with_vjp:
         raw, vjp = ops.vjp(scores_of, tuple(arrays.values()))
@@ -216,18 +246,43 @@ def _tile(problem: Problem, tiles: TilePlan, with_vjp: bool) -> _Tile:
     value, keep = ops.astype(problem.value, dtype), None
     if problem.dropout is not None:
         keep = dropouts.kept(ops, problem.dropout, score_shape, value, *spans, dtype)
-    return _Tile(raw, scores, unmasked, weights, keep, value, vjp)
+    return _Tile(raw, scores, is_exact, unmasked, weights, keep, value, vjp)
 
 
 def _is_wrong(ops: Backend, tile: _Tile, result: Array) -> Array | None:
-    """Return whether what a masked pair multiplies by 0 is not finite; None where no pair is masked."""
+    """Return whether a call needs another branch; None where none does."""
+    if tile.is_exact is not None and tile.unmasked is None:
+        return ~tile.is_exact
     if tile.unmasked is None:
         return None
     # A sum is not finite where an entry is not.
     total: Any = 0.0
-    for x in (tile.raw, result):
+    for x in (result,) if tile.is_exact is not None else (tile.raw, result):
         total = total + ops.sum(x, axis=tuple(range(len(x.shape))))
-    return ~ops.isfinite(total)
+    is_right = ops.isfinite(total)
+    return ~(is_right if tile.is_exact is None else ops.logical_and(is_right, tile.is_exact))
+
+
+def _as_product(ops: Backend, form: DistanceForm) -> tuple[Array, Array, FormPullback]:
+    """Return the scores of a distance, whether they are finite and do not cancel, and their VJP."""
+    query, key, scale = form.query, form.key, form.scale
+    norms = [ops.sum(x * x, axis=-1, keepdims=True) for x in (query, key)]
+    squared = norms[0] + ops.matrix_transpose(norms[1]) - 2 * ops.matmul(query, ops.matrix_transpose(key))
+    # NaN counts. No ~(x < limit), which TensorFlow's optimizer makes x >= limit. A factor of scores may be negative.
+    counts = [ops.where(abs(scale) * x < INNER_LIMIT, 0.0, 1.0) for x in norms]
+    large = sum(ops.sum(x, axis=tuple(range(len(x.shape)))) for x in counts)
+
+    def vjp(grad: Array) -> dict[str, Array]:
+        # Forward: squared_ij = sum_c (q_ic - k_jc)^2
+        twice = grad * (-2 * scale)
+        transposed = ops.matrix_transpose(twice)
+        found = {
+            name: x * ops.sum(grads, axis=-1, keepdims=True) - ops.matmul(grads, other)
+            for name, x, grads, other in (("query", query, twice, key), ("key", key, transposed, query))
+        }
+        return {**found, "scale": -grad * squared}
+
+    return -scale * squared, ops.equal(large, 0.0), vjp
 
 
 # Few keys
