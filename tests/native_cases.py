@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import attnscore as ats
-from attnscore.kernels.native.results import STATISTICS
+from attnscore.kernels.native.marshalling import STATISTICS
 
 BITS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 TOLERANCE = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnscore.backends import torch as torch_backend
-from attnscore.kernels.native.results import FILLED
+from attnscore.kernels.native.marshalling import FILLED
 from native_cases import STATISTICS, Case, native
 
 reads_tensors = pytest.mark.skipif(not torch_backend._SHARES_LAYOUTS, reason="this PyTorch has no exchange API")

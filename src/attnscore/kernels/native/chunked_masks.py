@@ -23,7 +23,7 @@ import numpy as np
 from attnscore.backends.base import Array, HostArray
 from attnscore.base import thresholds
 from attnscore.kernels.native import marshalling
-from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS
+from attnscore.kernels.native.marshalling import BACKWARD_INPUTS, GRADIENTS, STATISTICS
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import And, Mask, lowering
 from attnscore.problem.problem import Problem

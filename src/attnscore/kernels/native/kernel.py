@@ -26,7 +26,7 @@ from attnscore.kernels import tiled, tiling
 from attnscore.kernels.base import Kernel, Plan
 from attnscore.kernels.native import chunked_masks, marshalling, xla_call, xla_callback
 from attnscore.kernels.native import plan as native_plan
-from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
+from attnscore.kernels.native.marshalling import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.kernels.streaming import Streaming
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import And, lowering

@@ -28,8 +28,16 @@ from attnscore.base.arguments import CallArguments
 from attnscore.base.layout import AxisLayout
 from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel, Plan, SinglePlan, saved
-from attnscore.kernels.native.marshalling import ORDER, STORED, aligned, score_spec
-from attnscore.kernels.native.results import BACKWARD_INPUTS, FILLED, GRADIENTS, gradient_shapes
+from attnscore.kernels.native.marshalling import (
+    BACKWARD_INPUTS,
+    FILLED,
+    GRADIENTS,
+    ORDER,
+    STORED,
+    aligned,
+    gradient_shapes,
+    score_spec,
+)
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import Mask, ValidLens, lowering
 from attnscore.masks.cached import CachedMask

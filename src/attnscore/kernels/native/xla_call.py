@@ -14,7 +14,7 @@ from typing import Any
 from attnscore.backends.base import Array, SeedHalves
 from attnscore.kernels.native import chunked_masks, marshalling
 from attnscore.kernels.native.chunked_masks import Loop, MaskArrays
-from attnscore.kernels.native.results import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
+from attnscore.kernels.native.marshalling import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
 from attnscore.masks import Mask, lowering
 from attnscore.masks.base import all_of
 from attnscore.masks.dynamic_intervals import traced_lens, traced_visibility
