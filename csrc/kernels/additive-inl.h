@@ -107,8 +107,8 @@ class Additive {
         return AdditiveAlgorithm::direct;
     }
 
-    // Whether scores are computed from the exponentials: those of both operands are in range (in silu, whose terms
-    // grow, also their products), and w_v can be part of the denominators.
+    // Whether scores can be computed from the exponentials of rows up to this size: those of both operands are in range
+    // (in silu, whose terms grow, also their products), and w_v can be part of the denominators.
     bool scores_by_exps(T rows, const Keys& keys) const {
         if (!ratio_ || !is_finite_size(rows) || !keys.finite || !w_v_foldable(keys)) return false;
         if (activation == Activation::silu) return exp_in_range(rows + keys.largest);
@@ -117,6 +117,7 @@ class Additive {
         return exp_in_range(rows) && std::fabs(kappa_) * keys.largest <= kMaxExponent - room;
     }
 
+    // Call f with the term of the activation, so that its loops are compiled for each.
     template <class F>
     void with_term(F f) const {
         switch (activation) {
@@ -133,7 +134,7 @@ class Additive {
             case Activation::leaky_relu:
                 break;
         }
-        // A slope of 0 makes NaN of -inf, which a maximum would ignore.
+        // Up to slope 1 it is max(z, slope z); not for slope 0, as -inf times 0 is a NaN that a maximum drops.
         if (negative_ <= T(1) && negative_ != T(0)) return f(RectifierTerm<T, true>{negative_});
         return f(RectifierTerm<T, false>{negative_});
     }

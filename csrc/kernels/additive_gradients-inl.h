@@ -136,7 +136,7 @@ class AdditiveGradients {
         }
     }
 
-    // Add the sums of R rows of a micro-tile.
+    // Add `scale` times row[r] to da of row i + r, and weight[r] to the sum for dw, of the R rows of a micro-tile.
     template <int R>
     __attribute__((always_inline)) static inline void add_row_sums(const Arguments& args, Sums& sums, int64_t i,
                                                                    int64_t p, V<T> scale, const V<T> (&row)[R],

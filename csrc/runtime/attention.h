@@ -73,7 +73,7 @@ struct Head {
     // Holes in these intervals: row i does not attend to start[k * hole_stride + i] <= j < stop[k * hole_stride + i],
     // for k from 1 to `holes`, in any order.
     int64_t holes = 0, hole_stride = 0;
-    const char* w_v = nullptr;  // additive: dim contiguous numbers of the sum type
+    const char* w_v = nullptr;    // additive: dim contiguous numbers of the sum type
     const char* scale = nullptr;  // distance: a number of the sum type, times the problem's scale; null: 1
     int64_t index = 0;            // among the matrices of the call: dropout counts rows through all of them
     char* out = nullptr;          // query_len x value_dim contiguous, in the dtype of value

@@ -221,9 +221,10 @@ class Backend(ABC):
         return tuple(x.shape)
 
     def assert_shape(self, x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[Any]]]]) -> Array:
-        """Return `x`; a graph fails when it runs unless each named array has one of the shapes allowed for it.
+        """Return `x` tied to a check of `shapes`, which a graph then cannot prune.
 
-        An axis of an allowed shape is a size, or a tuple of sizes. Known sizes were checked before.
+        Running it fails unless each named array has one of the shapes allowed for it. An axis of an allowed shape is a
+        size, or a tuple of sizes. Known sizes were checked before.
         """
         return x
 
@@ -319,8 +320,8 @@ class Backend(ABC):
     ) -> tuple[Array, ...]:
         """Trace a call of ``function`` on NumPy arrays, which returns arrays of the shapes and dtypes `results`.
 
-        ``otherwise(*arrays)`` traces the same in the framework's own operations: where the program cannot call this
-        process, and for derivatives.
+        TensorFlow traces ``otherwise(*arrays)``, the same in its own operations, where the graph may run in another
+        process, and for derivatives; JAX does not.
         """
         raise NotImplementedError(f"{self.name} has no host callbacks")
 
@@ -492,9 +493,9 @@ class Backend(ABC):
     def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
         """Return ``x @ matrix`` in C order, without warnings, and NaN for rows of `x` that are not finite.
 
-        None where that takes more than a product: `scores.base.projected` then does it. `threads` are those of the
-        native module, if it computes the product. An array of NumPy where that takes less time: a planned call reads
-        memory.
+        None where that takes more than one product, as of other dtypes and layouts: `scores.base.projected` then does
+        it. `threads` are those of the native module, if it computes the product. An array of NumPy where that takes
+        less time: a planned call reads memory.
         """
         return self.in_c_order(self.matmul(x, matrix)) if self.known_finite(x) else None
 

@@ -362,8 +362,7 @@ def split(
 ) -> tuple[IntervalSet | None, Mask | None]:
     """Return `mask` as intervals AND a rest that has to be evaluated by block; either may be None.
 
-    The intervals of some parts bound the tiles even when the rest has none. They are those of the queries `rows`, or
-    of all.
+    The intervals of some parts bound the tiles even when the rest has none; they are of the queries `rows`, or of all.
     """
     known: IntervalSet | None = None
     rest: list[Mask] = []
@@ -372,6 +371,7 @@ def split(
             intervals = part.interval_set(query_len, key_len, batch)
         else:
             intervals = part.interval_set_at(rows, query_len, key_len, batch)
+        # Kernels read a boolean array in less time than several intervals a query.
         if intervals is not None and intervals.count > 1 and part.is_array:
             intervals = None
         if intervals is not None and known is not None:

@@ -254,7 +254,8 @@ class TensorFlowBackend(Backend):
         return tf.where(a, True, b)
 
     def sum_to_length(self, x: Array, axis: int, length: Any) -> Array:
-        # `length` parts, each summed: one part, or parts of size 1. Either way XLA knows the shapes.
+        # The length is 1 or that of the axis, and known when the graph runs: the gradient of a bias that may be
+        # broadcast. One reshape and sum serves both, without branches of different shapes.
         shape = sizes(self.shape(x))
         (length,) = sizes((length,))
         parts = tf.reshape(x, [*shape[:axis], length, shape[axis] // tf.maximum(length, 1), *shape[axis + 1 :]])

@@ -340,8 +340,8 @@ class NativePlan(Plan):
         """Return an example of an array that the module fills, or reads in a backward."""
         shape = self.layout.score_shape
         if name == "out":
-            return _in_c_order((*shape.rows, self.layout.value_dim), STORED.get(self.dtype, self.dtype))
-        return _in_c_order((*shape.rows, shape.key_len if name in _PAIRS else 1), self.accumulator)
+            return _c_order_example((*shape.rows, self.layout.value_dim), STORED.get(self.dtype, self.dtype))
+        return _c_order_example((*shape.rows, shape.key_len if name in _PAIRS else 1), self.accumulator)
 
     @cached_property
     def _statistics_of(self) -> Callable[[tuple[Array | None, ...]], tuple[Array | None, ...]]:
@@ -450,7 +450,7 @@ class NativePlan(Plan):
             self.inputs,
             [self._example(name.removeprefix("grad_")) if name in reads else None for name in BACKWARD_INPUTS],
             self.dtype,
-            [_in_c_order(operands[x].gradient, self.accumulator) if x in operands else None for x in GRADIENTS],
+            [_c_order_example(operands[x].gradient, self.accumulator) if x in operands else None for x in GRADIENTS],
         )
         names = [name for name in GRADIENTS if name in operands]
         axis_of = {name: axes.get(name.removeprefix("grad_")) for name in BACKWARD_INPUTS}
@@ -734,7 +734,7 @@ def _example(x: HostArray) -> HostArray:
     return np.lib.stride_tricks.as_strided(np.empty(1, x.dtype), x.shape, x.strides)
 
 
-def _in_c_order(shape: Sequence[int], dtype: str) -> HostArray:
+def _c_order_example(shape: Sequence[int], dtype: str) -> HostArray:
     """Return an array in C order whose entries are never read, like `_example`."""
     example = np.empty(1, dtype)
     lengths = [max(n, 1) for n in reversed(shape[1:])]

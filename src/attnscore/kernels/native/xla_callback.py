@@ -39,12 +39,12 @@ def _passed(problem: Problem) -> list[Array]:
     return found
 
 
-def _rebuilt(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Problem]:
+def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Problem]:
     """Return a function that builds the problem from arrays in the order of `_passed`, for the backend `ops`."""
     names, dropout = tuple(problem.operands()), problem.dropout
     seeded = dropout is not None and isinstance(dropout.seed, SeedHalves)
     unknown = any(map(is_unknown, (*problem.score_shape.rows, problem.score_shape.key_len)))
-    # The function holds none of the arrays: a framework may never release it.
+    # The function holds no operand, as a framework may never release it. It holds known arrays of the mask.
     form, mask = problem.form.with_arrays(dict.fromkeys(problem.form.arrays())), problem.mask
     # Copied, as a caller may write to an array of NumPy between two runs of the program.
     leaves = [] if mask is None else mask.leaves()
@@ -84,7 +84,7 @@ def _measured(layout: AxisLayout, lead: tuple[Any, ...], query_len: Any, key_len
 
 
 def _on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
-    return _rebuilt(problem, problem.ops.at_run_time(backends.load("numpy")))
+    return _rebuilder(problem, problem.ops.at_run_time(backends.load("numpy")))
 
 
 def _checked_on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
@@ -198,7 +198,7 @@ def forward(kernel: Kernel, problem: Problem) -> Result:
     """Stage `kernel.forward` as a host callback."""
     sums, rows = problem.accumulator, (*problem.score_shape.rows, 1)
     names = tuple(name for name in problem.statistics if name != "log_sum_exp")
-    on_host, in_program = _checked_on_host(problem), _rebuilt(problem, problem.ops)
+    on_host, in_program = _checked_on_host(problem), _rebuilder(problem, problem.ops)
     plans = _Plans.of(kernel, problem, on_host)
 
     def outputs(found: Result) -> tuple[Array, ...]:
@@ -228,7 +228,7 @@ def backward(
     kernel: Kernel, problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]
 ) -> dict[str, Array]:
     """Stage `kernel.backward` as a host callback."""
-    on_host, in_program = _on_host(problem), _rebuilt(problem, problem.ops)
+    on_host, in_program = _on_host(problem), _rebuilder(problem, problem.ops)
     entropy = result.statistics.get("entropy")
     weights = result.matrix if problem.matrix == "weights" and grads.matrix is not None else None
     optional = [grads.out, grads.log_sum_exp, grads.entropy, grads.matrix, entropy, weights]

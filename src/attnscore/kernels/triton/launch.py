@@ -81,13 +81,13 @@ class DeviceIntervals:
     """By stream, as another stream may read them too early, and by what they depend on; None: of this call alone."""
 
     def table(self, runner: Runner, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the table that `make` launches a kernel for, or the one of an earlier call."""
+        """Return what a kernel derives from the intervals, as ends of tiles: of an earlier call, or from `make`."""
         if self.tables is None or not runner.keeps_tables:
             return make()
         if self.start.is_cuda:
             key = torch.cuda.current_stream(self.start.device).cuda_stream, key
             if torch.cuda.is_current_stream_capturing():
-                # What a graph reads has to outlive it; what it writes is its own.
+                # A graph reads what is kept at each replay, so that is never freed; what it makes is its own.
                 if self not in _CAPTURED:
                     _CAPTURED.append(self)
                 return self.tables[key] if key in self.tables else make()
@@ -165,7 +165,7 @@ class Operands:
         }  # fmt: skip
 
     def lanes(self, tile: Tile) -> int:
-        """Return the columns in which the forward sums each row of scores.
+        """Return how many partial sums the forward keeps of each row of scores, which it adds up at the end.
 
         A matrix unit leaves two neighbours of every eight columns in each of the four lanes of a row; where each warp
         has whole rows, sums of eight columns stay in their lanes. Other layouts would be converted for it.
