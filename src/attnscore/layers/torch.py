@@ -292,13 +292,15 @@ class Attention(nn.Module, BaseAttention[Tensor]):
 
         None unless inputs and weights are all plain tensors.
         """
+        if torch.compiler.is_compiling():
+            # Weights that a lazy module has not yet would be read, and be what the compiler takes them for.
+            return None
         layer, arrays = self._layer, [*inputs.values()]
         for name in layer.on_inputs:
             # Not the attribute: torch's lookup takes 0.7 us, and a parametrisation (spectral norm) would compute it,
             # and count a step, once more.
             if (weight := self._modules[name]._parameters.get("weight")) is not None:
                 arrays.append(weight)
-        # The signature first: torch.compile cannot trace the others.
         if (signature := _OPS.signature(arrays)) is None:
             return None
         if private.tracing_state() is not None or private.are_transforms_active():
@@ -325,8 +327,10 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             if isinstance(module, nn.Linear) and weight is not None and module.in_features in (0, weight.shape[-1]):
                 _check_operand(linear.input, inputs[linear.input], weight, linear.name, axis=1)
         for parameter in self._layer.parameters:
-            has_matrix = parameter.inputs and isinstance(self._modules[parameter.name], Matrix)
-            if has_matrix and (weight := self._weight(parameter.name)) is not None:
+            module = self._modules.get(parameter.name)
+            if not isinstance(module, Matrix) or (is_compiling and isinstance(module, LazyModuleMixin)):
+                continue
+            if (weight := self._weight(parameter.name)) is not None:
                 _check_sides(inputs["queries"], inputs["keys"], weight)
 
     def _weight(self, name: str) -> Tensor | None:
@@ -360,7 +364,8 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             found = getattr(self, part.name)
             return found  # type: ignore[no-any-return]
         module, weight = self._modules[part.name], None
-        if _is_bare(module, nn.Linear if isinstance(part, Linear) else Matrix):
+        # Not in a compiler, as in `_checked_once`.
+        if not torch.compiler.is_compiling() and _is_bare(module, nn.Linear if isinstance(part, Linear) else Matrix):
             weight = module._parameters["weight"]
         if isinstance(part, Linear):
             # A view: an index takes twice as long, and its gradient five times.
