@@ -342,10 +342,13 @@ x = np.ones((4, 8, 128, 64), "f4")
 own = os.sched_getaffinity(0)
 if PINNED:
     os.sched_setaffinity(0, own := {min(own)})
-for _ in range(5):
+# On a busy machine a worker may wake after its first tasks are done.
+for _ in range(5 if PINNED else 200):
     ats.attend(x, x, x)
-(worker,) = workers()
-allowed = os.sched_getaffinity(worker)
+    (worker,) = workers()
+    allowed = os.sched_getaffinity(worker)
+    if allowed < own:
+        break
 print(allowed <= own and len(own) - len(allowed))
 """
 
