@@ -12,7 +12,7 @@ import torch
 import attnscore as ats
 from attnscore import ArgumentError
 from attnscore.problem.statistics import KEYS
-from cases import FRAMEWORKS
+from cases import FRAMEWORKS, needs_native
 from harness import STATISTICS, array, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
@@ -163,7 +163,7 @@ def test_the_variance_is_over_the_visible_keys(framework: str) -> None:
 
 
 @frameworks
-@pytest.mark.parametrize("kernel", ["dense", "streaming", "native", "auto"])
+@pytest.mark.parametrize("kernel", ["dense", "streaming", pytest.param("native", marks=needs_native), "auto"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("keys", [1, 2, 7, 63, 64, 65, 300])
 def test_the_first_key_of_the_largest_score(keys: int, dtype: str, kernel: str, framework: str) -> None:
@@ -182,7 +182,7 @@ def test_the_first_key_of_the_largest_score(keys: int, dtype: str, kernel: str, 
 
 
 @frameworks
-@pytest.mark.parametrize("kernel", ["dense", "streaming", "native"])
+@pytest.mark.parametrize("kernel", ["dense", "streaming", pytest.param("native", marks=needs_native)])
 def test_without_a_number_there_is_no_largest_score(kernel: str, framework: str) -> None:
     scores = np.array([[1.0, np.nan, 2.0], [1.0, 3.0, 2.0], [np.nan, 4.0, 4.0]])
     stats = statistics_of(framework, scores, ("argmax_key", "min_score"), kernel=kernel)
@@ -207,6 +207,7 @@ def test_the_first_key_among_gathered_neighbours(framework: str) -> None:
     np.testing.assert_array_equal(array(stats.argmax_key), [scores[0].argmax(), -1, last])
 
 
+@needs_native
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_first_key_of_split_keys(threads: int) -> None:
     """A query of decoding, whose keys several tasks share; equal scores in all of them."""
