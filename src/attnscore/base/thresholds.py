@@ -1,7 +1,7 @@
 """Sizes at which one way to compute takes less time, or less memory, than another: all of them, with what each trades.
 
 A figure names its machine and date. Times are those of one thread unless they say otherwise. What a constant of the C++
-kernels trades stands beside it, and in ``csrc/TUNING.md``.
+kernels trades stands beside it, and in ``csrc/TUNING.md``; tiles of the GPU kernels stand in ``kernels/triton``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ LONGEST_KEY_TILE = 128
 # in float32.
 MATRIX_VALUES = 2**20
 
-# Up to these sizes TensorFlow's own operations take less time in a graph than a callback to the native kernel, which
-# takes 150 us before it computes (Zen 4, 2026-11-24): numbers of query, key and value together; pairs times dimension
-# of a score that is a matrix product; values of a score that holds several for each pair.
+# Up to these sizes TensorFlow's own operations take less time in a graph than a callback to the native kernel
+# (csrc/TUNING.md), of which the smallest call takes 150 us (Zen 5, 2026-11-28): numbers of query, key and value
+# together; pairs times dimension of a score that is a matrix product; values of a score that holds several a pair.
 ONE_TILE_NUMBERS = 5 * 2**17
 ONE_TILE_PRODUCTS = 2**21
 ONE_TILE_VALUES = 2**18
 # Pairs times dimension, between which a distance is computed there as a product. Where that is not accurate, its terms
 # are summed one by one, which above these takes longer than a callback. Of 40 textbook shapes with gradients, whose
-# distances are about 1, the five in this range take 1.6 to 2.3 times as long without (Zen 5, 2026-11-28).
+# distances are about 1, the five in this range take 1.5 to 2.4 times as long without (Zen 5, 2026-11-28).
 ONE_TILE_DISTANCE = 2**16, 2**20
 
 # Time by a term for each key over that of the native kernel in JAX's programs, forward, with gradients, on one thread |
@@ -88,7 +88,7 @@ ACCELERATOR_INNER_TERMS = 2**28
 
 # Pairs of query and key, over all heads, up to which a layer's call computes the weights that it keeps in its own pass:
 # 10 to 50 us, where reading them from kept inputs takes 500 to 700 us in Keras and Flax (Xeon with AVX-512,
-# 2026-11-25). In PyTorch a forward takes 5 to 17% longer with them, and reading them another 80% of it (Zen 5,
+# 2026-11-25). In PyTorch a forward takes 4 to 17% longer with them, and reading them later 80 to 100% (Zen 5,
 # 2026-11-28): book-sized calls have up to so many, whose weights a notebook draws.
 KEPT_WEIGHTS = 2**13
 
