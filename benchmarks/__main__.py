@@ -1,14 +1,15 @@
-"""The benchmarks: measure this machine, and make the pages of the documentation.
+"""The benchmarks: measure this machine, and make the page of performance.
 
 - ``python benchmarks run [OPTIONS]``: time and memory of named cases; ``--help`` lists them.
 - ``python benchmarks NAME [OPTIONS]``: the same into ``results/NAME.json``, where NAME names the kind of CPU, and into
-  ``docs/performance/NAME.md``; `docs/performance.md` compares all machines. Without options the long cases run too.
-- ``python benchmarks --page``: the pages, from the results that are there.
+  `docs/performance.md`, which compares all machines. Without options the long cases run too.
+- ``python benchmarks --page``: the page alone, from the results that are there.
 - ``python benchmarks tune FILE``: tiles of the GPU kernels. ``python benchmarks gpu-code PAGE``: what is compiled.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
@@ -27,56 +28,45 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"
 COLOURS = DOCS / "images" / "matplotlibrc"
-NEW_PAGE = "# Results on {name}\n\nMeasured as [performance](../performance.md) says.\n\n{begin}\n{end}\n"
+PAGE = "performance.md"
+OVERVIEW, SMALL_SHAPES = "performance.png", "performance-small-shapes.png"
 
 
-def pages() -> dict[Path, Path]:
-    """Return the page of each file of results, the latest results first."""
-    found = sorted((HERE / "results").glob("*.json"), key=lambda path: (results.read(path)["date"], path), reverse=True)
-    return {path: DOCS / "performance" / f"{path.stem}.md" for path in found}
+def documents() -> dict[str, dict[str, Any]]:
+    """Return the results by the name of the machine, the latest first."""
+    by_file = {path: results.read(path) for path in (HERE / "results").glob("*.json")}
+    ordered = sorted(by_file, key=lambda path: (by_file[path]["date"], path), reverse=True)
+    return {machine_name(path.stem): by_file[path] for path in ordered}
 
 
-def rendered(path: Path, page: Path) -> str:
-    """Return a page with the tables of its results, and the chart of the small shapes where they were measured."""
-    content = reports.section(results.read(path), f"../images/{chart_of(page).name}")
-    return reports.page_with(page.read_text("utf-8"), content)
+def machine_name(stem: str) -> str:
+    """Return the name of a machine as its makers write it: "zen4-avx2" becomes "Zen 4, AVX2"."""
+    family, _, instructions = stem.partition("-avx")
+    name = re.sub(r"(?<=[a-z])(?=\d)", " ", family.replace("-", " ")).title()
+    return f"{name}, AVX{instructions}" if instructions else name
 
 
-def rendered_overview() -> str:
-    """Return the page of all machines with its chart and rows."""
-    names = {title_of(page): (path, page) for path, page in pages().items()}
-    documents = {name: results.read(path) for name, (path, _) in names.items()}
-    links = {name: f"performance/{page.name}" for name, (_, page) in names.items()}
-    content = reports.overview(documents, links, f"images/{overview_chart().name}")
-    return reports.page_with((DOCS / "performance.md").read_text("utf-8"), content)
+def with_small_shapes(machines: dict[str, dict[str, Any]]) -> str | None:
+    """Return the machine whose small shapes are drawn: the latest on which they were measured."""
+    return next((name for name, document in machines.items() if charts.has_shapes(document)), None)
 
 
-def title_of(page: Path) -> str:
-    """Return the name of a machine, from the heading of its page."""
-    return page.read_text("utf-8").partition("\n")[0].removeprefix("# Results on ")
+def rendered() -> str:
+    """Return the page of performance with the tables of all results."""
+    machines = documents()
+    pictures = [("Times as fast as each baseline, one mark for each machine", f"images/{OVERVIEW}")]
+    if (name := with_small_shapes(machines)) is not None:
+        pictures.append((f"Ratios of all small shapes on {name}, one column for each case", f"images/{SMALL_SHAPES}"))
+    return reports.page_with((DOCS / PAGE).read_text("utf-8"), reports.page(machines, pictures))
 
 
-def chart_of(page: Path) -> Path:
-    """Return the file of the chart of a page's small shapes."""
-    return DOCS / "images" / f"performance-{page.stem}-small-shapes.png"
-
-
-def overview_chart() -> Path:
-    """Return the file of the chart of all machines."""
-    return DOCS / "images" / "performance.png"
-
-
-def write_pages() -> None:
-    """Put the tables of the results into their pages, and draw their charts."""
-    for path, page in pages().items():
-        if not page.exists():
-            page.write_text(NEW_PAGE.format(name=path.stem, begin=reports.BEGIN, end=reports.END), "utf-8")
-        write(page, rendered(path, page))
-        if charts.has_shapes(document := results.read(path)):
-            draw(chart_of(page), partial(charts.small_shapes, document))
-    write(DOCS / "performance.md", rendered_overview())
-    documents = {title_of(page): results.read(path) for path, page in pages().items()}
-    draw(overview_chart(), partial(charts.overview, documents))
+def write_page() -> None:
+    """Put the tables of the results into the page, and draw its charts."""
+    machines = documents()
+    write(DOCS / PAGE, rendered())
+    draw(DOCS / "images" / OVERVIEW, partial(charts.overview, machines))
+    if (name := with_small_shapes(machines)) is not None:
+        draw(DOCS / "images" / SMALL_SHAPES, partial(charts.small_shapes, machines[name]))
 
 
 def write(page: Path, text: str) -> None:
@@ -95,14 +85,14 @@ def draw(path: Path, chart: Callable[[], Figure]) -> None:
 
 def measure(name: str, options: list[str]) -> int:
     """Measure and keep the results under the name; `--again` finds the earlier ones there."""
-    kept = HERE / "results" / f"{name}.json"
+    stored = HERE / "results" / f"{name}.json"
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder, "results.json")
-        if kept.exists():
-            shutil.copy(kept, new)
+        if stored.exists():
+            shutil.copy(stored, new)
         status = main(["run", *(options or ["--full"]), "--out", folder])
         if status in (0, 1):  # after 1 the document may hold errors, and the page says so
-            results.write(results.read(new), kept)
+            results.write(results.read(new), stored)
     return status
 
 
@@ -125,7 +115,9 @@ def main(arguments: list[str]) -> int:
         from bench import gpu_code
 
         if len(rest) != 1:
-            print("expected the page, as in: python benchmarks gpu-code docs/performance/gpu-code.md", file=sys.stderr)
+            print(
+                "expected the page, as in: python benchmarks gpu-code benchmarks/results/gpu-code.md", file=sys.stderr
+            )
             return 2
         gpu_code.write_page(Path(rest[0]))
         return 0
@@ -133,9 +125,9 @@ def main(arguments: list[str]) -> int:
 
 
 def of_machine(arguments: list[str]) -> int:
-    """Measure, except with --page alone, and make the pages."""
+    """Measure, except with --page alone, and make the page."""
     if any(each.startswith("--out") for each in arguments):
-        print("--out: results go into this folder and the pages; `python benchmarks run` has it", file=sys.stderr)
+        print("--out: results go into this folder and the page; `python benchmarks run` has it", file=sys.stderr)
         return 2
     status = 0
     if arguments != ["--page"]:
@@ -147,7 +139,7 @@ def of_machine(arguments: list[str]) -> int:
             return 2
         status = measure(arguments[0], arguments[1:])
     if status in (0, 1):
-        write_pages()
+        write_page()
     return status
 
 

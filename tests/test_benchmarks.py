@@ -13,7 +13,7 @@ import runpy
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +307,7 @@ def test_every_model_computes_the_same_on_both_sides(name: str) -> None:
     assert 0 < row["accuracy"]["error"] <= row["accuracy"]["allowed"]
     found = document([row])
     assert not results.check(json.loads(json.dumps(found)))
-    titles = {title for title, _, rows in reports.page_tables(found) if rows}
+    titles = {title for title, _, rows in reports.screen_tables(found) if rows}
     assert titles == {"Speed"}  # no work is counted, so no rates
 
 
@@ -538,14 +538,12 @@ def test_the_limits_of_the_machine(toys: None) -> None:
     assert min(limits["reading"], *limits["products"].values()) > 0
     limits |= {"products": {"float32": 1e9, "bfloat16": 2e9}, "reading": 4e9}
     timed |= {"work": {"operations": 10**9, "activations": 0, "bytes": 10**9}, "ours": GOOD_ROW["ours"] | {"median": 2}}
-    text = reports.section(found)
-    assert "| 1 | 1 | 2 | 4 |" in text and "| 1 | native | 0.5 |  | 0.5 | 50% | 12% |" in text.replace(
-        timed["kernel"], "native"
-    )
+    assert screen_rows(found, "Limits of the machine") == [("1", "1", "2", "4")]
+    assert screen_rows(found, "Rates reached") == [("tiny", "1", timed["kernel"], "0.5", "", "0.5", "50%", "12%")]
     timed["case"] = "dot-bfloat16"
-    assert "| 25% | 12% |" in reports.section(found)
+    assert screen_rows(found, "Rates reached")[0][-2:] == ("25%", "12%")
     limits["products"]["bfloat16"] = 1e7  # slower than float32, to which it can be widened
-    assert "| 50% | 12% |" in reports.section(found)
+    assert screen_rows(found, "Rates reached")[0][-2:] == ("50%", "12%")
 
 
 def arrays_of(length: int) -> int:
@@ -634,6 +632,10 @@ def document(rows: list[Any], **more: Any) -> dict[str, Any]:
     return {**whole, "machine": machine.facts(), "rows": copy.deepcopy(rows), **more}
 
 
+def screen_rows(results: dict[str, Any], title: str) -> list[Sequence[str]]:
+    return next(rows for name, _, rows in reports.screen_tables(results) if name == title)
+
+
 SHAPES_ROW: dict[str, Any] = {
     "kind": "shapes", "case": "small-torch", "what": "small shapes, PyTorch", "threads": 1, "baseline": "formula",
     "status": "measured", "reason": None, "target": 2.0, "floor": 1.0, "left_out": [], "points": [
@@ -675,12 +677,15 @@ def test_a_row_of_shapes_is_its_mean_its_worst_and_how_many_are_below() -> None:
 
 def test_the_report_of_many_shapes() -> None:
     found = document([SHAPES_ROW])
-    text = reports.section(found, "chart.png")
+    text = reports.page({"new": found}, [("all", "all.png"), ("Ratios of all small shapes", "shapes.png")])
     assert (
-        "| small shapes, PyTorch | fastest formula in the caller's framework | 1 | 1 | 3 | 1.59 "
-        "| 0.50: additive (2,1,10) h 8, backward | 1 of 3 |\n\n![Ratios of all small shapes" in text
+        "| PyTorch | fastest formula in the caller's framework | new | 1.59 | 0.50 |  |  |\n\n"
+        "![Ratios of all small shapes](shapes.png)" in text
     )
-    assert "chart.png" not in reports.section(document([]), "chart.png")
+    assert screen_rows(found, "Many small shapes")[0][4:8] == (
+        "3", "1.59", "0.50: additive (2,1,10) h 8, backward", f"{SHAPES_ROW['below']} of 3",
+    )  # fmt: skip
+    assert "Many small shapes" not in reports.page({"new": document([])}, [])
     assert reports.faster_baselines(found) == [
         "small shapes, PyTorch, 1 thread: fastest formula in the caller's framework, in 1 of 3 measurements, "
         "up to 2.00 times faster"
@@ -773,16 +778,12 @@ def test_the_report_says_where_a_baseline_is_faster_and_what_misses() -> None:
         "scaled dot, 2 threads: torch scaled_dot_product_attention, 2.00 times faster"
     ]
     assert reports.missed(found) == ["dot against torch scaled_dot_product_attention, 2 threads"]
-    text = reports.section(found)
-    assert "| scaled dot | torch scaled_dot_product_attention | 1 | 20 ms | 30 ms | 1.50 | 1.45 to 1.60 |" in text
-    assert "not run | jax is not installed" in text and "target" not in text
-    screen = {title: (columns, rows) for title, columns, rows in reports.screen_tables(found)}
-    columns, rows = screen["Speed"]
-    assert columns[-3:] == ("target", "stretch target", "reached")
+    rows = screen_rows(found, "Speed")
+    assert rows[0][:7] == ("dot", "sdpa", "1", "20 ms", "30 ms", "1.50", "1.45 to 1.60")
+    assert rows[2][5:7] == ("not run", "jax is not installed")
     assert [row[-1] for row in rows] == ["yes", "**no**", ""]
-    assert "| scaled dot | 1 | native | 50 |  | 0.05 |" in text
-    failed = document([], errors=[{"case": "tiny, 1 thread", "error": "killed"}])
-    assert "- tiny, 1 thread: killed" in reports.section(failed)
+    assert screen_rows(found, "Rates reached")[0][:6] == ("dot", "1", "native", "50", "", "0.05")
+    assert "target" not in reports.page({"new": found}, [])
 
 
 @pytest.mark.parametrize(("time", "text"), [(1.5, "1.5 s"), (0.0123, "12.3 ms"), (2.5e-5, "25 µs"), (120, "120 s")])
@@ -798,16 +799,11 @@ def test_a_page_without_a_section_is_refused() -> None:
 # ------------------------------------------------- what lies in the project
 
 
-def test_pages_say_how_many_times_as_fast_in_every_row() -> None:
-    """Also where the target is the most that ours may take; options are compared with the call without them."""
-    most = {**GOOD_ROW, "case": "tiny", "at_most": True, "ratio": {"median": 0.5, "q1": 0.4, "q3": 0.8}}
-    option = {**GOOD_ROW, "case": "dropout", "what": "dropout", "baseline": "without", "at_most": True}
-    as_fast = {"median": 0.5, "q1": 0.4, "q3": 0.8}  # without a target the ratio is the time without over that with
-    weights = {**option, "case": "weights", "what": "weights", "at_most": False, "ratio": as_fast}
-    tables = {title: rows for title, _, rows in reports.page_tables(document([most, option, weights]))}
-    assert [row[-2:] for row in tables["Speed"]] == [("2.00", "1.25 to 2.50")]
-    wanted = {("dropout", "1.50", "1.45 to 1.60"), ("weights", "2.00", "1.25 to 2.50")}
-    assert {(row[0], *row[-2:]) for row in tables["What options cost"]} == wanted
+def test_a_ratio_is_theirs_over_ours_in_every_row() -> None:
+    """Also where the target is the most that our time may be of the time of the baseline."""
+    most = {**GOOD_ROW, "case": "tiny", "at_most": True, "ratio": {"median": 0.5, "q1": 0.4, "q3": 0.8}, "target": 0.8}
+    (row,) = screen_rows(document([most]), "Speed")
+    assert row[5:8] == ("2.00", "1.25 to 2.50", "1.25")
 
 
 def test_the_page_of_all_machines() -> None:
@@ -815,15 +811,25 @@ def test_the_page_of_all_machines() -> None:
     slow = {"ratio": {"median": 0.5, "q1": 0.5, "q3": 0.5}}
     new = document([{**GOOD_ROW, **slow, "threads": 2}], date="2026-02-02", commit=None)
     documents = {"old": old, "new": new}
-    text = reports.overview(documents, {"old": "a.md", "new": "b.md"}, "chart.png")
-    assert "| times as fast, 2 threads | against | [old](a.md) | [new](b.md) |" in text
+    text = reports.page(documents, [("all", "chart.png")])
+    assert text.startswith("![all](chart.png)") and "Whole models" not in text
+    assert "|  | against | old | new |" in text
     assert "| scaled dot, forward | torch scaled_dot_product_attention | 1.5 | 0.5 |" in text
-    assert "Measured: old 2026-01-01, at commit `abc1234`; new 2026-02-02." in text
+    assert "| old | 2026-01-01, `abc1234` |" in text and "| new | 2026-02-02 |" in text
     assert "- new: scaled dot, 2 threads: torch scaled_dot_product_attention, 2.00 times faster" in text
     (axis,) = charts.overview(documents).axes
     marks = [line for line in axis.lines if line.get_marker() != "None"]
+    assert len({tuple(line.get_ydata()) for line in marks}) == 2, "no mark hides another"
     assert [list(line.get_xdata()) for line in marks] == [[1.5], [0.5]] and axis.get_xscale() == "log"
     assert len(axis.get_yticks()) == len(reports.OVERVIEW)
+
+
+def test_whole_models_come_first_on_the_page() -> None:
+    row = {**GOOD_ROW, "case": "model-gpt", "what": "GPT"}
+    text = reports.page({"new": document([row, {**row, "threads": 2}])}, [])
+    what = cases.named("model-gpt").what
+    assert text.startswith("### Whole models\n\n|  | against | new, 1 thread | new, 2 threads |")
+    assert f"| {what} | torch scaled_dot_product_attention | 1.5 | 1.5 |" in text
 
 
 def test_rows_of_the_overview_are_cases() -> None:
@@ -835,9 +841,7 @@ def test_rows_measured_earlier_say_when() -> None:
     before = document([GOOD_ROW, other], date="2026-01-01", commit="abc1234")
     found = results.joined(before, document([GOOD_ROW], date="2026-02-02", commit="def5678"))
     assert [row.get("commit") for row in found["rows"]] == [None, "abc1234"] and not results.check(found)
-    text = reports.section(found)
-    assert "Measured 2026-02-02, at commit `def5678`, on:" in text
-    assert "Measured earlier: tiny (2026-01-01, at commit `abc1234`)." in text
+    assert reports.measured(found) == "2026-01-01 to 2026-02-02, `abc1234`, `def5678`"
 
 
 def test_a_checkout_that_does_not_hold_the_package_gives_no_commit(
@@ -873,26 +877,20 @@ def test_the_results_of_the_project_have_the_form(path: Path) -> None:
     assert not found["errors"]
 
 
-@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
-def test_the_pages_show_the_results_of_the_project(path: Path) -> None:
-    """`python benchmarks --page` makes them so."""
+def test_the_page_of_performance_shows_the_results_of_the_project() -> None:
+    """`python benchmarks --page` makes it so."""
     entry = runpy.run_path(str(ENTRY), run_name="entry")
-    page = entry["pages"]()[path]
-    assert entry["rendered"](path, page) == page.read_text(encoding="utf-8")
-    assert entry["chart_of"](page).exists() == charts.has_shapes(results.read(path))
-
-
-def test_the_page_of_performance_compares_all_machines() -> None:
-    entry = runpy.run_path(str(ENTRY), run_name="entry")
-    assert entry["rendered_overview"]() == (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert entry["overview_chart"]().exists() and len(entry["pages"]()) == len(KEPT)
+    assert entry["rendered"]() == (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert all((ROOT / "docs" / "images" / entry[name]).exists() for name in ("OVERVIEW", "SMALL_SHAPES"))
+    assert len(entry["documents"]()) == len(KEPT)
+    assert [entry["machine_name"](stem) for stem in ("zen4-avx2", "cascade-lake")] == ["Zen 4, AVX2", "Cascade Lake"]
 
 
 @pytest.fixture
 def entry_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The entry with an empty folder of results and of pages."""
     entry = runpy.run_path(str(ENTRY), run_name="entry")
-    for folder in ("results", "performance", "images"):
+    for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
     (tmp_path / "performance.md").write_text(f"all\n{reports.BEGIN}\nold\n{reports.END}\n", encoding="utf-8")
     for folder in ("HERE", "DOCS"):
@@ -900,20 +898,15 @@ def entry_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return entry
 
 
-def test_the_entry_makes_the_pages(entry_elsewhere: Any, tmp_path: Path) -> None:
+def test_the_entry_makes_the_page(entry_elsewhere: Any, tmp_path: Path) -> None:
     for name, rows in (("new", [GOOD_ROW, SHAPES_ROW]), ("old", [GOOD_ROW])):
-        page = tmp_path / "performance" / f"{name}.md"
-        page.write_text(f"# Results on {name}\n{reports.BEGIN}\nold\n{reports.END}\nafter\n", encoding="utf-8")
         results.write(document(rows), tmp_path / "results" / f"{name}.json")
     assert entry_elsewhere["main"](["--page"]) == 0
-    for name in ("new", "old"):
-        text = (tmp_path / "performance" / f"{name}.md").read_text(encoding="utf-8")
-        assert text.startswith(f"# Results on {name}\n") and text.endswith("\nafter\n") and "### Speed" in text
-        assert ("](../images/performance-new-small-shapes.png)" in text) == (name == "new")
     text = (tmp_path / "performance.md").read_text(encoding="utf-8")
-    assert "[new](performance/new.md)" in text and "old\n<!--" not in text
+    assert text.startswith("all\n") and {"New", "Old"} <= {cell.strip() for cell in text.split("|")}
+    assert "old\n<!--" not in text and "small shapes on New" in text
     made = sorted((tmp_path / "images").iterdir())
-    assert [path.name for path in made] == ["performance-new-small-shapes.png", "performance.png"]
+    assert [path.name for path in made] == ["performance-small-shapes.png", "performance.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
 
 
@@ -935,7 +928,7 @@ def test_the_entry_keeps_results_under_the_name_of_the_machine(
         assert entry_elsewhere["main"](["zen9", "--only", "dot"]) == 0
     assert seen == [False, True]  # --again finds what is kept
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["zen9.json"]
-    assert "# Results on zen9" in (tmp_path / "performance" / "zen9.md").read_text(encoding="utf-8")
+    assert "| against | Zen 9 |" in (tmp_path / "performance.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def small_shapes(document: Mapping[str, Any]) -> Figure:
     columns = list(dict.fromkeys((row["case"], row["baseline"]) for row in rows))
     # At least as wide as the legend.
     figure = Figure(figsize=(max(6.5, 1.5 + 0.85 * len(columns)), 1.6 + 3.2 * len(threads)), layout="constrained")
-    panels = figure.subplots(len(threads), 1, sharex=True, squeeze=False)[:, 0]
+    panels = figure.subplots(len(threads), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axis, number in zip(panels, threads, strict=True):
         for row in rows:
             if row["threads"] == number:
@@ -51,14 +51,16 @@ def small_shapes(document: Mapping[str, Any]) -> Figure:
         axis.grid(axis="y", **_GRID)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
+    what = {row["case"]: row["what"].removeprefix("small shapes, ") for row in rows}
     # The case alone where it has one baseline.
     once = {case for case, _ in columns if sum(case == other for other, _ in columns) == 1}
-    names = [case if case in once else f"{case}\n{baseline}" for case, baseline in columns]
+    names = [what[case] if case in once else f"{what[case]}\nagainst {baseline}" for case, baseline in columns]
     panels[-1].set_xticks(range(len(columns)), names, rotation=35, ha="right")
     marks = [
         panels[0].plot([], [], "o", color=colour, markersize=4, label=_LABELS[mode])[0]
         for mode, colour in _COLOURS.items()
     ]
+    marks.append(panels[0].plot([], [], color=_LINE, linewidth=1.6, label="geometric mean")[0])
     figure.legend(handles=marks, loc="outside upper left", ncols=len(marks), frameon=False)
     return figure
 
@@ -84,9 +86,10 @@ def overview(documents: Mapping[str, Mapping[str, Any]]) -> Figure:
     figure = Figure(figsize=(9, 0.6 + 0.36 * len(rows)), layout="constrained")
     axis = figure.subplots()
     for place, (name, mark, colour) in enumerate(zip(documents, _MARKS, _SHADES, strict=False)):
-        found = [(ratio, y) for y, row in enumerate(rows) if (ratio := row[2][place]) is not None]
-        ratios, at = [ratio for ratio, _ in found], [y for _, y in found]
-        axis.plot(ratios, at, mark, color=colour, markersize=6, alpha=0.85, label=name)
+        # Machines one below the other: equal ratios do not hide one another.
+        offset = 0.16 * (place - (len(documents) - 1) / 2)
+        points = [(ratio, y + offset) for y, row in enumerate(rows) if (ratio := row[2][place]) is not None]
+        axis.plot(*zip(*points, strict=True), mark, color=colour, markersize=5, alpha=0.85, label=name)
     axis.axvline(1, color=_LINE, linewidth=1.2)
     axis.set(xscale="log", xlabel="times as fast as the baseline, 2 threads")
     axis.set_yticks(range(len(rows)), [f"{what}  |  {against}" for what, against, _ in rows], fontsize=9)

@@ -183,7 +183,7 @@ def page() -> str:
         "- **shared**: KB of shared memory of a program, of 163 (sm_80), 99 (sm_89) and 227 (sm_90)",
         "- **matrix**: the instruction that multiplies tiles. No kernel has an atomic operation.",
         "",
-        "Made by `python benchmarks gpu-code docs/performance/gpu-code.md`.",
+        "Made by `python benchmarks gpu-code benchmarks/results/gpu-code.md`.",
     ]
     for architecture in ARCHITECTURES:
         lines += [

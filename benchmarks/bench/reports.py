@@ -1,8 +1,9 @@
-"""Tables of a run, for a screen and as the section of a documentation page.
+"""Tables of a run for a screen, and the tables of all machines for the page of performance.
 
-- Every table of a page is made here from the documents alone, so page and file cannot disagree.
-- A page says when and at which commit its numbers were measured, and where a baseline is faster.
-- Targets are the benchmark's own concern: its screen shows them, no page does.
+- The page is made here from the files of results alone, so page and files cannot disagree.
+- Every ratio is the baseline's time over ours: above 1 we are faster.
+- The page says when each machine was measured, and where a baseline is faster.
+- Targets are the benchmark's own concern: the screen shows them, the page does not.
 """
 
 from __future__ import annotations
@@ -19,19 +20,7 @@ Cells = Sequence[str]
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
-_CHARTED = "Many small shapes"
-_SPEED = ("case", "against", "threads", "ours", "theirs", "times as fast", "spread")
-_COST = ("case", "threads", "with", "without", "times as long", "spread")
-_SHAPES = ("case", "against", "threads", "shapes", "modes", "mean", "worst", "slower")
-_GROWTH = ("case", "side", "parameters", "lengths", "time grows as", "peak memory grows as", "seconds", "peak, MB")
-_LIMITS = ("threads", "float32 products, GFLOP/s", "bfloat16 products, GFLOP/s", "reading, GB/s")
-_RATES = (
-    *("case", "threads", "kernel", "GFLOP/s in products", "G activations/s", "GB/s of arrays"),
-    *("of the products above", "of the reading above"),
-)
-_MEMORY = ("case", "tokens", "peak, MB", "inputs + outputs + gradients, MB", "over, MB", "seconds")
-
-# The rows of the page of all machines, on two threads: case, baseline, what they say.
+# Calls on the page of all machines, on two threads: case, baseline, description.
 OVERVIEW = (
     ("dot", "sdpa", "scaled dot, forward"),
     ("dot", "onnxruntime", "scaled dot, forward"),
@@ -39,6 +28,7 @@ OVERVIEW = (
     ("dot-bfloat16", "sdpa", "scaled dot, bfloat16, forward"),
     ("causal", "sdpa", "causal, forward"),
     ("padded", "sdpa", "half the keys padded, forward"),
+    ("window", "sdpa-blocks", "window of 256 in 8192 tokens, forward"),
     ("window", "sdpa", "window of 256 in 8192 tokens, forward"),
     ("decoding", "sdpa", "1 query, 32768 keys"),
     ("additive", "naive", "additive, 512 tokens, h 256, forward"),
@@ -47,68 +37,39 @@ OVERVIEW = (
     ("additive-long", "sdpa", "additive against scaled dot, h 64, forward"),
     ("numpy", "numpy", "scaled dot from NumPy, forward"),
     ("jax", "jax", "scaled dot from JAX, jit, forward"),
+    ("jax", "xla", "scaled dot from JAX, jit, forward"),
     ("tensorflow-graph", "tensorflow", "scaled dot from tf.function, forward"),
     ("tiny", "sdpa", "a tiny call, forward"),
 )
 
 
 def screen_tables(document: Row) -> Iterator[tuple[str, Cells, list[Cells]]]:
-    """Yield (title, columns, rows) of every table for a screen: names in place of sentences, and the targets."""
+    """Yield (title, columns, rows) of every table for a screen."""
     speed = ("case", "against", "threads", "ours", "theirs", "ratio", "spread", "target", "stretch target", "reached")
-    yield "Speed", speed, list(_targeted(document))
-    shapes = (*_SHAPES[:-1], "below", "target, mean", "target, worst", "reached")
-    yield _CHARTED, shapes, list(_shapes(document, short=True))
-    yield "Limits of the machine", _LIMITS, list(_limits(document))
-    yield "Growth", (*_GROWTH, "reached"), list(_growth(document, short=True))
-    yield "Memory of long sequences", (*_MEMORY, "target"), list(_memory(document, short=True))
+    yield "Speed", speed, list(_speed(document))
+    shapes = ("case", "against", "threads", "shapes", "modes", "mean", "worst", "below")
+    yield "Many small shapes", (*shapes, "target, mean", "target, worst", "reached"), list(_shapes(document))
+    limits = ("threads", "float32 products, GFLOP/s", "bfloat16 products, GFLOP/s", "reading, GB/s")
+    yield "Limits of the machine", limits, list(_limits(document))
+    rates = ("case", "threads", "kernel", "GFLOP/s in products", "G activations/s", "GB/s of arrays")
+    yield "Rates reached", (*rates, "of the products above", "of the reading above"), list(_rates(document))
+    growth = ("case", "side", "parameters", "lengths", "time grows as", "peak memory grows as", "seconds", "peak, MB")
+    yield "Growth", (*growth, "reached"), list(_growth(document))
+    memory = ("case", "tokens", "peak, MB", "inputs + outputs + gradients, MB", "over, MB", "seconds")
+    yield "Memory of long sequences", (*memory, "target"), list(_memory(document))
 
 
-def page_tables(document: Row) -> Iterator[tuple[str, Cells, list[Cells]]]:
-    """Yield (title, columns, rows) of every table of a page."""
-    yield "Speed", _SPEED, list(_speed(document))
-    yield "What options cost", _COST, list(_costs(document))
-    yield _CHARTED, _SHAPES, list(_shapes(document, short=False))
-    yield "Limits of the machine", _LIMITS, list(_limits(document))
-    yield "Rates reached", _RATES, list(_rates(document))
-    yield "Growth", _GROWTH, list(_growth(document, short=False))
-    yield "Memory of long sequences", _MEMORY, list(_memory(document, short=False))
-
-
-def _targeted(document: Row) -> Iterator[Cells]:
-    """Comparisons; a ratio whose targets are marked ≤ is our time over the baseline's, all others are the reverse."""
+def _speed(document: Row) -> Iterator[Cells]:
+    """Comparisons with baselines, and of options with the call without them."""
     for row in rows_of_kind(document, "time"):
         head = (row["case"], row["baseline"], str(row["threads"]))
         targets = (_target(row, row["target"]), _target(row, row["stretch_target"]))
         if row["status"] != "measured":
             yield (*head, "", "", "not run", row["reason"], *targets, "")
             continue
-        ratio = row["ratio"]
-        yield (*head, *_times(row), *_spread(ratio["median"], ratio["q1"], ratio["q3"]), *targets, _reached(row))
-
-
-def _speed(document: Row) -> Iterator[Cells]:
-    """Comparisons with other implementations: the baseline's time over ours in every row."""
-    for row in rows_of_kind(document, "time"):
-        if row["baseline"] == "without":
-            continue
-        head = (row["what"], _title(row["baseline"]), str(row["threads"]))
-        if row["status"] != "measured":
-            yield (*head, "", "", "not run", row["reason"])
-        else:
-            yield (*head, *_times(row), *_spread(*times_as_fast(row)))
-
-
-def _costs(document: Row) -> Iterator[Cells]:
-    """Options and masks against the same call without them: our time with over our time without."""
-    for row in rows_of_kind(document, "time"):
-        if row["baseline"] != "without":
-            continue
-        head = (row["what"], str(row["threads"]))
-        if row["status"] != "measured":
-            yield (*head, "", "", "not run", row["reason"])
-        else:
-            fast, low, high = times_as_fast(row)
-            yield (*head, *_times(row), *_spread(1 / fast, 1 / high, 1 / low))
+        times = seconds(row["ours"]["median"]), seconds(row["theirs"]["median"])
+        median, low, high = times_as_fast(row)
+        yield (*head, *times, f"{median:.2f}", f"{low:.2f} to {high:.2f}", *targets, _reached(row))
 
 
 def times_as_fast(row: Row) -> tuple[float, float, float]:
@@ -119,42 +80,28 @@ def times_as_fast(row: Row) -> tuple[float, float, float]:
     return ratio["median"], ratio["q1"], ratio["q3"]
 
 
-def _times(row: Row) -> Cells:
-    return seconds(row["ours"]["median"]), seconds(row["theirs"]["median"])
-
-
-def _spread(median: float, low: float, high: float) -> Cells:
-    return f"{median:.2f}", f"{low:.2f} to {high:.2f}"
-
-
-def _shapes(document: Row, short: bool) -> Iterator[Cells]:
-    """Cases of many shapes: their geometric mean, the worst of them, and how many are slower than the baseline.
-
-    On a screen (`short`): how many are below their target, and the targets.
-    """
-    for row in rows_of_kind(document, "shapes"):
-        head = (row["case"], row["baseline"]) if short else (row["what"], _title(row["baseline"]))
-        targets: Cells = ()
-        if short:
-            targets = (*("" if row[name] is None else f"{row[name]:g}" for name in ("target", "floor")), _reached(row))
-        if row["status"] != "measured":
-            yield (*head, str(row["threads"]), "", "", "not run", row["reason"], "", *targets)
-            continue
-        points, worst = row["points"], row["worst"]
-        shapes, modes = ({point[name] for point in points} for name in ("shape", "mode"))
-        count = row["below"] if short else sum(point["ratio"] < 1 for point in points)
-        yield (
-            *head, str(row["threads"]), str(len(shapes)), str(len(modes)), f"{row['geometric_mean']:.2f}",
-            f"{worst['ratio']:.2f}: {worst['shape']}, {worst['mode']}", f"{count} of {len(points)}", *targets,
-        )  # fmt: skip
+def _target(row: Row, target: float | None) -> str:
+    return "" if target is None else f"{1 / target if row['at_most'] else target:.3g}"
 
 
 def _reached(row: Row) -> str:
     return {True: "yes", False: "**no**", None: ""}[row["reached"]]
 
 
-def _target(row: Row, target: float | None) -> str:
-    return "" if target is None else f"≤ {target:g}" if row["at_most"] else f"{target:g}"
+def _shapes(document: Row) -> Iterator[Cells]:
+    """Cases of many shapes: their geometric mean, the worst of them, and how many are below their target."""
+    for row in rows_of_kind(document, "shapes"):
+        head = (row["case"], row["baseline"], str(row["threads"]))
+        targets = (*("" if row[name] is None else f"{row[name]:g}" for name in ("target", "floor")), _reached(row))
+        if row["status"] != "measured":
+            yield (*head, "", "", "not run", row["reason"], "", *targets)
+            continue
+        points, worst = row["points"], row["worst"]
+        shapes, modes = ({point[name] for point in points} for name in ("shape", "mode"))
+        yield (
+            *head, str(len(shapes)), str(len(modes)), f"{row['geometric_mean']:.2f}",
+            f"{worst['ratio']:.2f}: {worst['shape']}, {worst['mode']}", f"{row['below']} of {len(points)}", *targets,
+        )  # fmt: skip
 
 
 def _limits(document: Row) -> Iterator[Cells]:
@@ -166,14 +113,14 @@ def _limits(document: Row) -> Iterator[Cells]:
 
 def _rates(document: Row) -> Iterator[Cells]:
     """Rates of our side, and their share of those that libraries reach."""
-    seen = set()
+    listed = set()
     limits = {row["threads"]: row for row in rows_of_kind(document, "limits")}
     dtypes = {case.name: case.dtype for case in CASES}
     for row in rows_of_kind(document, "time"):
-        # Of a whole model no work is counted.
-        if row["status"] != "measured" or not row["work"] or (row["case"], row["threads"]) in seen:
+        # The work of a whole model is not counted.
+        if row["status"] != "measured" or not row["work"] or (row["case"], row["threads"]) in listed:
             continue
-        seen.add((row["case"], row["threads"]))
+        listed.add((row["case"], row["threads"]))
         work, time = row["work"], row["ours"]["median"]
         rates = (
             f"{work[name] / time / 1e9:.3g}" if work[name] else "" for name in ("operations", "activations", "bytes")
@@ -183,40 +130,37 @@ def _rates(document: Row) -> Iterator[Cells]:
         if limit is not None:
             products = limit["products"]
             # Some libraries multiply 16-bit numbers more slowly than float32, which kernels may widen them to.
-            most = max(products["float32"], products[dtypes.get(row["case"], "float32")]), limit["reading"]
+            peaks = max(products["float32"], products[dtypes.get(row["case"], "float32")]), limit["reading"]
             done = work["operations"], work["bytes"]
-            shares = tuple(f"{each / time / peak:.0%}" for each, peak in zip(done, most, strict=True))
-        yield (row["what"], str(row["threads"]), row["kernel"], *rates, *shares)
+            shares = tuple(f"{amount / time / peak:.0%}" for amount, peak in zip(done, peaks, strict=True))
+        yield (row["case"], str(row["threads"]), row["kernel"], *rates, *shares)
 
 
-def _growth(document: Row, short: bool) -> Iterator[Cells]:
+def _growth(document: Row) -> Iterator[Cells]:
     """Growth of time and memory with the number of tokens."""
     for row in rows_of_kind(document, "growth"):
-        points, head = (
-            row["points"],
-            (row["case"] if short else row["what"], _title(row["side"]), str(row["parameters"])),
-        )
+        points, head = row["points"], (row["case"], _title(row["side"]), str(row["parameters"]))
         if row["status"] != "measured":
-            yield (*head, "", "not run", row["reason"], "", "", *(("",) if short else ()))
+            yield (*head, "", "not run", row["reason"], "", "", "")
             continue
         lengths = ", ".join(str(point["length"]) for point in points)
         times = ", ".join(seconds(point["seconds"]["median"]) for point in points)
         peaks = ", ".join(f"{point['peak'] / 1e6:.1f}" for point in points)
-        grows = (_power(row["time_exponent"]), _power(row["memory_exponent"]))
-        yield (*head, lengths, *grows, times, peaks, *((_reached(row),) if short else ()))
+        yield (
+            *head, lengths, _power(row["time_exponent"]), _power(row["memory_exponent"]), times, peaks, _reached(row)
+        )  # fmt: skip
 
 
-def _memory(document: Row, short: bool) -> Iterator[Cells]:
+def _memory(document: Row) -> Iterator[Cells]:
     """Peak memory of the long cases."""
     for row in rows_of_kind(document, "memory"):
-        head = row["case"] if short else row["what"]
         if row["status"] != "measured":
-            yield (head, "", "not run", row["reason"], "", "", *(("",) if short else ()))
+            yield (row["case"], "", "not run", row["reason"], "", "", "")
             continue
         point = row["points"][-1]
         sizes = (f"{point[name] / 1e6:.0f}" for name in ("peak", "arrays", "over"))
-        target = (f"≤ {row['target'] / 1e6:.0f}: {_reached(row)}",) if short else ()
-        yield (head, str(point["length"]), *sizes, seconds(point["seconds"]["median"]), *target)
+        target = f"≤ {row['target'] / 1e6:.0f}: {_reached(row)}"
+        yield (row["case"], str(point["length"]), *sizes, seconds(point["seconds"]["median"]), target)
 
 
 def rows_of_kind(document: Row, kind: str) -> list[Row]:
@@ -248,72 +192,108 @@ def seconds(s: float) -> str:
 
 def faster_baselines(document: Row) -> list[str]:
     """Say where a baseline takes less time than we do, one sentence each."""
-    found = []
+    sentences = []
     for row in rows_of_kind(document, "time"):
         if row["status"] != "measured" or not BASELINES[row["baseline"]].is_alternative:
             continue
         times = 1 / times_as_fast(row)[0]
         if times > 1:
-            found.append(f"{row['what']}, {_threads(row)}: {_title(row['baseline'])}, {times:.2f} times faster")
+            sentences.append(f"{row['what']}, {_threads(row)}: {_title(row['baseline'])}, {times:.2f} times faster")
     for row in rows_of_kind(document, "shapes"):
         slower = sum(point["ratio"] < 1 for point in row["points"])
         if slower:
-            found.append(
+            sentences.append(
                 f"{row['what']}, {_threads(row)}: {_title(row['baseline'])}, in {slower} of {len(row['points'])} "
                 f"measurements, up to {1 / row['worst']['ratio']:.2f} times faster"
             )
-    return found
+    return sentences
 
 
 def missed(document: Row) -> list[str]:
     """Name the rows that do not reach their target, each with its baseline."""
-    found = []
+    names = []
     for row in document["rows"]:
         if row.get("reached") is False:
             side = f" against {_title(row['baseline'])}" if "baseline" in row else f", {_title(row['side'])}"
-            found.append(f"{row['case']}{side}, {_threads(row)}")
-    return found
+            names.append(f"{row['case']}{side}, {_threads(row)}")
+    return names
 
 
-def measured(document: Row) -> str:
-    """Say when a document was measured, and at which commit where it is known."""
-    commit = document.get("commit")
-    return f"{document['date']}" + (f", at commit `{commit}`" if commit else "")
+# ------------------------------------------------------------ the page of all machines
 
 
-def section(document: Row, chart: str | None = None) -> str:
-    """Return everything of a machine's page that a run decides, in Markdown; `chart` shows the small shapes."""
-    machine = document["machine"]
-    parts = [
-        f"Measured {measured(document)}, on: {machine['cpu']} ({machine['architecture']}), {machine['cores']} cores, "
-        f"{machine.get('memory_gb')} GB, {machine['system']}, Python {machine['python']}. "
-        f"Flags: {' '.join(machine['flags']) or 'none known'}. Kernels: {', '.join(machine['kernels'])}."
-        + (f" All sides limited to {machine['isa']}." if "isa" in machine else ""),
-        "Versions: " + ", ".join(f"{n} {v or 'not installed'}" for n, v in machine["packages"].items()) + ".",
+def page(documents: Mapping[str, Row], charts: Sequence[tuple[str, str]]) -> str:
+    """Return the section of results in Markdown from the document of each machine.
+
+    `charts` are (description, file) of the pictures: one of all machines, then one of the small shapes.
+    """
+    parts = [f"![{description}]({file})" for description, file in charts[:1]]
+    models = _model_rows(documents)
+    if models:
+        parts += ["### Whole models", _markdown(["", "against", *_by_threads(documents)], models)]
+    parts += [
+        "### One call, two threads",
+        _markdown(
+            ["", "against", *documents],
+            [[what, against, *map(_ratio, ratios)] for what, against, ratios in overview_rows(documents)],
+        ),
     ]
-    if document["quick"]:
-        parts.append("A quick run: three rounds and more, so the spreads say more than the medians.")
-    if earlier := sorted({f"{row['case']} ({measured(row)})" for row in document["rows"] if "date" in row}):
-        parts.append("Measured earlier: " + ", ".join(earlier) + ".")
-    for title, columns, rows in page_tables(document):
-        parts += [f"### {title}", _markdown(columns, rows) if rows else "Not measured in this run."]
-        if title == _CHARTED and rows and chart:
-            parts.append(f"![Ratios of all small shapes, one column for each case]({chart})")
-    for title, found, none in (
-        ("Where a baseline is faster", faster_baselines(document), "Nowhere in this run."),
-        ("Cases that failed", [f"{e['case']}: {e['error']}" for e in document["errors"]], "None in this run."),
-    ):
-        parts += [f"### {title}", "\n".join(f"- {each}" for each in found) if found else none]
+    if shapes := _shape_rows(documents):
+        parts += [
+            "### Many small shapes",
+            _markdown(["", "against", "machine", "mean, 1 thread", "worst", "mean, 2 threads", "worst"], shapes),
+        ]
+        parts += [f"![{description}]({file})" for description, file in charts[1:]]
+    slower = [f"- {name}: {sentence}" for name, x in documents.items() for sentence in faster_baselines(_calls(x))]
+    parts += ["### Where a baseline is faster", "\n".join(slower) or "Nowhere."]
+    machines = [
+        [name, measured(document), document["machine"]["cpu"], " ".join(document["machine"]["flags"])]
+        for name, document in documents.items()
+    ]
+    parts += ["### The machines", _markdown(["machine", "measured", "CPU", "instructions"], machines)]
     return "\n\n".join(parts)
+
+
+def _calls(document: Row) -> Row:
+    """Return the document without the small shapes, of which the page has a table."""
+    return {**document, "rows": [row for row in document["rows"] if row["kind"] != "shapes"]}
+
+
+def _by_threads(documents: Mapping[str, Row]) -> list[str]:
+    return [f"{name}, {'1 thread' if n == 1 else f'{n} threads'}" for name in documents for n in (1, 2)]
+
+
+def _model_rows(documents: Mapping[str, Row]) -> list[list[str]]:
+    """Return description, baseline and the ratios on one and two threads of each machine."""
+    rows = []
+    for case in CASES:
+        if case.kind == "model":
+            (baseline,) = case.baselines
+            ratios = [_ratio_of(document, case.name, baseline, n) for document in documents.values() for n in (1, 2)]
+            if any(ratio is not None for ratio in ratios):
+                rows.append([case.what, _title(baseline), *map(_ratio, ratios)])
+    return rows
+
+
+def _shape_rows(documents: Mapping[str, Row]) -> list[list[str]]:
+    """Return the geometric mean and the worst ratio of each case of many shapes, on one and on two threads."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for name, document in documents.items():
+        for row in rows_of_kind(document, "shapes"):
+            if row["status"] == "measured":
+                head = row["what"].removeprefix("small shapes, "), _title(row["baseline"]), name
+                cells = rows.setdefault(head, [""] * 4)
+                place = 0 if row["threads"] == 1 else 2
+                cells[place : place + 2] = [f"{row['geometric_mean']:.2f}", f"{row['worst']['ratio']:.2f}"]
+    return [[*head, *cells] for head, cells in rows.items()]
 
 
 def overview_rows(documents: Mapping[str, Row], threads: int = 2) -> list[tuple[str, str, list[float | None]]]:
     """Return (case, baseline, times as fast on each machine) of the rows of `OVERVIEW`; None: not measured there."""
-    found = []
-    for case, baseline, what in OVERVIEW:
-        ratios = [_ratio_of(document, case, baseline, threads) for document in documents.values()]
-        found.append((what, _title(baseline), ratios))
-    return found
+    return [
+        (what, _title(baseline), [_ratio_of(x, case, baseline, threads) for x in documents.values()])
+        for case, baseline, what in OVERVIEW
+    ]
 
 
 def _ratio_of(document: Row, case: str, baseline: str, threads: int) -> float | None:
@@ -323,22 +303,16 @@ def _ratio_of(document: Row, case: str, baseline: str, threads: int) -> float | 
     return None
 
 
-def overview(documents: Mapping[str, Row], links: Mapping[str, str], chart: str) -> str:
-    """Return the section of the page of all machines: a chart, some rows, and where a baseline is faster."""
-    columns = ["times as fast, 2 threads", "against", *(f"[{name}]({links[name]})" for name in documents)]
-    rows = [
-        [what, against, *("" if ratio is None else f"{ratio:.2g}" for ratio in ratios)]
-        for what, against, ratios in overview_rows(documents)
-    ]
-    slower = [f"- {name}: {sentence}" for name, found in documents.items() for sentence in faster_baselines(found)]
-    dates = "; ".join(f"{name} {measured(document)}" for name, document in documents.items())
-    return "\n\n".join([
-        f"![Times as fast as each baseline, one mark for each machine]({chart})",
-        _markdown(columns, rows),
-        f"Measured: {dates}.",
-        "### Where a baseline is faster",
-        "\n".join(slower) or "Nowhere.",
-    ])  # fmt: skip
+def _ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2g}"
+
+
+def measured(document: Row) -> str:
+    """Say when and at which commits a document was measured."""
+    dated = {(document["date"], document.get("commit"))}
+    dated |= {(row["date"], row.get("commit")) for row in document["rows"] if "date" in row}
+    days, commits = sorted({day for day, _ in dated}), sorted({commit for _, commit in dated if commit})
+    return " to ".join(dict.fromkeys((days[0], days[-1]))) + "".join(f", `{commit}`" for commit in commits)
 
 
 def _markdown(columns: Cells, rows: Iterable[Cells]) -> str:
