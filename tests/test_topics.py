@@ -46,7 +46,7 @@ TOPICS = {
     "why scale: Var(q.k) = d": ("why-scale.md", "mean 1, variance 1 | q·k"),
     "why scale: with means it grows faster, 192": ("why-scale.md", "192"),
     "why scale: y and 8 y": ("why-scale.md", "[0.008, 0.039, 0.004, 0.950]"),
-    "why scale: every entry of the Jacobians": ("scores/scaled-dot.md", "0.16125 -0.04988"),
+    "why scale: every entry of the Jacobians": ("why-scale.md", "0.16125 -0.04988"),
     "why scale: a transformer trained with and without": ("why-scale.md", "last tenth of the text"),
     "keys all alike: lengths 2 and 6": ("scores/additive.md", "[10. 11. 12. 13.]"),
     "shapes of additive attention": ("concepts/shapes.md", "(2, 1, 4)"),
