@@ -217,7 +217,7 @@ def test_the_readme_shows_code_and_what_it_prints() -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 def test_every_block_says_its_language(path: Path) -> None:
-    known = {"python", "text", "bash", "console", "toml", "mermaid", "html"}
+    known = {"python", "text", "bash", "bibtex", "console", "toml", "mermaid", "html"}
     assert {block.language for block in blocks(path)} <= known
 
 
@@ -374,7 +374,7 @@ def test_the_readme_tells_of_every_score_and_mask() -> None:
     from test_public_api import MASKS, SCORES
 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not [name for name in (*SCORES, *MASKS) if f"`{name}(" not in text]
+    assert not [name for name in (*SCORES, *MASKS) if f"`{name}`" not in text]
 
 
 # ------------------------------------------------------------------ numbers
@@ -393,7 +393,7 @@ def test_the_readmes_times_are_rows_of_the_page_of_performance() -> None:
     shown = [row for row in rows[rows.index(head) + 2 :] if len(row) == len(head)]
     assert len(shown) > 4 and any(float(cell) < 1 for row in shown for cell in row[2:] if cell), "also slower ones"
     assert not [row for row in shown if row not in page]
-    assert ["", *head[1:]] in page
+    assert ["", *head[1:]] in page, "the machines in the order of the page"
 
 
 def test_the_readmes_badges_are_true() -> None:
@@ -404,7 +404,7 @@ def test_the_readmes_badges_are_true() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 def test_every_page_stands_in_the_navigation() -> None:
