@@ -1,0 +1,125 @@
+"""``from attnscore.compat.d2l import jax as d2l``: the book's names for JAX, its layers as modules of flax.linen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+import attnscore as ats
+from attnscore.analysis.functional import masked_softmax
+from attnscore.compat.d2l.shared import check_shape, sequence_mask
+from attnscore.plotting.heatmaps import show_heatmaps
+
+__all__ = [
+    "masked_softmax",
+    "sequence_mask",
+    "DotProductAttention",
+    "AdditiveAttention",
+    "MultiHeadAttention",
+    "show_heatmaps",
+    "check_shape",
+    "get_key",
+    "tensor",
+    "ones",
+    "zeros",
+    "normal",
+    "arange",
+    "eye",
+    "reshape",
+]
+
+tensor, ones, zeros, normal = jnp.array, jnp.ones, jnp.zeros, jax.random.normal
+arange, eye, reshape = jnp.arange, jnp.eye, jnp.reshape
+_keys = iter(range(2**31))
+
+
+def get_key() -> jax.Array:
+    """Return a key that no earlier call returned."""
+    return jax.random.PRNGKey(next(_keys))
+
+
+def _attend(
+    module: Any, *arrays: jax.Array, valid_lens: Any, score: Any, training: bool, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return output and weights, with the dropout of the module in training."""
+    seed: Any = jax.random.bits(module.make_rng("dropout")) if training and module.dropout else None
+    rate = module.dropout if training else 0.0
+    out: tuple[jax.Array, jax.Array] = ats.attend(
+        *arrays, score=score, valid_lens=valid_lens, dropout=rate, seed=seed, return_weights=True, **options
+    )
+    return out
+
+
+class DotProductAttention(nn.Module):
+    """Scaled dot product attention; returns output and weights, as the book's module does."""
+
+    dropout: float
+    num_heads: int | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        queries: Any,
+        keys: Any,
+        values: Any,
+        valid_lens: Any = None,
+        window_mask: Any = None,
+        training: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return output and weights."""
+        return _attend(
+            self, queries, keys, values, valid_lens=valid_lens, score="scaled_dot", training=training, mask=window_mask
+        )
+
+
+class AdditiveAttention(nn.Module):
+    """Additive attention: w_v . tanh(W_q q + W_k k); returns output and weights."""
+
+    num_hiddens: int
+    dropout: float
+
+    @nn.compact
+    def __call__(
+        self, queries: Any, keys: Any, values: Any, valid_lens: Any = None, training: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return output and weights."""
+        queries = nn.Dense(self.num_hiddens, use_bias=False, name="W_q")(queries)
+        keys = nn.Dense(self.num_hiddens, use_bias=False, name="W_k")(keys)
+        # The book's w_v is a Dense of one unit, whose kernel times the identity is the vector of the score.
+        w_v = nn.Dense(1, use_bias=False, name="w_v")(jnp.eye(self.num_hiddens, dtype=queries.dtype))[:, 0]
+        score = ats.Additive(w_v)
+        return _attend(self, queries, keys, values, valid_lens=valid_lens, score=score, training=training)
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention with scaled dot products; returns output and weights of each head."""
+
+    num_hiddens: int
+    num_heads: int
+    dropout: float
+    bias: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        queries: Any,
+        keys: Any,
+        values: Any,
+        valid_lens: Any = None,
+        window_mask: Any = None,
+        training: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return output and weights."""
+
+        def heads(name: str, x: Any) -> jax.Array:
+            projected = nn.Dense(self.num_hiddens, use_bias=self.bias, name=name)(x)
+            return projected.reshape(*x.shape[:-1], self.num_heads, -1)
+
+        arrays = heads("W_q", queries), heads("W_k", keys), heads("W_v", values)
+        out, weights = _attend(
+            self, *arrays, valid_lens=valid_lens, score="scaled_dot", training=training, mask=window_mask, head_axis=-2
+        )
+        return nn.Dense(self.num_hiddens, use_bias=self.bias, name="W_o")(out.reshape(*out.shape[:-2], -1)), weights

@@ -1,0 +1,39 @@
+"""What the modules of all frameworks share: the arguments of both editions, and functions of any array."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attnscore import backends
+
+ADDITIVE = ("num_hiddens", "dropout")
+OLD_ADDITIVE = ("key_size", "query_size", "num_hiddens", "dropout")
+MULTI_HEAD = ("num_hiddens", "num_heads", "dropout", "bias")
+OLD_MULTI_HEAD = ("key_size", "query_size", "value_size", "num_hiddens", "num_heads", "dropout", "bias")
+
+
+def named(
+    positional: Sequence[Any], options: Mapping[str, Any], names: Sequence[str], old_names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the arguments by name; more positional ones than `names` are in the order of the earlier edition."""
+    order = names if len(positional) <= len(names) else old_names
+    if len(positional) > len(order):
+        raise TypeError(f"expected at most the arguments {', '.join(order)}, got {len(positional)}")
+    if twice := set(order[: len(positional)]) & set(options):
+        raise TypeError(f"got several values for {', '.join(sorted(twice))}")
+    return dict(zip(order, positional, strict=False)) | dict(options)
+
+
+def sequence_mask(X: Any, valid_len: Any, value: float = 0) -> Any:
+    """Return `X` (batch, length, ...) with `value` at the positions from `valid_len` (batch,) on."""
+    ops = backends.of({"X": X, "valid_len": valid_len})
+    shape = ops.shape(X)
+    positions = ops.reshape(ops.positions(0, shape[1], X), (1, shape[1], *[1] * (len(shape) - 2)))
+    lens = ops.reshape(ops.astype(valid_len, "int64"), (shape[0], *[1] * (len(shape) - 1)))
+    return ops.where(positions < lens, X, value)
+
+
+def check_shape(a: Any, shape: Sequence[int]) -> None:
+    """Raise AssertionError unless an array has this shape."""
+    assert tuple(a.shape) == tuple(shape), f"tensor's shape {tuple(a.shape)} != expected shape {tuple(shape)}"
