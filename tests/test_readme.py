@@ -217,7 +217,7 @@ def test_the_readme_shows_code_and_what_it_prints() -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 def test_every_block_says_its_language(path: Path) -> None:
-    known = {"python", "text", "bash", "bibtex", "console", "toml", "mermaid", "html"}
+    known = {"python", "text", "bash", "bibtex", "console", "toml", "math", "mermaid", "html"}
     assert {block.language for block in blocks(path)} <= known
 
 
