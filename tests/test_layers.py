@@ -182,6 +182,30 @@ def test_shapes_on_the_meta_device(case: Case) -> None:
     assert layer.attention_weights.shape == case.weights_shape
 
 
+WITHOUT_HEADS = [case for case in LAYERS if not case.head_count and case.make().normalizer == "softmax"]
+
+
+@pytest.mark.parametrize("case", WITHOUT_HEADS, ids=lambda case: case.name)
+def test_a_bias_is_added_to_the_scores(case: Case) -> None:
+    layer, (q, k, v) = case.make().double(), (x.requires_grad_() for x in case.inputs())
+    bias = torch.randn(BATCH, QUERIES, KEYS, dtype=torch.float64, requires_grad=True)
+    _, weights = case.plain(layer, q, k, v, MASKS["none"][1])
+    wanted = torch.softmax(weights.log() + bias, -1)
+    out = layer(q, k, v, bias=bias)
+    close(out, wanted @ v)
+    close(layer.attention_weights, wanted)
+    leaves = [q, k, v, bias, *layer.parameters()]
+    grads = [torch.autograd.grad(x.square().sum(), leaves) for x in (out, wanted @ v)]
+    for found, expected in zip(*grads, strict=True):
+        close(found, expected)
+
+
+def test_a_cache_needs_heads() -> None:
+    x = torch.randn(1, 3, 4)
+    with pytest.raises(ats.ArgumentError, match="cache: expected none in a layer without heads, got"):
+        DotProductAttention()(x, x, x, cache=ats.KeyValueCache(head_axis=-2))
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("case", [case for case in LAYERS if case.head_count], ids=lambda case: case.name)
 def test_steps_with_a_cache_are_one_pass(case: Case, window: int | None) -> None:

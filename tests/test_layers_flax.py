@@ -583,3 +583,14 @@ def test_weights_are_those_of_the_call_whatever_is_written_afterwards() -> None:
         mask[0, :, 1:] = False
         np.testing.assert_array_equal(layer.attention_weights, before)
         mask[:] = np.tri(70, dtype=bool)
+
+
+def test_a_bias_needs_no_heads() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, bias = (
+        jnp.asarray(rng.normal(size=shape), "float32") for shape in ((2, 3, 4), (2, 5, 4), (2, 5, 6), (3, 5))
+    )
+    layer = DotProductAttention()
+    assert np.allclose(layer(q, k, v, bias=bias), ats.attend(q, k, v, bias=bias), atol=1e-6)
+    found = jax.grad(lambda bias: (layer(q, k, v, bias=bias) ** 2).sum())(bias)
+    assert np.allclose(found, jax.grad(lambda bias: (ats.attend(q, k, v, bias=bias) ** 2).sum())(bias), atol=1e-5)

@@ -579,3 +579,15 @@ def test_steps_with_a_cache_are_one_pass(name: str, window: int | None) -> None:
     wanted = layer(x, x, x, mask=ats.Causal() & ats.ValidLens([2, 9], [2, 9]))
     onp.testing.assert_allclose(out.asnumpy(), wanted.asnumpy(), atol=1e-5)
     assert cache.lens.asnumpy().tolist() == [2, 9]
+
+
+def test_a_bias_needs_no_heads() -> None:
+    q, k, v, bias = random(2, 3, 4), random(2, 5, 4, seed=1), random(2, 5, 6, seed=2), random(3, 5, seed=3)
+    bias.attach_grad()
+    with autograd.record():
+        out = DotProductAttention()(q, k, v, bias=bias)
+        loss = (out**2).sum()
+    loss.backward()
+    pooled, back = ats.attend_vjp(*(x.asnumpy() for x in (q, k, v)), bias=bias.asnumpy())
+    assert onp.allclose(out.asnumpy(), pooled, atol=1e-5)
+    assert onp.allclose(bias.grad.asnumpy(), back(2 * pooled).bias, atol=1e-5)

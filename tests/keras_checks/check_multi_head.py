@@ -70,6 +70,13 @@ def test_numbers_and_gradients_are_pytorchs(case: Case, shape: tuple[int, ...]) 
     close(ours.attention_weights, theirs.attention_weights)
 
 
+def test_a_bias_needs_no_heads() -> None:
+    theirs, ours = counterparts(next(case for case in LAYERS if case.name == "additive"))
+    q, k, v = next(case for case in LAYERS if case.name == "additive").inputs()
+    bias = np.random.default_rng(1).normal(size=(BATCH, QUERIES, KEYS))
+    close(ours(*arrays(q, k, v), bias=bias.astype("float32")), theirs(q, k, v, bias=torch.tensor(bias)).detach())
+
+
 def test_a_rotary_embedding_is_pytorchs() -> None:
     case = next(case for case in LAYERS if case.name == "heads, scaled dot")
     theirs, ours = counterparts(case, rotary=rotary)

@@ -108,11 +108,10 @@ def _split(out: Any, found: Any) -> tuple[np.ndarray, list[np.ndarray], list[np.
 def named_gradients(ours: Any, grads: list[np.ndarray]) -> dict[str, np.ndarray]:
     """Gradients of a Keras layer's variables under PyTorch's names and in PyTorch's shapes."""
     by_id = {id(variable): grad for variable, grad in zip(ours.trainable_variables, grads, strict=True)}
+    modules = {part.name: getattr(ours, part.name) for part in ours._layer.parts}
     return {
         name: by_id[id(variable)].T if transposed else by_id[id(variable)]
-        for name, (variable, transposed) in ours._layer.torch_variables(
-            lambda name: getattr(ours, name), keras.layers.Dense
-        ).items()
+        for name, (variable, transposed) in ours._layer.torch_variables(modules, keras.layers.Dense).items()
     }
 
 

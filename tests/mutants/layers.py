@@ -103,7 +103,7 @@ FAULTS: list[Fault] = [
     Fault(
         "torch-dropout-in-evaluation",
         "src/attnscore/layers/torch.py",
-        "Attention._pooled",
+        "Attention.forward",
         "self.dropout if self.training else 0.0",
         "self.dropout",
         "tests/test_layers.py -k dropout",
@@ -111,8 +111,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "torch-weights-follow-the-optimizer",
-        "src/attnscore/layers/torch.py",
-        "LastCall.copied",
+        "src/attnscore/backends/torch.py",
+        "TorchBackend.copy",
         "A.detach().clone()",
         "A.detach()",
         "tests/test_layers_weights.py",
@@ -139,7 +139,7 @@ FAULTS: list[Fault] = [
     Fault(
         "flax-deterministic-of-the-call",
         "src/attnscore/layers/flax.py",
-        "Attention._pooled",
+        "Attention.__call__",
         "self.deterministic if A is None else A",
         "self.deterministic",
         "tests/test_layers_flax.py -k dropout",

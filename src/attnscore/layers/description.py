@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -22,15 +22,16 @@ import numpy as np
 from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
-from attnscore.backends.base import Array, accumulator
+from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base import thresholds
 from attnscore.base.arguments import check_flag, check_positive, shown
 from attnscore.base.sizes import may_equal
-from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
+from attnscore.errors import ArgumentError, AttnscoreError, FrameworkError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import score_template, shared
 from attnscore.plans.prepared import PreparedKeys, prepare_keys
 from attnscore.problem import normalizers
+from attnscore.problem.dropout import check_dropout
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
 from attnscore.scores.arrays import with_arrays
 from attnscore.scores.base import with_nonfinite_rows_isolated
@@ -39,7 +40,7 @@ A = TypeVar("A")
 """The array of a framework."""
 
 INPUTS = ("queries", "keys", "values")
-# What the two projections that take no input of the call are applied to.
+# The inputs of the two projections that take no input of the call.
 HIDDEN, POOLED = "hidden units", "pooled heads"
 # Added to the mean square of queries and keys before its root.
 NORM_EPSILON = 1e-6
@@ -66,6 +67,16 @@ class Linear:
         """`size`, 0 where it is unknown."""
         return self.size or 0
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The inputs of the call whose features the last axes of the weight take."""
+        return (self.input,) if self.input in INPUTS else ()
+
+    @property
+    def torch_names(self) -> tuple[str, ...]:
+        """Names in PyTorch's ``state_dict``: the weight, and the bias if there is one."""
+        return (f"{self.name}.weight", f"{self.name}.bias")[: 1 + self.bias]
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -78,7 +89,12 @@ class Parameter:
     fan_in_axes: int = 0
     """How many trailing axes a score sums over: their product is the fan-in. 0: the parameter starts constant."""
     inputs: tuple[str, ...] = ()
-    """The inputs whose dimension each axis takes; an axis of None is sized at the first call."""
+    """The inputs whose features the axes take; an axis of None is sized at the first call."""
+
+    @property
+    def torch_names(self) -> tuple[str, ...]:
+        """Name in PyTorch's ``state_dict``, where a matrix that is sized by the inputs is a module."""
+        return (f"{self.name}.weight" if self.inputs else self.name,)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -104,39 +120,34 @@ class Layer:
     """A name, or a template of `score_template`."""
     options: tuple[tuple[str, Any], ...] = ()
     """The arguments that a configuration repeats, checked, with None resolved where the sizes follow from others."""
-    printed: tuple[tuple[str, Any], ...] = ()
-    """The options that ``repr`` shows; None is left out."""
+    hidden: tuple[str, ...] = ()
+    """The options that ``repr`` leaves out."""
     linears: tuple[Linear, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     heads: int = 0
     """0: a layer without heads."""
     score_parts: tuple[Linear | Parameter, ...] = field(init=False, repr=False, compare=False)
-    """What holds the arrays of the score."""
+    """The projections and parameters whose arrays the score has."""
     after_keys: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
     """The projections of a call whose keys are projected already."""
     on_inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    """Names of the parts whose sizes are those of the inputs."""
+    """Names of the projections and parameters that are sized by the inputs."""
     key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
     """What the checks of a call depend on, apart from its arrays."""
     fixed_score: Any = field(init=False, repr=False, compare=False)
     """The score of a layer without parameters; None of any other."""
     normalizer: Any = field(init=False, repr=False, compare=False)
     """How scores become weights, as `attend` takes it."""
-    _options: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        parts = (*[linear for linear in self.linears if linear.input == HIDDEN], *self.parameters)
-        object.__setattr__(self, "score_parts", parts)
-        object.__setattr__(self, "after_keys", tuple(linear for linear in self.linears if linear.input != "keys"))
-        sized = (x.name for x in self.parts if (x.input in INPUTS if isinstance(x, Linear) else x.inputs))
-        object.__setattr__(self, "on_inputs", tuple(sized))
-        object.__setattr__(self, "key", (self.score, self.options))
-        object.__setattr__(self, "_options", dict(self.options))
-        object.__setattr__(self, "normalizer", self._options.get("normalizer", "softmax"))
-        object.__setattr__(self, "fixed_score", None if self.parts else self.make_score({}))
-
-    def option(self, name: str) -> Any:
-        return self._options[name]
+        vars(self).update(
+            score_parts=(*[linear for linear in self.linears if linear.input == HIDDEN], *self.parameters),
+            after_keys=tuple(linear for linear in self.linears if linear.input != "keys"),
+            on_inputs=tuple(part.name for part in self.parts if part.inputs),
+            key=(self.score, self.options),
+            fixed_score=None if self.parts else self.make_score({}),
+            normalizer=dict(self.options).get("normalizer", "softmax"),
+        )
 
     @property
     def parts(self) -> tuple[Linear | Parameter, ...]:
@@ -145,70 +156,55 @@ class Layer:
 
     def make_score(self, arrays: dict[str, Array]) -> Any:
         """Return the score object over its arrays, by name."""
-        given = self._options | arrays
+        arguments = dict(self.options) | arrays
         if type(self.score) is str:
-            return _SCORES[self.score](given)
-        return score_template.filled(self.score, arrays, lambda name: _SCORES[name](given))
+            return _SCORES[self.score](arguments)
+        return score_template.filled(self.score, arrays, lambda name: _SCORES[name](arguments))
 
     def to_config(self) -> dict[str, Any]:
         """Return the options as plain data."""
-        config = {**self._options}
+        config = dict(self.options)
         if isinstance(entmax := config.get("normalizer"), normalizers.Entmax):
             config["normalizer"] = {"alpha": entmax.alpha}
         return config | ({"score": score_template.to_config(self.score)} if "score" in config else {})
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options that `to_config` wrote, those that were not plain data."""
-        made = {"score": score_template.from_config(config["score"])} if "score" in config else {}
+        """Return the options of `to_config` that were not plain data."""
+        options = {"score": score_template.from_config(config["score"])} if "score" in config else {}
         if isinstance(entmax := config.get("normalizer"), Mapping):
-            made["normalizer"] = normalizers.Entmax(**entmax)
-        return made
+            options["normalizer"] = normalizers.Entmax(**entmax)
+        return options
 
-    def out_features(self, value_features: int | None) -> int | None:
-        """Return the number of features of the output."""
-        return next((linear.units for linear in self.linears if linear.input == POOLED), value_features)
+    def torch_variables(self, modules: Mapping[str, Any], dense: type) -> dict[str, tuple[Any, bool]]:
+        """Return the variables of a layer by their names in PyTorch, and whether each is transposed there.
 
-    def torch_names(self) -> Iterator[tuple[str, str, str | None]]:
-        """Yield (key of PyTorch's ``state_dict``, attribute, "weight" or "bias" of a projection, else None)."""
-        for linear in self.linears:
-            yield f"{linear.name}.weight", linear.name, "weight"
-            if linear.bias:
-                yield f"{linear.name}.bias", linear.name, "bias"
-        for parameter in self.parameters:
-            # There a matrix that is sized by the inputs is a module; those of many heads are one parameter.
-            yield (f"{parameter.name}.weight" if parameter.inputs else parameter.name), parameter.name, None
-
-    def torch_variables(self, held: Callable[[str], Any], dense: type) -> dict[str, tuple[Any, bool]]:
-        """Return what a layer has by the keys of ``torch_names``, each with whether it is transposed there.
-
-        `held` gives an attribute by its name, `dense` is the class of projections: others have no such parameters.
+        `modules` are the projections and parameters by name, `dense` is the class of projections: others have no such
+        variables.
         """
-        found = {}
-        for key, name, member in self.torch_names():
-            part = held(name)
-            if member is None:
-                found[key] = part, False
-            elif isinstance(part, dense):
-                found[key] = (part.kernel, True) if member == "weight" else (part.bias, False)  # type: ignore[attr-defined]
-        return found
+        variables = {}
+        for part in self.parts:
+            module = modules[part.name]
+            if isinstance(part, Parameter):
+                variables[part.torch_names[0]] = module, False
+            elif isinstance(module, dense):
+                arrays = (module.kernel, True), (module.bias, False)  # type: ignore[attr-defined]
+                variables |= dict(zip(part.torch_names, arrays, strict=False))
+        return variables
 
     def sizes_in(self, arrays: Mapping[str, Array]) -> dict[str, int]:
         """Return the features of the inputs according to a ``state_dict``, 1 where it does not say."""
         sizes = dict.fromkeys(INPUTS, 1)
-        parts: list[tuple[str, tuple[str, ...]]]
-        parts = [(linear.name, ("", linear.input)) for linear in self.linears if linear.input in INPUTS]
-        parts += [(parameter.name, parameter.inputs) for parameter in self.parameters if parameter.inputs]
-        for name, inputs in parts:
-            weight = arrays.get(f"{name}.weight")
-            if weight is not None and weight.ndim == 2:
-                sizes |= {name: int(size) for name, size in zip(inputs, weight.shape, strict=True) if name}
+        for part in self.parts:
+            weight = arrays.get(part.torch_names[0])
+            if part.inputs and weight is not None and weight.ndim == 2:
+                sizes |= zip(part.inputs, map(int, weight.shape[-len(part.inputs) :]), strict=True)
         return sizes
 
 
 def option(name: str) -> Any:
     """Return the property that reads an option of a layer."""
-    return property(lambda layer: layer._layer.option(name), doc=f"The constructor's argument `{name}`.")
+    return property(lambda layer: dict(layer._layer.options)[name], doc=f"The constructor's argument `{name}`.")
 
 
 # ------------------------------------------------------------------ the layers
@@ -230,10 +226,9 @@ class DotProductLayer:
         keep_last: bool = True,
         **framework: Any,
     ) -> None:
-        scaled, chosen = check_flag("scaled", scaled), _normalizer_option(normalizer)
-        options = (("scaled", scaled), *chosen)
-        printed = chosen if scaled else options
-        super().__init__(Layer("scaled_dot" if scaled else "dot", options, printed), dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
+        options = ("scaled", check_flag("scaled", scaled)), *_normalizer_option(normalizer)
+        layer = Layer("scaled_dot" if scaled else "dot", options, hidden=("scaled",) if scaled else ())
+        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
 
     scaled = option("scaled")
 
@@ -241,7 +236,8 @@ class DotProductLayer:
 class AdditiveLayer:
     """Description of `AdditiveAttention`: w_v . tanh(W_q q + W_k k)."""
 
-    @shared.naming_arguments(shared.D2L_ADDITIVE)
+    older_order = ("key_size", "query_size", "num_hiddens", "dropout")
+
     def __init__(
         self,
         num_hiddens: int,
@@ -254,16 +250,17 @@ class AdditiveLayer:
         **framework: Any,
     ) -> None:
         units = shared.check_size("num_hiddens", num_hiddens)
-        sizes, chosen = _checked_sizes(key_size=key_size, query_size=query_size), _normalizer_option(normalizer)
+        sizes = _checked_sizes(key_size=key_size, query_size=query_size)
         linears = (
             Linear("W_q", "queries", sizes["query_size"], units),
             Linear("W_k", "keys", sizes["key_size"], units),
             Linear("w_v", HIDDEN, units, 1),
         )
-        layer = Layer("additive", (("num_hiddens", units), *sizes.items(), *chosen), chosen, linears)
+        options = ("num_hiddens", units), *sizes.items(), *_normalizer_option(normalizer)
+        layer = Layer("additive", options, ("num_hiddens", *sizes), linears)
         super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
 
-    num_hiddens = option("num_hiddens")
+    num_hiddens, key_size, query_size = map(option, ("num_hiddens", "key_size", "query_size"))
 
 
 class BilinearLayer:
@@ -283,11 +280,14 @@ class BilinearLayer:
         keep_last: bool = True,
         **framework: Any,
     ) -> None:
-        sizes, chosen = _checked_sizes(key_size=key_size, query_size=query_size), _normalizer_option(normalizer)
+        sizes = _checked_sizes(key_size=key_size, query_size=query_size)
         shape = sizes["query_size"], sizes["key_size"]
         matrix = Parameter("W", shape, fan_in_axes=2, inputs=("queries", "keys"))
-        layer = Layer("bilinear", (*sizes.items(), *chosen), chosen, parameters=(matrix,))
+        options = *sizes.items(), *_normalizer_option(normalizer)
+        layer = Layer("bilinear", options, tuple(sizes), parameters=(matrix,))
         super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
+
+    key_size, query_size = map(option, ("key_size", "query_size"))
 
 
 class GaussianLayer:
@@ -306,16 +306,16 @@ class GaussianLayer:
         **framework: Any,
     ) -> None:
         start, learn = check_positive("bandwidth", bandwidth), check_flag("learn_bandwidth", learn_bandwidth)
-        chosen = _normalizer_option(normalizer)
-        options = (("bandwidth", start), ("learn_bandwidth", learn), *chosen)
-        printed = (("bandwidth", start), ("learn_bandwidth", learn or None), *chosen)
+        options = ("bandwidth", start), ("learn_bandwidth", learn), *_normalizer_option(normalizer)
         learned = Parameter("log_bandwidth", (), start=math.log(start))
-        layer = Layer("gaussian", options, printed, parameters=(learned,) if learn else ())
+        layer = Layer(
+            "gaussian", options, () if learn else ("learn_bandwidth",), parameters=(learned,) if learn else ()
+        )
         super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
         if not learn:
             self.log_bandwidth = None
 
-    start = option("bandwidth")
+    start, learn_bandwidth = map(option, ("bandwidth", "learn_bandwidth"))
 
     @property
     def bandwidth(self) -> Any:
@@ -336,7 +336,8 @@ class MultiHeadLayer:
         Heads that do not divide.
     """
 
-    @shared.naming_arguments(shared.D2L_MULTI_HEAD)
+    older_order = ("key_size", "query_size", "value_size", "num_hiddens", "num_heads", "dropout", "bias")
+
     def __init__(
         self,
         num_hiddens: int,
@@ -359,61 +360,67 @@ class MultiHeadLayer:
     ) -> None:
         bias = check_flag("bias", bias)
         units, heads = shared.check_size("num_hiddens", num_hiddens), shared.check_size("num_heads", num_heads)
-        given = _checked_sizes(num_key_value_heads=num_key_value_heads, score_hiddens=score_hiddens)
+        counts = _checked_sizes(num_key_value_heads=num_key_value_heads, score_hiddens=score_hiddens)
         sizes = _checked_sizes(query_size=query_size, key_size=key_size, value_size=value_size)
-        names = score_template.names_in(score, tuple(_SCORES))
-        if given["score_hiddens"] is not None and "additive" not in names:
+        is_additive = "additive" in score_template.names_in(score, tuple(_SCORES))
+        if score_hiddens is not None and not is_additive:
             hint = "only the additive score has hidden units"
             raise ArgumentError(message("score_hiddens", f"None for score={score!r}", score_hiddens, hint=hint))
-        kv_heads = given["num_key_value_heads"] or heads
+        kv_heads = counts["num_key_value_heads"] or heads
         if units % heads:
             raise ShapeError(message("num_hiddens", f"a multiple of num_heads ({heads})", units))
         if heads % kv_heads:
             raise ShapeError(message("num_key_value_heads", f"a number that divides num_heads ({heads})", kv_heads))
         dim = units // heads
-        # Of the queries and keys of one head; for the additive score its hidden units.
-        score_dim = given["score_hiddens"] or dim
-        parameters = [x for name in names if name in _PARAMETERS for x in _PARAMETERS[name](heads, score_dim)]
-        parameters += [Parameter(name, x.shape, _nested(x)) for name, x in score_template.arrays_in(score).items()]
-        chosen = _normalizer_option(normalizer)
-        if check_flag("sink", sink):
-            if chosen:
-                raise ArgumentError(message("sink", "False, as the normalizer is not the softmax", True))
-            parameters.append(Parameter("sink", (heads,)))
-        if check_flag("qk_norm", qk_norm):
-            parameters += [Parameter(name, (score_dim,), start=1.0) for name in _NORMS]
-        further = [(name, True) for name, x in (("sink", sink), ("qk_norm", qk_norm)) if x] + [*chosen]
+        # The features of queries and keys in one head; for the additive score its hidden units.
+        score_dim = counts["score_hiddens"] or dim
+        normalizer_option = _normalizer_option(normalizer)
+        if check_flag("sink", sink) and normalizer_option:
+            raise ArgumentError(message("sink", "False, as the normalizer is not the softmax", True))
+        flags = {"sink": sink, "qk_norm": check_flag("qk_norm", qk_norm)}
         options = (
             ("num_hiddens", units),
             ("num_heads", heads),
             ("bias", bias),
             ("score", score),
-            ("score_hiddens", score_dim if "additive" in names else None),
+            ("score_hiddens", score_dim if is_additive else None),
             ("num_key_value_heads", kv_heads),
             *sizes.items(),
-            *further,
+            # Only where they are on, so that older configurations stay.
+            *[(name, True) for name, is_on in flags.items() if is_on],
+            *normalizer_option,
         )
-        printed = (
-            ("num_hiddens", units),
-            ("num_heads", heads),
-            ("score", score),
-            ("score_hiddens", score_dim if score_dim != dim else None),
-            ("num_key_value_heads", kv_heads if kv_heads != heads else None),
-            *further,
-        )
+        by_default = {"score_hiddens": score_dim == dim, "num_key_value_heads": kv_heads == heads}
         linears = (
             Linear("W_q", "queries", sizes["query_size"], heads * score_dim, bias, heads),
             Linear("W_k", "keys", sizes["key_size"], kv_heads * score_dim, bias, kv_heads),
             Linear("W_v", "values", sizes["value_size"], kv_heads * dim, bias, kv_heads),
             Linear("W_o", POOLED, units, units, bias),
         )
-        layer = Layer(score, options, printed, linears, tuple(parameters), heads)
+        layer = Layer(
+            score,
+            options,
+            ("bias", *sizes, *[name for name, is_hidden in by_default.items() if is_hidden]),
+            linears,
+            _parameters_of_heads(score, heads, score_dim, **flags),
+            heads,
+        )
         super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
         if rotary is not None and not callable(rotary):
             raise ArgumentError(message("rotary", "a function of queries, keys and positions, or None", shown(rotary)))
         self.rotary = rotary
 
-    num_hiddens, num_heads = option("num_hiddens"), option("num_heads")
+    num_hiddens, num_heads, bias = map(option, ("num_hiddens", "num_heads", "bias"))
+
+
+def _parameters_of_heads(score: Any, heads: int, dim: int, *, sink: bool, qk_norm: bool) -> tuple[Parameter, ...]:
+    """Return the parameters of the score, the sink and the norms of `MultiHeadAttention`."""
+    parameters: list[Parameter] = []
+    for name in score_template.names_in(score, tuple(_SCORES)):
+        parameters += _PARAMETERS[name](heads, dim) if name in _PARAMETERS else ()
+    parameters += [Parameter(name, x.shape, _nested(x)) for name, x in score_template.arrays_in(score).items()]
+    parameters += [Parameter("sink", (heads,))] if sink else []
+    return *parameters, *[Parameter(name, (dim,), start=1.0) for name in _NORMS if qk_norm]
 
 
 def _checked_sizes(**sizes: Any) -> dict[str, int | None]:
@@ -464,40 +471,43 @@ def _exp(x: Array) -> Array:
 
 
 class LastCall:
-    """What a layer keeps of its last call, without a graph: few weights, or else the inputs of the softmax."""
+    """The last call of a layer, without a graph: its weights where they are few, else the inputs of its softmax."""
+
+    ops: Backend
+    writable: type = np.ndarray
+    """Arrays of a mask that a caller may write to without a change of their version."""
 
     def __init__(self, query: Any, key: Any, arguments: dict[str, Any], weights: Any) -> None:
         self.computed = None if weights is None else self.detached(weights)
-        if weights is None:
-            self.keep_inputs(query, key, arguments)
-
-    def keep_inputs(self, query: Any, key: Any, arguments: dict[str, Any]) -> None:
-        """Keep inputs, with copies of what an optimiser or a decoding loop writes to."""
+        if weights is not None:
+            return
         self.query, self.key = self.detached(query), self.detached(key)
+        # Copies of the arrays that an optimiser or a decoding loop writes to.
         small = {name: x for name in ("valid_lens", "bias", "sink") if (x := arguments.get(name)) is not None}
         self.arguments = arguments | {name: self.copied(x) for name, x in small.items()}
         self.arguments["score"] = with_arrays(arguments["score"], self.copied)
-        self.arguments["mask"] = self.copied_mask(arguments["mask"])
+        self.arguments["mask"] = mask = shared.with_copies(arguments["mask"], self.writable, self.copied)
+        large = [x for x in (self.query, self.key, *shared.arrays_in(mask)) if not isinstance(x, np.ndarray)]
+        self.versions = [(x, version) for x in large if (version := self.ops.version(x)) is not None]
 
-    @abstractmethod
     def copied(self, x: Any) -> Any:
         """Return a copy of an array without its graph, or the array where it cannot change; lists as NumPy arrays."""
-
-    def copied_mask(self, mask: Any) -> Any:
-        """Return a mask with copies of its arrays that a caller may write to."""
-        return shared.copied(mask, np.ndarray)
+        return self.ops.copy(x) if backends.is_array(x) and not isinstance(x, np.ndarray) else np.array(x)
 
     def detached(self, x: Any) -> Any:
-        """Return an array without its graph."""
+        """Return an array without its graph, which is not copied where a write to it is noticed."""
         return self.copied(x)
 
     def weights(self) -> Any:
         """Return the weights, detached, for a caller that may write to them."""
-        return self.compute() if self.computed is None else self.copied(self.computed)
-
-    def compute(self) -> Any:
-        """Return the weights of the inputs."""
-        return attention_weights(self.query, self.key, **self.arguments)
+        if self.computed is not None:
+            return self.copied(self.computed)
+        if any(self.ops.version(x) != version for x, version in self.versions):
+            hint = "read the weights before writing to the tensors that the layer was called with"
+            expected = "inputs as they were in the call"
+            raise ArgumentError(message("attention_weights", expected, "changed ones", hint=hint))
+        with self.ops.numeric_scope():
+            return self.ops.stop_gradient(attention_weights(self.query, self.key, **self.arguments))
 
 
 class BaseAttention(Generic[A]):
@@ -506,8 +516,24 @@ class BaseAttention(Generic[A]):
     keep_last: bool
     _layer: Layer
     _last_call_type: type[LastCall]
+    # The last call, or why nothing is kept of it; None: there was none.
+    _last: LastCall | str | None = None
+    # The calls of which nothing is kept, in words.
+    _staged = ""
     # Names the calls that `attention_weights` is about, where a compiled one leaves no trace on the layer.
     _where = ""
+
+    def _describe(self, layer: Layer, dropout: Any, keep_last: Any) -> None:
+        """Set the attributes that a layer has in every framework."""
+        self._layer = layer
+        check_dropout(dropout, 0, lambda: 0)
+        self.dropout = float(dropout)
+        self.keep_last = check_flag("keep_last", keep_last)
+
+    @staticmethod
+    def _is_traced(*arrays: Any) -> bool:
+        """Whether these stand for values of a later run, or for many values at once."""
+        return False
 
     @abstractmethod
     def _project(self, linear: Linear, x: A) -> A:
@@ -557,16 +583,15 @@ class BaseAttention(Generic[A]):
             hint = "AdditiveAttention takes prepared keys"
             raise FrameworkError(message("keys", "an array", "PreparedKeys", hint=hint))
         key = keys.key
-        shared.check_features("keys", key.shape[-1], self._layer.option("num_hiddens"), "w_v")
+        shared.check_features("keys", key.shape[-1], self._layer.after_keys[0].units, "w_v")
         return key, self._layer.after_keys
 
     def _operands(
         self,
         inputs: Mapping[str, A],
-        shapes: Sequence[Sequence[Any]],
+        linears: Sequence[Linear],
         valid_lens: Any,
         mask: Any,
-        linears: Sequence[Linear],
         bias: Any = None,
         cache: KeyValueCache | None = None,
         positions: Any = None,
@@ -574,10 +599,16 @@ class BaseAttention(Generic[A]):
     ) -> tuple[tuple[A, A, A], dict[str, Any]]:
         """Return query, key and value of the softmax, and the other arguments of `attend`.
 
-        `positions` are those of the inputs, for a rotary embedding; None: 0, 1, 2, ... or those behind the cache.
-        `shapes` are those of the inputs, which check an array (batch, query, key) for all heads; `linears` are the
-        projections to apply. With a cache, the one that holds the new positions too is among the arguments. `lens` are
-        the valid lengths where no key behind them is read or kept, else None.
+        With a cache, the one that holds the new positions too is among the arguments.
+
+        Parameters
+        ----------
+        linears
+            The projections to apply.
+        positions
+            Positions of the inputs for a rotary embedding; None: 0, 1, 2, ... or those behind the cache.
+        lens
+            The valid lengths where no key behind them is read or kept, else None.
         """
         layer, projected = self._layer, dict(inputs)
         for linear in linears:
@@ -594,16 +625,21 @@ class BaseAttention(Generic[A]):
             score = layer.make_score(arrays)
         arguments = {"score": score, "valid_lens": valid_lens, "mask": mask, "normalizer": layer.normalizer}
         query, key, value = map(projected.__getitem__, INPUTS)
+        if bias is not None:
+            arguments["bias"] = bias
         if not layer.heads:
+            if cache is not None:
+                raise ArgumentError(message("cache", "none in a layer without heads", shown(cache)))
             return (query, key, value), arguments
-        arguments |= {name: x for name, x in (("bias", bias), ("sink", arrays.get("sink"))) if x is not None}
+        if "sink" in arrays:
+            arguments["sink"] = arrays["sink"]
         if _NORMS[0] in arrays:
             query, key = (_normalized(x, arrays[name]) for x, name in zip((query, key), _NORMS, strict=True))
         if (rotary := getattr(self, "rotary", None)) is not None:
             query, key = _rotated(rotary, query, key, cache, positions)
         if cache is not None:
             return _with_cache(cache, query, key, value, arguments)
-        shape = shared.scores_shape(*shapes)
+        shape = shared.scores_shape(*(inputs[name].shape for name in INPUTS))  # type: ignore[attr-defined]
         return (query, key, value), arguments | {"mask": shared.over_heads(mask, shape), "head_axis": -2}
 
     def _attend(
@@ -613,17 +649,24 @@ class BaseAttention(Generic[A]):
         dropout: float,
         seed: Any = None,
         *,
-        staged: str | None = None,
-        in_pass: bool = True,
+        is_concrete: bool = False,
         returns_weights: bool = False,
-    ) -> tuple[A, A | None, LastCall | str | None]:
-        """Return the output of the softmax, its weights if they were computed, and what to keep of the call.
+    ) -> tuple[A, A | None, KeyValueCache | None]:
+        """Return the output of the layer, the weights if they were computed, and the cache; keep the call.
 
-        `staged` says in which calls nothing can be kept; without
-        `in_pass` it is the inputs.
+        Parameters
+        ----------
+        operands, arguments
+            What `_operands` returns.
+        is_concrete
+            Whether no array is traced, so that none is asked.
         """
         query, key, value = operands
-        keeps_weights = self.keep_last and in_pass and staged is None
+        cache = arguments.pop("cache", None)
+        keeps = keeps_weights = self.keep_last
+        if keeps and not is_concrete:
+            keeps = not self._is_traced(*shared.arrays_of_weights(query, key, arguments))
+            keeps_weights = keeps and not self._is_traced(value)
         if keeps_weights:
             batch, heads = max(query.shape[0], key.shape[0]), self._layer.heads or 1
             # A larger batch of the values would be that of these weights, and not of those of the inputs.
@@ -633,11 +676,18 @@ class BaseAttention(Generic[A]):
         weights = None
         if keeps_weights or returns_weights:
             out, weights = attend(query, key, value, dropout=dropout, seed=seed, return_weights=True, **arguments)
+            # They are traced where the seed is.
+            keeps_weights = keeps_weights and (is_concrete or not self._is_traced(weights))
         else:
             out = attend(query, key, value, dropout=dropout, seed=seed, **arguments)
-        if not self.keep_last:
-            return out, weights, None
-        return out, weights, staged or self._last_call_type(query, key, arguments, weights if keeps_weights else None)
+        last: LastCall | str | None = self._staged if self.keep_last else None
+        if keeps:
+            last = self._last_call_type(query, key, arguments, weights if keeps_weights else None)
+        # Not by the framework, which looks through modules and parameters, or would track an attribute as state.
+        object.__setattr__(self, "_last", last)
+        if cache is not None:
+            cache.hold_for(out)
+        return self._output(out), weights, cache
 
     def _output(self, out: A) -> A:
         """Join the heads of what was pooled, and project."""
@@ -664,13 +714,16 @@ class BaseAttention(Generic[A]):
             There was no call, the last one was compiled, traced or transformed (``torch.compile``, ``fit``, ``jit``,
             ``vmap``), ``keep_last`` is off, or the inputs were changed in place or donated since.
         """
-        last: LastCall = shared.last_call(self._last_call(), self.keep_last, where=self._where)
+        # Not an AttributeError: frameworks answer that one with a search for attributes, which would hide the reason.
+        if (last := self._last) is None:
+            got = f"none {self._where}since it was made, copied or loaded"
+            got = got if self.keep_last else "keep_last=False, which keeps nothing"
+            raise AttnscoreError(message("attention_weights", "a call of the layer before reading", got))
+        if isinstance(last, str):
+            hint = "call the layer itself once; attnscore.attention_weights computes weights anywhere"
+            raise AttnscoreError(message("attention_weights", "a call outside " + last, "one inside", hint=hint))
         weights: A = last.weights()
         return weights
-
-    def _last_call(self) -> Any:
-        """Return what was kept of the last call: the call, why nothing was, or None."""
-        return self.__dict__["_last"]
 
 
 def _normalized(x: Any, scale: Any) -> Any:
@@ -783,7 +836,13 @@ class LoadsTorch:
         ShapeError
             An array of another shape. No parameter has been changed then.
         """
-        self._load(shared.torch_state(state))
+        arrays: dict[str, shared.HostArray] = {}
+        for name, x in state.items():
+            if (array := backends.of({name: x}).host(x)) is None:
+                expected = "an array whose numbers can be seen"
+                raise ArgumentError(message(name, expected, "one on a device", hint="x.cpu()"))
+            arrays[name] = array
+        self._load(arrays)
 
     @abstractmethod
     def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:

@@ -141,21 +141,19 @@ keys : (batch, key, features)
     `AdditiveAttention` also takes what its `prepare_keys` returns.
 values : (batch, key, features)
 valid_lens : (batch,) or (batch, query) whole numbers, optional
-mask : a mask object, or a boolean array broadcastable to (batch, query, key), True = may attend; optional
-"""
-
-BIAS_AND_CACHE = """
-bias : broadcastable to (batch, head, query, key), or (head, 1, query + key - 1), optional
-    Added to the scores; the second has one number for each key - query. Gets a gradient.
-valid_lens : (batch,) or (batch, query) whole numbers, optional
     With a cache (batch,): how many of the new positions are real.
 mask : a mask object, or a boolean array broadcastable to (batch, query, key), True = may attend; optional
     With a cache the keys are its slots, and causal order is kept without a mask.
-cache : KeyValueCache, optional
-    One with ``head_axis=-2`` and no score. Keys and values are appended, and the queries are those of the same
-    positions, which attend to all before. The weights of the call are then over the slots of the cache.
+bias : broadcastable to (batch, query, key), with heads to (batch, head, query, key), optional
+    Added to the scores, and gets a gradient. With heads (head, 1, query + key - 1) is one number for each relative
+    offset, key minus query.
 """
-BIAS_AND_NEW_CACHE = BIAS_AND_CACHE + "    The call returns the new cache too, last.\n"
+_CACHE = """
+cache : KeyValueCache, optional
+    Of a layer with heads, with ``head_axis=-2`` and no score. Keys and values are appended, and the queries are those
+    of the same positions, which attend to all before. The weights of the call are then over the slots of the cache.
+"""
+RETURNS_CACHE = _CACHE + "    The call returns the new cache too, last.\n"
 
 _AFTER_CALL = """
 Returns
@@ -204,7 +202,7 @@ def documented_call(options: str = "") -> Callable[[Function], Function]:
     """Give a layer's call its docstring; `options` are the arguments of the framework, in numpydoc's form."""
 
     def decorate(call: Function) -> Function:
-        call.__doc__ = f"Attention pooling.\n\n{_parameters(call, _CALL + options)}\n{_AFTER_CALL}"
+        call.__doc__ = f"Attention pooling.\n\n{_parameters(call, _CALL + _CACHE + options)}\n{_AFTER_CALL}"
         return call
 
     return decorate

@@ -1,17 +1,13 @@
 """Attention layers for Flax: parameters, training mode and state as ``flax.nnx`` has them.
 
-- The mathematics is `attnscore.attend`, and `attnscore.layers.description` describes the layers: these modules hold
-  parameters, check inputs and call it.
-- Projections are ``nnx.Linear`` under the names of Dive into Deep Learning (D2L: ``W_q``, ``W_k``, ``w_v``; multi-head
-  also ``W_v``, ``W_o``); `load_torch` takes its checkpoints. Sizes not given come with the first call, outside ``jit``.
+- All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features);
+  `attnscore.layers` says what holds in every framework.
+- Projections are ``nnx.Linear``; `load_torch` takes the checkpoints of Dive into Deep Learning (D2L). Sizes not given
+  come with the first call, outside ``jit``.
 - Inputs and parameters are promoted to one dtype, as Flax does it.
-- Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
 - Dropout draws from the ``dropout`` stream, in training only: ``model.train()``, ``model.eval()``, ``deterministic``.
-- ``attention_weights`` are computed when read, of the last concrete call, which is kept as the inputs of its softmax in
-  O(n) memory. A call computes and keeps them itself where they are few.
-  ``jit``, ``grad``, ``vmap``, copies and pickle keep nothing.
-
-All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features).
+- ``attention_weights`` are those of the last concrete call: ``jit``, ``grad``, ``vmap``, copies and pickle keep
+  nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +25,12 @@ from jax import lax
 
 from attnscore import backends
 from attnscore.backends.jax.tracers import trace_state
-from attnscore.base.arguments import check_flag
 from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, LoadsTorch, Parameter, PreparesKeys
-from attnscore.layers.documentation import BIAS_AND_NEW_CACHE, Documentation, documented_call
+from attnscore.layers.documentation import RETURNS_CACHE, Documentation, documented_call
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
@@ -66,7 +61,7 @@ rngs : nnx.Rngs
 )
 
 # Not attributes: those are part of the graph, which ``nnx.jit`` compiles anew for when they change, and keeps alive.
-_LAST: weakref.WeakKeyDictionary[nnx.Module, LastCall | str] = weakref.WeakKeyDictionary()
+_LAST: weakref.WeakKeyDictionary[nnx.Module, LastCall | str | None] = weakref.WeakKeyDictionary()
 
 # The trace state of JAX where no transformation runs.
 _OUTSIDE = trace_state()
@@ -117,29 +112,25 @@ def _made(part: Linear | Parameter, options: Mapping[str, Any], rngs: Any) -> An
 class _LastCall(LastCall):
     """JAX's arrays cannot be written to, but donated."""
 
-    def __init__(self, query: jax.Array, key: jax.Array, arguments: dict[str, Any], weights: jax.Array | None) -> None:
-        # They are traced where the seed is.
-        super().__init__(query, key, arguments, None if isinstance(weights, jax.core.Tracer) else weights)
-
-    def copied(self, x: Any) -> Any:
-        return x if isinstance(x, jax.Array) else np.array(x)
+    ops = _OPS
 
     def weights(self) -> jax.Array:
-        held, expected = [self.computed], "the weights as they were read before"
+        arrays, expected = [self.computed], "the weights as they were read before"
         if self.computed is None:
-            arrays = arrays_of(self.arguments["score"]).values()
-            held, expected = jax.tree.leaves((vars(self), *arrays)), "inputs as they were in the call"
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in held):
+            in_score = arrays_of(self.arguments["score"]).values()
+            arrays, expected = jax.tree.leaves((vars(self), *in_score)), "inputs as they were in the call"
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
             hint = "read the weights before a function takes its arguments over (donate_argnums)"
             raise ArgumentError(message("attention_weights", expected, "donated ones", hint=hint))
-        found: jax.Array = super().weights()
-        return found
+        weights: jax.Array = super().weights()
+        return weights
 
 
 class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
     """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
 
     _last_call_type = _LastCall
+    _staged = "jit, grad and vmap, which keep nothing"
     _where = "outside jit, grad and vmap "
 
     def __init__(
@@ -153,13 +144,11 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs | None = None,
     ) -> None:
-        self._layer = layer
+        self._describe(layer, dropout, keep_last)
         options = {"dtype": dtype, "param_dtype": param_dtype}
         for part in layer.parts:
             setattr(self, part.name, _made(part, options, rngs))
-        self.dropout = shared.check_probability(dropout)
         self.deterministic = deterministic
-        self.keep_last = check_flag("keep_last", keep_last)
         self.dtype = dtype
         # Forked after the parameters, which are then the same whatever the dropout is.
         self.rngs = nnx.data(rngs.dropout.fork() if rngs is not None and self.dropout else None)
@@ -173,8 +162,8 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         if deterministic is not None:
             self.deterministic = deterministic
 
-    @documented_call(_CALL_OPTIONS)
-    def __call__(
+    @documented_call(_CALL_OPTIONS + RETURNS_CACHE + "    The cache has a capacity or a window.\n")
+    def __call__(  # with a cache the new cache is returned too
         self,
         queries: Any,
         keys: Any,
@@ -182,44 +171,31 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         valid_lens: Any = None,
         mask: Any = None,
         *,
-        deterministic: bool | None = None,
-        rngs: Draws | None = None,
-    ) -> jax.Array:
-        return self._pooled(queries, keys, values, valid_lens, mask, deterministic, rngs)[0]
-
-    def _pooled(
-        self,
-        queries: Any,
-        keys: Any,
-        values: Any,
-        valid_lens: Any,
-        mask: Any,
-        deterministic: bool | None,
-        rngs: Draws | None,
         bias: jax.Array | None = None,
         cache: KeyValueCache | None = None,
-    ) -> tuple[jax.Array, KeyValueCache | None]:
-        """Return the output of a call and its cache, and keep what `attention_weights` reads."""
+        deterministic: bool | None = None,
+        rngs: Draws | None = None,
+    ) -> Any:
         keys, linears = self._unprepared(keys)
         inputs = _checked({"queries": queries, "keys": keys, "values": values})
-        shapes = [x.shape for x in inputs.values()]
-        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
-        cache = arguments.pop("cache", None)
-        query, key, value = _promoted(operands, self.dtype)
+        operands, arguments = self._operands(inputs, linears, valid_lens, mask, bias, cache)
         training = not (self.deterministic if deterministic is None else deterministic)
         dropout = self.dropout if training else 0.0
         seed = self._draw(rngs) if dropout else None
-        is_staged = any(isinstance(x, jax.core.Tracer) for x in shared.arrays_of_weights(query, key, arguments))
-        staged = "jit, grad and vmap, which keep nothing" if is_staged else None
-        in_pass = not isinstance(value, jax.core.Tracer)
-        out, _, last = self._attend((query, key, value), arguments, dropout, seed, staged=staged, in_pass=in_pass)
-        _LAST.pop(self, None)
-        if last is not None:
-            _LAST[self] = last
-        return self._output(out), cache
+        out, _, cache = self._attend(_promoted(operands, self.dtype), arguments, dropout, seed)
+        return out if cache is None else (out, cache)
 
-    def _last_call(self) -> Any:
+    @staticmethod
+    def _is_traced(*arrays: Any) -> bool:
+        return any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+    @property
+    def _last(self) -> LastCall | str | None:
         return _LAST.get(self)
+
+    @_last.setter
+    def _last(self, last: LastCall | str | None) -> None:
+        _LAST[self] = last
 
     def _draw(self, rngs: Draws | None) -> Any:
         """Return a key for the dropout of one call."""
@@ -263,8 +239,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
             if trace_state() != _OUTSIDE:
                 hint = "query_size=, key_size= and value_size= say how long the vectors are"
                 wanted = f"a first call outside jit, grad and vmap, which makes {part.name}"
-                used = (part.input,) if isinstance(part, Linear) else part.inputs
-                raise ArgumentError(message(" and ".join(used), wanted, "one inside", hint=hint))
+                raise ArgumentError(message(" and ".join(part.inputs), wanted, "one inside", hint=hint))
             found = found.made({name: x.shape[-1] for name, x in inputs.items()})
             setattr(self, part.name, found)
         return found
@@ -273,7 +248,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         sizes = self._layer.sizes_in(arrays)
         parts = {part.name: getattr(self, part.name) for part in self._layer.parts}
         made = {name: part.made(sizes) for name, part in parts.items() if isinstance(part, Unsized)}
-        shared.load_state(arrays, self._layer.torch_variables((parts | made).__getitem__, nnx.Linear), _assign)
+        shared.load_state(arrays, self._layer.torch_variables(parts | made, nnx.Linear), _assign)
         for name, part in made.items():
             setattr(self, name, part)
 
@@ -357,20 +332,3 @@ class GaussianAttention(description.GaussianLayer, Attention):
 @_documented.altered(required=("rngs",))
 class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
-
-    @documented_call(_CALL_OPTIONS + BIAS_AND_NEW_CACHE + "    The cache has a capacity or a window.\n")
-    def __call__(  # with a cache the new cache is returned too
-        self,
-        queries: Any,
-        keys: Any,
-        values: Any,
-        valid_lens: Any = None,
-        mask: Any = None,
-        *,
-        bias: jax.Array | None = None,
-        cache: KeyValueCache | None = None,
-        deterministic: bool | None = None,
-        rngs: Draws | None = None,
-    ) -> Any:
-        out, cache = self._pooled(queries, keys, values, valid_lens, mask, deterministic, rngs, bias, cache)
-        return out if cache is None else (out, cache)

@@ -1,15 +1,10 @@
 """Attention layers for Keras 3, on its TensorFlow, JAX and torch backends (and, for inference, on NumPy's).
 
-- The mathematics is `attnscore.attend`, on tensors of Keras's backend in eager calls, graphs and jit, and
-  `attnscore.layers.description` describes the layers: these classes hold parameters, check inputs and call it.
 - They are called, masked, built, saved and trained as Keras's layers are: lists, masks that arrive with the inputs,
   ``attention_mask``, ``use_causal_mask``, ``return_attention_scores``, ``.keras`` files, mixed precision, symbolic
-  calls with unknown lengths.
-- Projections are ``keras.layers.Dense``, so that regularizers, LoRA and quantisation work on them, under the names of
-  Dive into Deep Learning (``W_q``, ``W_k``, ``w_v``; multi-head also ``W_v``, ``W_o``), so that its weights load.
-- Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
-- ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax in O(n) memory. It
-  computes and keeps them itself where they are few. Nothing is kept in graphs and jit.
+  calls with unknown lengths. `attnscore.layers` says what holds in every framework.
+- Projections are ``keras.layers.Dense``, so that regularizers, LoRA and quantisation work on them.
+- Nothing is kept of a call in graphs and jit.
 """
 
 from __future__ import annotations
@@ -21,14 +16,12 @@ from typing import Any, final
 import keras
 import numpy as np
 
-from attnscore import backends
 from attnscore.backends.base import HALF_PRECISION, Array
-from attnscore.base.arguments import check_flag
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
 from attnscore.layers.description import INPUTS, BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys
-from attnscore.layers.documentation import BIAS_AND_NEW_CACHE, Documentation, documented_call
+from attnscore.layers.documentation import RETURNS_CACHE, Documentation, documented_call
 from attnscore.layers.keras_inputs import (
     BACKEND,
     OPS,
@@ -139,25 +132,14 @@ def _is_traced(*arrays: Array) -> bool:
     return BACKEND == "jax" and (OPS.needs_grad(*arrays) or OPS.needs_host_callback(*arrays))
 
 
-_STAGED = "compiled functions (fit, evaluate, predict, tf.function, jit), which keep nothing"
-
-
 class _LastCall(LastCall):
     """NumPy's arrays may be written to after the call; with its backend all are NumPy's."""
 
-    def __init__(self, query: Array, key: Array, arguments: dict[str, Any], weights: Array | None) -> None:
-        # They are traced where the seed is.
-        super().__init__(query, key, arguments, None if weights is not None and _is_traced(weights) else weights)
-
-    def copied(self, x: Any) -> Any:
-        return x if backends.is_array(x) and not isinstance(x, np.ndarray) else np.array(x)
+    ops = OPS
 
     def detached(self, x: Array) -> Array:
         # Now: a tape that has ended still knows the tensors of the call.
         return OPS.stop_gradient(x) if OPS.needs_grad(x) else self.copied(x)
-
-    def compute(self) -> Array:
-        return OPS.stop_gradient(super().compute())
 
 
 def _last_call_type() -> type[LastCall]:
@@ -176,7 +158,8 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
     none where the tensors come in a list. So a list is unpacked before Keras looks at the call.
     """
 
-    _last_call_type = _last_call_type()
+    _last_call_type, _is_traced = _last_call_type(), staticmethod(_is_traced)
+    _staged = "compiled functions (fit, evaluate, predict, tf.function, jit), which keep nothing"
 
     def __init__(
         self,
@@ -194,17 +177,13 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         super().__init__(**kwargs)
         if BACKEND == "tensorflow":  # elsewhere Keras is quick, and on JAX it keeps masks apart from their tensors
             self._call_signature: Any = _Signature(list(inspect.signature(self.call).parameters.values()))
-        self._layer = layer
-        self.dropout = shared.check_probability(dropout)
+        self._describe(layer, dropout, keep_last)
         self.seed = seed
-        self.keep_last = check_flag("keep_last", keep_last)
         self.supports_masking = True
         # Keras would refuse layer(queries, keys, values, [2, 6]).
         self._allow_non_tensor_positional_args = True
         # As in Keras's layers: a generator is a variable of the model, and in its files.
         self.seed_generator = keras.random.SeedGenerator(seed) if self.dropout > 0 else None
-        # Around Keras's tracking of attributes: this is no state of the model.
-        self.__dict__["_last"] = None
         # Initializers and regularizers of the projections.
         settings = {"kernel_initializer": kernel_initializer, "kernel_regularizer": kernel_regularizer}
         if layer.heads:
@@ -250,7 +229,7 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
             valid_lens = whole(valid_lens)
         return super().__call__(queries, keys, values, valid_lens, *args, **kwargs)
 
-    @documented_call(_CALL)
+    @documented_call(_CALL + RETURNS_CACHE)
     def call(
         self,
         queries: Any,
@@ -264,27 +243,9 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         return_attention_scores: bool = False,
         use_causal_mask: bool = False,
         values_mask: Any = None,
-    ) -> Any:
-        masks = attention_mask, queries_mask, keys_mask, values_mask, use_causal_mask
-        return self._pooled(queries, keys, values, valid_lens, masks, training, return_attention_scores)
-
-    def _pooled(
-        self,
-        queries: Any,
-        keys: Any,
-        values: Any,
-        valid_lens: Any,
-        masks: tuple[Any, Any, Any, Any, bool],
-        training: bool | None,
-        return_attention_scores: bool,
         bias: Any = None,
         cache: KeyValueCache | None = None,
     ) -> Any:
-        """Return the output of a call, weights and cache if they are wanted, and keep what `attention_weights` reads.
-
-        `masks` are ``attention_mask``, ``queries_mask``, ``keys_mask``, ``values_mask`` and ``use_causal_mask``.
-        """
-        attention_mask, queries_mask, keys_mask, values_mask, use_causal_mask = masks
         # As `__call__` does: ``stateless_call`` passes NumPy arrays on.
         queries, keys, values = (
             self.dtype_policy.convert_input(x, self.autocast, self.input_dtype) if isinstance(x, np.ndarray) else x
@@ -305,21 +266,14 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
             check_padding(name, x, (batch, lengths[name != "queries_mask"]))
         mask = combined(as_attention_mask(attention_mask, shape), **padding, causal=use_causal_mask)
         bias = None if bias is None else value_of(bias)
-        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
-        cache = arguments.pop("cache", None)
-        dropping = bool(training) and self.seed_generator is not None
-        out, weights, self.__dict__["_last"] = self._attend(
-            operands,
-            arguments,
-            self.dropout if dropping else 0.0,
-            drawn_seed(self.seed_generator) if dropping else None,
-            staged=_STAGED if _is_traced(*shared.arrays_of_weights(*operands[:2], arguments)) else None,
-            in_pass=not _is_traced(operands[2]),
-            returns_weights=bool(return_attention_scores),
+        operands, arguments = self._operands(inputs, linears, valid_lens, mask, bias, cache)
+        drops = bool(training) and self.seed_generator is not None
+        dropout, seed = (self.dropout, drawn_seed(self.seed_generator)) if drops else (0.0, None)
+        out, weights, cache = self._attend(
+            operands, arguments, dropout, seed, returns_weights=bool(return_attention_scores)
         )
-        wanted = ((True, self._output(out)), (return_attention_scores, weights), (cache is not None, cache))
-        results = tuple(x for is_wanted, x in wanted if is_wanted)
-        return results if len(results) > 1 else results[0]
+        results = (out, *([weights] if return_attention_scores else []), *([] if cache is None else [cache]))
+        return results if len(results) > 1 else out
 
     def _project(self, linear: Linear, x: Array) -> Array:
         dense = getattr(self, linear.name)
@@ -363,7 +317,7 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         shapes = unpacked(queries_shape, keys_shape, values_shape)
         shared.check_axes(dict(zip(INPUTS, map(tuple, shapes), strict=True)))
         batch, query, _ = shared.scores_shape(*shapes)
-        return batch, query, self._layer.out_features(shapes[2][-1])
+        return batch, query, self.num_hiddens if self._layer.heads else shapes[2][-1]
 
     def compute_output_spec(self, queries: Any, keys: Any = None, values: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return the result of a symbolic call: tensors without numbers."""
@@ -403,10 +357,11 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
     def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
         if not self.built:
             # A layer that is built has sizes: names that do not fit must not set them.
-            shared.check_names(arrays, [name for name, *_ in self._layer.torch_names()])
+            shared.check_names(arrays, [name for part in self._layer.parts for name in part.torch_names])
             sizes = self._layer.sizes_in(arrays)
             self.build(*((None, None, sizes[name]) for name in INPUTS))
-        variables = self._layer.torch_variables(lambda name: getattr(self, name), keras.layers.Dense)
+        modules = {part.name: getattr(self, part.name) for part in self._layer.parts}
+        variables = self._layer.torch_variables(modules, keras.layers.Dense)
         shared.load_state(arrays, variables, lambda variable, array: variable.assign(array))
 
 
@@ -434,8 +389,6 @@ class DotProductAttention(description.DotProductLayer, Attention):
 class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
-    key_size, query_size = description.option("key_size"), description.option("query_size")
-
     def _checked_keys(self, keys: Any, linear: Linear) -> Any:
         if not self.built:
             hint = "the first call of the layer makes them, and layer.build(queries_shape, keys_shape, values_shape)"
@@ -453,8 +406,6 @@ class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Array
 class BilinearAttention(description.BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
 
-    key_size, query_size = description.option("key_size"), description.option("query_size")
-
 
 @final
 @_registered
@@ -462,33 +413,9 @@ class BilinearAttention(description.BilinearLayer, Attention):
 class GaussianAttention(description.GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
-    learn_bandwidth = description.option("learn_bandwidth")
-
 
 @final
 @_registered
 @_documented
 class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
-
-    @documented_call(_CALL + BIAS_AND_NEW_CACHE)
-    def call(
-        self,
-        queries: Any,
-        keys: Any = None,
-        values: Any = None,
-        valid_lens: Any = None,
-        attention_mask: Any = None,
-        queries_mask: Any = None,
-        keys_mask: Any = None,
-        training: bool | None = None,
-        return_attention_scores: bool = False,
-        use_causal_mask: bool = False,
-        values_mask: Any = None,
-        bias: Any = None,
-        cache: KeyValueCache | None = None,
-    ) -> Any:
-        masks = attention_mask, queries_mask, keys_mask, values_mask, use_causal_mask
-        return self._pooled(queries, keys, values, valid_lens, masks, training, return_attention_scores, bias, cache)
-
-    bias = description.option("bias")

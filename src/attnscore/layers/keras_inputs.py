@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from attnscore.base.sizes import may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, message
 from attnscore.layers import shared
 from attnscore.masks import Causal, Dense, KeyPadding, Mask
+from attnscore.masks.base import all_of
 from attnscore.masks.shape_spec import shape_of
 from attnscore.plans.prepared import PreparedKeys
 
@@ -143,9 +143,7 @@ def combined(mask: Mask | None, *, queries_mask: Any, keys_mask: Any, values_mas
     parts += [KeyPadding(_boolean(x)) for x in {id(x): x for x in (keys_mask, values_mask)}.values() if x is not None]
     if queries_mask is not None:
         parts.append(Dense(keras.ops.expand_dims(_boolean(queries_mask), -1)))
-    if causal:
-        parts.append(Causal("top_left"))
-    return functools.reduce(lambda a, b: a & b, parts) if parts else None
+    return all_of([*parts, Causal("top_left")] if causal else parts)
 
 
 def value_of(variable: Any) -> Array:

@@ -1,17 +1,10 @@
 """Attention layers for MXNet: Gluon blocks, with parameters, training mode and serialisation as Gluon has them.
 
-- The mathematics is `attnscore.attend`, and `attnscore.layers.description` describes the layers: these blocks hold
-  parameters, check inputs and call it.
+- All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features), after
+  ``mxnet.npx.set_np()`` and ``layer.initialize()``; `attnscore.layers` says what holds in every framework.
 - Blocks, not hybrid ones: a symbol has no numbers that the kernels could read (``docs/decisions/mxnet.md``).
-- Parameters have the names of Dive into Deep Learning (``W_q.weight``, ``W_k.weight``, ``w_v.weight``; multi-head also
-  ``W_v.weight``, ``W_o.weight``), so its files load. Sizes not given are inferred at the first call.
+- Files of Dive into Deep Learning load: names are ``W_q.weight``, ``w_v.weight``.
 - Dropout is active under ``autograd.record()`` (or ``train_mode``), as in Gluon.
-- Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
-- ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax, without a graph and in
-  O(n) memory. It computes and keeps them itself where they are few.
-
-All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features), after
-``mxnet.npx.set_np()`` and ``layer.initialize()``.
 """
 
 from __future__ import annotations
@@ -26,12 +19,11 @@ from mxnet.gluon.parameter import DeferredInitializationError
 
 from attnscore import backends
 from attnscore.backends.base import Array
-from attnscore.base.arguments import check_flag
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys
-from attnscore.layers.documentation import BIAS_AND_NEW_CACHE, Documentation, documented_call
+from attnscore.layers.documentation import RETURNS_CACHE, Documentation, documented_call
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
 __all__ = ["AdditiveAttention", "BilinearAttention", "DotProductAttention", "GaussianAttention", "MultiHeadAttention"]
@@ -116,16 +108,15 @@ def _check_operand(name: str, x: Array, weight: Array, owner: str, *, axis: int)
 class _LastCall(LastCall):
     """MXNet counts no versions of an array, so all that a caller could write to is copied."""
 
+    ops, writable = _OPS, object
+
     def copied(self, x: Any) -> Any:
         with autograd.pause():
             return x.detach().copy() if isinstance(x, mx.np.ndarray) else np.array(x)
 
-    def copied_mask(self, mask: Any) -> Any:
-        return shared.copied(mask)
-
-    def compute(self) -> Array:
+    def weights(self) -> Array:
         with autograd.pause():
-            return super().compute()
+            return super().weights()
 
 
 class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
@@ -135,10 +126,7 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
 
     def __init__(self, layer: Layer, dropout: float, keep_last: bool, **block: Any) -> None:
         super().__init__(**block)
-        self._layer = layer
-        self.dropout = shared.check_probability(dropout)
-        self.keep_last = check_flag("keep_last", keep_last)
-        self._last: Any = None
+        self._describe(layer, dropout, keep_last)
         with self.name_scope():
             for linear in layer.linears:
                 units, size = linear.units, linear.in_features
@@ -150,37 +138,41 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         # (1,), not (): Gluon saves a parameter without axes, but cannot load it.
         return self.params.get(parameter.name, shape=parameter.sizes or (1,), init=_Start(parameter))
 
-    def __call__(self, queries: Array, keys: Array, values: Array, valid_lens: Any = None, mask: Any = None) -> Array:
-        """Call `forward` with Gluon's hooks; ``gluon.Block`` takes no keywords."""
-        return super().__call__(queries, keys, values, valid_lens, mask)
-
-    @documented_call()
-    def forward(self, queries: Array, keys: Array, values: Array, valid_lens: Any = None, mask: Any = None) -> Array:
-        return self._pooled(queries, keys, values, valid_lens, mask)[0]
-
-    def _pooled(
+    def __call__(
         self,
         queries: Array,
         keys: Array,
         values: Array,
-        valid_lens: Any,
-        mask: Any,
+        valid_lens: Any = None,
+        mask: Any = None,
+        *,
         bias: Array | None = None,
         cache: KeyValueCache | None = None,
-    ) -> tuple[Array, KeyValueCache | None]:
-        """Return the output of a call and its cache, and keep what `attention_weights` reads."""
+    ) -> Any:
+        """Call `forward` with Gluon's hooks; ``gluon.Block`` takes no keywords."""
+        return super().__call__(queries, keys, values, valid_lens, mask, bias, cache)
+
+    @documented_call(RETURNS_CACHE)
+    def forward(
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        valid_lens: Any = None,
+        mask: Any = None,
+        bias: Array | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Any:
         if not mx.util.is_np_array():
             expected, hint = "NumPy semantics in Gluon", "mxnet.npx.set_np() once, at the start of a program"
             raise FrameworkError(message("mxnet", expected, "legacy ones", hint=hint))
         keys, linears = self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
         _check(inputs)
-        shapes = [x.shape for x in inputs.values()]
-        operands, arguments = self._operands(inputs, shapes, valid_lens, mask, linears, bias, cache)
-        cache = arguments.pop("cache", None)
+        operands, arguments = self._operands(inputs, linears, valid_lens, mask, bias, cache)
         dropout = self.dropout if autograd.is_training() else 0.0
-        out, _, self._last = self._attend(operands, arguments, dropout)
-        return self._output(out), cache
+        out, _, cache = self._attend(operands, arguments, dropout, is_concrete=True)
+        return out if cache is None else (out, cache)
 
     def _project(self, linear: Linear, x: Array) -> Array:
         dense = getattr(self, linear.name)
@@ -241,31 +233,3 @@ class GaussianAttention(description.GaussianLayer, Attention):
 @_documented
 class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
-
-    def __call__(
-        self,
-        queries: Array,
-        keys: Array,
-        values: Array,
-        valid_lens: Any = None,
-        mask: Any = None,
-        *,
-        bias: Array | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Any:
-        """Call `forward` with Gluon's hooks; ``gluon.Block`` takes no keywords."""
-        return gluon.Block.__call__(self, queries, keys, values, valid_lens, mask, bias, cache)
-
-    @documented_call(BIAS_AND_NEW_CACHE)
-    def forward(
-        self,
-        queries: Array,
-        keys: Array,
-        values: Array,
-        valid_lens: Any = None,
-        mask: Any = None,
-        bias: Array | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Any:
-        out, cache = self._pooled(queries, keys, values, valid_lens, mask, bias, cache)
-        return out if cache is None else (out, cache)

@@ -1,4 +1,4 @@
-"""What the layers of all frameworks do alike: checks, masks over heads, PyTorch's checkpoints, messages.
+"""Functions of the layers of all frameworks: constructors, checks, masks over heads, PyTorch's checkpoints.
 
 Imports no framework. What a layer consists of and computes is in `attnscore.layers.description`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,31 +16,22 @@ from attnscore import backends
 from attnscore.backends.base import FLOATING, Backend
 from attnscore.base.arguments import is_whole, shown
 from attnscore.base.sizes import is_unknown, may_equal
-from attnscore.errors import ArgumentError, AttnscoreError, DtypeError, FrameworkError, MaskError, ShapeError, message
+from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message
 from attnscore.masks import And, Dense, Mask, Not, Or
 from attnscore.masks.base import map_atoms
 from attnscore.masks.shape_spec import shape_of
-from attnscore.problem.dropout import check_dropout
 from attnscore.scores import arrays_of
 
 Shape = tuple[int, ...]
 HostArray = np.ndarray[Any, Any]
 Class = TypeVar("Class", bound=type)
-Constructor = TypeVar("Constructor", bound=Callable[..., None])
-
-# The order of the constructors' arguments in older editions of "Dive into Deep Learning"; all but bias are required.
-D2L_ADDITIVE = ("key_size", "query_size", "num_hiddens", "dropout")
-D2L_MULTI_HEAD = ("key_size", "query_size", "value_size", "num_hiddens", "num_heads", "dropout", "bias")
 
 
-def copied(x: Any, kind: type = object) -> Any:
-    """Return a copy of an array of a kind, or a mask with copies of such arrays; anything else as it is."""
-    if isinstance(x, Mask):
-        return x.with_leaves(iter([copied(array, kind) for array in x.leaves()]))
-    if not (backends.is_array(x) and isinstance(x, kind)):
-        return x
-    array: Any = x
-    return array.copy()
+def with_copies(mask: Any, kind: type, copied: Callable[[Any], Any]) -> Any:
+    """Return a mask, an object or an array, with copies of its arrays of a kind."""
+    if isinstance(mask, Mask):
+        return mask.with_leaves(iter([with_copies(array, kind, copied) for array in mask.leaves()]))
+    return copied(mask) if backends.is_array(mask) and isinstance(mask, kind) else mask
 
 
 def arrays_in(mask: Any) -> list[Any]:
@@ -55,50 +46,23 @@ def arrays_of_weights(query: Any, key: Any, arguments: Mapping[str, Any]) -> lis
     return [query, key, *others, *arrays_in(arguments["mask"]), *arrays_of(arguments["score"]).values()]
 
 
-def naming_arguments(older: tuple[str, ...]) -> Callable[[Constructor], Constructor]:
-    """Make a constructor name the keywords to use where a call has too many positional arguments.
-
-    `older` is the order of arguments that such a call is likely to follow. The wrapped constructor raises ArgumentError
-    in place of TypeError for more positional arguments than it takes, and for one that is given by name as well.
-    """
-
-    def decorate(init: Constructor) -> Constructor:
-        signature = inspect.signature(init)
-        named = list(signature.parameters.values())[1:]
-        places = [each.name for each in named if each.kind is each.POSITIONAL_OR_KEYWORD]
-        keywords = [each.name for each in named if each.kind is each.KEYWORD_ONLY]
-
-        @functools.wraps(init)
-        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-            twice = [name for name in places[: len(args)] if name in kwargs]
-            if len(args) > len(places) or twice:
-                owner = type(self).__name__
-                expected = f"at most {len(places)} positional arguments ({', '.join(places)})"
-                got = f"{len(args)}" + "".join(f", and {name} by name" for name in twice)
-                hint = _named(owner, older, args, kwargs) or f"{', '.join([*places, *keywords])} may be given by name"
-                raise ArgumentError(message(owner, expected, got, hint=hint))
-            init(self, *args, **kwargs)
-
-        # Keras reads the signature without following __wrapped__.
-        checked.__signature__ = signature  # type: ignore[attr-defined]  # functions take any attribute
-        return cast(Constructor, checked)
-
-    return decorate
-
-
 def with_constructor(cls: Class, without: Collection[str], required: Collection[str]) -> Class:
     """Give a layer's class one constructor, whose signature has the arguments that its bases take by name.
 
     Each passes its ``**`` arguments on to that of the next base; the last is the framework's, which takes a `layer`.
-    The constructor raises TypeError for the arguments `without`, and where one of those `required` is missing.
+    The constructor raises TypeError for the arguments `without`, and where one of those `required` is missing. Where
+    the class has an `older_order`, it raises ArgumentError for too many positional arguments, with the keywords to use.
     """
-    found: list[inspect.Parameter] = []
+    parameters: list[inspect.Parameter] = []
     for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
-        given = inspect.signature(vars(base)["__init__"]).parameters
-        found = [x for x in found if x.kind is not x.VAR_KEYWORD]
-        found += [x for x in given.values() if base is cls.__mro__[0] or not found or x.kind >= x.KEYWORD_ONLY]
-        if "layer" in given:
+        of_base = inspect.signature(vars(base)["__init__"]).parameters
+        parameters = [x for x in parameters if x.kind is not x.VAR_KEYWORD]
+        parameters += [
+            x for x in of_base.values() if base is cls.__mro__[0] or not parameters or x.kind >= x.KEYWORD_ONLY
+        ]
+        if "layer" in of_base:
             break
+    parameters = [x.replace(default=x.empty) if x.name in required else x for x in parameters if x.name not in without]
     made: Any = cls
     inherited = made.__init__
 
@@ -108,22 +72,41 @@ def with_constructor(cls: Class, without: Collection[str], required: Collection[
             if (name in kwargs) == (name in without):
                 problem = "got an unexpected" if name in kwargs else "misses the required"
                 raise TypeError(f"{cls.__name__}.__init__() {problem} keyword argument {name!r}")
+        if hasattr(cls, "older_order"):
+            _check_positional(cls.__name__, parameters[1:], cls.older_order, args, kwargs)
         inherited(self, *args, **kwargs)
 
-    found = [x.replace(default=x.empty) if x.name in required else x for x in found if x.name not in without]
     # Keras reads the signature without following __wrapped__.
-    init.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    init.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     made.__init__ = init
     return cls
 
 
-def _named(owner: str, older: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return a call in the order `older` with all names written out; None where it is no such call."""
-    values = dict(zip(older, args, strict=False))
-    others = {name: kwargs[name] for name in older if name in kwargs}
-    if len(args) > len(older) or values.keys() & others.keys() or {*older} - {"bias"} - {*values, *others}:
-        return None
-    return f"{owner}({', '.join(f'{name}={shown(value)}' for name, value in (values | others).items())})"
+def _check_positional(
+    owner: str,
+    parameters: Sequence[inspect.Parameter],
+    older_order: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Raise ArgumentError for more positional arguments than `owner` takes, and for one that is given by name as well.
+
+    The hint names the keywords of a call in the order of older editions of "Dive into Deep Learning".
+    """
+    places = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+    twice = [name for name in places[: len(args)] if name in kwargs]
+    if len(args) > len(places) or twice:
+        expected = f"at most {len(places)} positional arguments ({', '.join(places)})"
+        got = f"{len(args)}" + "".join(f", and {name} by name" for name in twice)
+        keywords = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
+        hint = f"{', '.join([*places, *keywords])} may be given by name"
+        values = dict(zip(older_order, args, strict=False))
+        others = {name: kwargs[name] for name in older_order if name in kwargs}
+        # All but bias are required there.
+        is_older = {*older_order} - {"bias"} <= {*values, *others} and not values.keys() & others.keys()
+        if is_older and len(args) <= len(older_order):
+            hint = f"{owner}({', '.join(f'{name}={shown(value)}' for name, value in (values | others).items())})"
+        raise ArgumentError(message(owner, expected, got, hint=hint))
 
 
 def check_size(name: str, size: Any, *, optional: bool = False) -> Any:
@@ -134,12 +117,6 @@ def check_size(name: str, size: Any, *, optional: bool = False) -> Any:
         wanted = "a whole number above 0" + (" or None" if optional else "")
         raise ArgumentError(message(name, wanted, shown(size)))
     return int(size)
-
-
-def check_probability(dropout: Any) -> float:
-    """Return the dropout of a layer as a float; raise ArgumentError unless it is in [0, 1)."""
-    check_dropout(dropout, 0, lambda: 0)
-    return float(dropout)
 
 
 def check_axes(shapes: Mapping[str, Shape]) -> None:
@@ -204,35 +181,6 @@ def check_inputs(
         if not ops.is_floating(x):
             raise DtypeError(message(name, FLOATING, ops.dtype(x)))
     check_axes({name: ops.shape(x) for name, x in inputs.items()})
-
-
-def last_call(kept: Any, keep_last: bool, *, where: str = "") -> Any:
-    """Return what a layer kept of its last call; raise AttnscoreError when it kept nothing (None, or why not).
-
-    Not an AttributeError: frameworks answer that one with a search for attributes, which would hide the reason.
-    `where` names the calls that count, in a framework whose compiled calls leave no trace on the layer.
-    """
-    if kept is None:
-        if keep_last:
-            got = f"none {where}since it was made, copied or loaded"
-        else:
-            got = "keep_last=False, which keeps nothing"
-        raise AttnscoreError(message("attention_weights", "a call of the layer before reading", got))
-    if isinstance(kept, str):
-        hint = "call the layer itself once; attnscore.attention_weights computes weights anywhere"
-        raise AttnscoreError(message("attention_weights", "a call outside " + kept, "one inside", hint=hint))
-    return kept
-
-
-def torch_state(state: Mapping[str, Any]) -> dict[str, HostArray]:
-    """Return a ``state_dict``, of arrays of any framework, as NumPy arrays."""
-    arrays = {}
-    for name, x in state.items():
-        found = backends.of({name: x}).host(x)
-        if found is None:
-            raise ArgumentError(message(name, "an array whose numbers can be seen", "one on a device", hint="x.cpu()"))
-        arrays[name] = found
-    return arrays
 
 
 def check_names(arrays: Mapping[str, HostArray], names: Iterable[str]) -> None:

@@ -1,15 +1,9 @@
 """Attention layers for PyTorch: parameters, training mode and serialisation as ``torch.nn`` has them.
 
-- The mathematics is `attnscore.attend`, and `attnscore.layers.description` describes the layers: these modules hold
-  parameters, check inputs and call it.
-- ``state_dict`` keys are those of Dive into Deep Learning (``W_q.weight``, ``W_k.weight``, ``w_v.weight``; multi-head
-  also ``W_v.weight``, ``W_o.weight``), so its checkpoints load. Sizes not given are inferred at the first call.
-- Masked inputs propagate into no gradient, those of the projections included, even if they are NaN or infinity.
-- ``attention_weights`` are computed when read: a call is kept as detached inputs of its softmax, without a graph and in
-  O(n) memory. A call computes them in its own pass where they are so few that keeping the inputs takes longer. Nothing
-  is kept under tracing, by pickle or by deepcopy.
-
-All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features).
+- All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features);
+  `attnscore.layers` says what holds in every framework.
+- ``state_dict`` keys are those of Dive into Deep Learning (``W_q.weight``, ``w_v.weight``), so its checkpoints load.
+- Nothing is kept of a call under tracing, by pickle or by deepcopy.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, final
 
 import numpy as np
@@ -31,13 +24,13 @@ from torch.nn.parameter import UninitializedParameter
 from attnscore import backends
 from attnscore.backends import torch as backend
 from attnscore.backends import torch_private as private
-from attnscore.base.arguments import check_flag, shown
+from attnscore.base.arguments import shown
 from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, PreparesKeys
-from attnscore.layers.documentation import BIAS_AND_CACHE, Documentation, documented_call
+from attnscore.layers.documentation import Documentation, documented_call
 from attnscore.parallel.shard import Shard
 from attnscore.plans.padding import may_save, over_rows, real_rows
 from attnscore.plans.prepared import PreparedKeys
@@ -159,30 +152,17 @@ def _check_operand(name: str, x: Tensor, weight: Tensor, owner: str, *, axis: in
 class LastCall(description.LastCall):
     """Inputs of a softmax are kept by reference, with their version."""
 
+    ops = _OPS
+
     def detached(self, x: Tensor) -> Tensor:
         return x.detach() if x.requires_grad else x
 
-    def copied(self, x: Any) -> Any:
-        return x.detach().clone() if isinstance(x, Tensor) else np.array(x)
 
-    def copied_mask(self, mask: Any) -> Any:
-        return mask
-
-    def keep_inputs(self, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> None:
-        super().keep_inputs(query, key, arguments)
-        held = [self.query, self.key, *shared.arrays_in(self.arguments["mask"])]
-        # Inference tensors count no versions.
-        self.versions = [(x, x._version) for x in held if isinstance(x, Tensor) and not x.is_inference()]
-
-    def compute(self) -> Tensor:
-        if any(x._version != version for x, version in self.versions):
-            hint = "read the weights before writing to the tensors that the layer was called with"
-            raise ArgumentError(
-                message("attention_weights", "inputs as they were in the call", "changed ones", hint=hint)
-            )
-        with torch.no_grad(), _OPS.numeric_scope():
-            found: Tensor = super().compute()
-        return found
+def is_traced(*arrays: Any) -> bool:
+    """Whether the tensors among these stand for values of a later run, or for many values at once."""
+    if torch.compiler.is_compiling() or private.tracing_state() is not None:
+        return True
+    return any(isinstance(x, Tensor) and x.device.type != "meta" and backend.is_traced(x) for x in arrays)
 
 
 # nn.Module comes first: FSDP2 sets the __class__ of a layer to a subclass, which Python allows where the instances of
@@ -190,7 +170,8 @@ class LastCall(description.LastCall):
 class Attention(nn.Module, BaseAttention[Tensor]):
     """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
 
-    _last_call_type = LastCall
+    _last_call_type, _is_traced = LastCall, staticmethod(is_traced)
+    _staged = "torch.compile, torch.func and tracing, which keep nothing"
     _modules: dict[str, Any]
 
     def __init__(
@@ -204,12 +185,9 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.dropout = shared.check_probability(dropout)
-        self.keep_last = check_flag("keep_last", keep_last)
-        self._layer = layer
+        self._describe(layer, dropout, keep_last)
         if layer.heads:
             self.context_group = context_group
-        self._last: description.LastCall | str | None = None
         on = {"device": device, "dtype": dtype}
         with _without_lazy_warning():
             for linear in layer.linears:
@@ -235,23 +213,17 @@ class Attention(nn.Module, BaseAttention[Tensor]):
 
     @documented_call()
     def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any = None, mask: Any = None
-    ) -> Tensor:
-        return self._pooled(queries, keys, values, valid_lens, mask)
-
-    def _pooled(
         self,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        valid_lens: Any,
-        mask: Any,
+        valid_lens: Any = None,
+        mask: Any = None,
+        *,
         bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
-        context: Context | None = None,
     ) -> Tensor:
-        """Return the output of a call, and keep what `attention_weights` reads."""
-        layer, linears = self._layer, self._layer.linears
+        linears = self._layer.linears
         if isinstance(keys, PreparedKeys):
             keys, linears = self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
@@ -259,33 +231,12 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         is_plain = may_unpad is not None
         if not is_plain:
             self._check(inputs, linears)
-        shapes = [x.shape for x in inputs.values()] if layer.heads else []
-        positions = None if context is None else context.positions(queries)
-        own_mask = mask if context is None else None  # that of the whole sequence does not fit these shapes
-        lens = valid_lens if may_unpad and cache is None and context is None else None
-        operands, arguments = self._operands(
-            inputs, shapes, valid_lens, own_mask, linears, bias, cache, positions, lens
-        )
-        cache = arguments.pop("cache", None)
-        if not is_plain and _OPS.has_autocast(queries):
-            # `attend` would cast as well, but the inputs kept must be those of the softmax.
-            with _OPS.numeric_scope():
-                operands = _OPS.autocast(*operands)
+        lens = valid_lens if may_unpad and cache is None else None
+        operands, arguments = self._operands(inputs, linears, valid_lens, mask, bias, cache, lens=lens)
+        if not is_plain:
+            operands = _autocast(operands)
         dropout = self.dropout if self.training else 0.0
-        last: description.LastCall | str | None
-        if context is None:
-            is_staged = not is_plain and is_traced(*shared.arrays_of_weights(*operands[:2], arguments))
-            staged = _STAGED if is_staged else None
-            out, _, last = self._attend(operands, arguments, dropout, staged=staged)
-        else:
-            # The lengths of the whole sequence are checked where they are known.
-            arguments["mask"] = shared.over_heads(mask, (len(queries), None, None))
-            out, last = context.attend(*operands, dropout=dropout, **arguments), _SHARDED
-        if cache is not None:
-            cache.hold_for(out)
-        # Not by torch, which looks through all modules and parameters before it sets an attribute.
-        object.__setattr__(self, "_last", last)
-        return self._output(out) if layer.heads else out
+        return self._attend(operands, arguments, dropout, is_concrete=is_plain)[0]
 
     def _checked_once(self, inputs: dict[str, Any], linears: tuple[Linear, ...]) -> bool | None:
         """Check inputs whose layouts are new to such a layer; return whether leaving padded keys out may save time.
@@ -383,48 +334,20 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         return {**self.__dict__, "_last": None}
 
     def extra_repr(self) -> str:
-        given = {**dict(self._layer.printed), "dropout": self.dropout or None}
-        given["keep_last"] = None if self.keep_last else False
-        return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+        options = {name: value for name, value in self._layer.options if name not in self._layer.hidden}
+        options |= {"dropout": self.dropout or None, "keep_last": None if self.keep_last else False}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
 
 
-@dataclass(frozen=True, eq=False)
-class Context:
-    """The ranks that hold parts of the sequence of a call, and which ones; None: consecutive parts."""
-
-    group: Any
-    shards: Sequence[Shard] | None
-
-    def positions(self, like: Tensor) -> Tensor | None:
-        """Return the positions of the rank's part, (1, positions)."""
-        if self.shards is None:
-            return None
-        group = self.group.get_group() if hasattr(self.group, "get_group") else self.group  # of a mesh of one axis
-        own: Tensor = self.shards[torch.distributed.get_rank(group)].positions(like)
-        return own[None]
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Return the output of all ranks together, whose parameters' gradients are left apart."""
-        # Imported here: most layers are used without, and it takes torch's tensors over meshes along.
-        from attnscore.parallel.torch import attend as attend_over_ranks
-
-        found: Tensor = attend_over_ranks(
-            query, key, value, group=self.group, queries=self.shards, sum_parameters=False, **options
-        )
-        return found
+def _autocast(operands: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the operands as `attend` would cast them: the inputs that a layer keeps must be those of the softmax."""
+    if not _OPS.has_autocast(operands[0]):
+        return operands
+    with _OPS.numeric_scope():
+        return _OPS.autocast(*operands)
 
 
 _CHECKED: BoundedCache[bool] = BoundedCache(256)
-# Why nothing is kept of a call.
-_SHARDED = "a context group, whose ranks have some of the keys each"
-_STAGED = "torch.compile, torch.func and tracing, which keep nothing"
-
-
-def is_traced(*arrays: Any) -> bool:
-    """Whether the tensors among these stand for values of a later run, or for many values at once."""
-    if torch.compiler.is_compiling() or private.tracing_state() is not None:
-        return True
-    return any(isinstance(x, Tensor) and x.device.type != "meta" and backend.is_traced(x) for x in arrays)
 
 
 # ------------------------------------------------------------------ the layers
@@ -480,13 +403,10 @@ class MultiHeadAttention(description.MultiHeadLayer, Attention):
     W_v: nn.Linear
     W_o: nn.Linear
 
-    @documented_call(
-        BIAS_AND_CACHE
-        + """
+    @documented_call("""
 shards : Shard of each rank, optional
     With ``context_group=``: the positions that the ranks hold, of queries and keys alike. None: consecutive parts.
-"""
-    )
+""")
     def forward(
         self,
         queries: Tensor,
@@ -502,12 +422,37 @@ shards : Shard of each rank, optional
         if self.context_group is None:
             if shards is not None:
                 raise ArgumentError(message("shards", "none without a context_group", shown(shards)))
-            return self._pooled(queries, keys, values, valid_lens, mask, bias, cache)
+            return Attention.forward(self, queries, keys, values, valid_lens, mask, bias=bias, cache=cache)
         if cache is not None:
             raise ArgumentError(message("cache", "none with a context_group", "a cache", hint="merge_over() decodes"))
         if self.rotary is not None and shards is None:
             raise ArgumentError(message("shards", "those of all ranks, for the positions of rotary=", None))
-        return self._pooled(queries, keys, values, valid_lens, mask, bias, context=Context(self.context_group, shards))
+        keys, linears = self._unprepared(keys)
+        inputs = {"queries": queries, "keys": keys, "values": values}
+        self._check(inputs, linears)
+        return self._pooled_over_ranks(inputs, valid_lens, mask, bias, shards)
+
+    def _pooled_over_ranks(
+        self, inputs: dict[str, Tensor], valid_lens: Any, mask: Any, bias: Tensor | None, shards: Sequence[Shard] | None
+    ) -> Tensor:
+        """Return the output at the positions of this rank, of which the other ranks hold further keys."""
+        # Imported here: most layers are used without, and it takes torch's tensors over meshes along.
+        from attnscore.parallel.torch import attend as attend_over_ranks
+
+        queries, group, positions = inputs["queries"], self.context_group, None
+        if shards is not None:
+            # The group itself of a mesh of one axis.
+            rank = torch.distributed.get_rank(group.get_group() if hasattr(group, "get_group") else group)
+            positions = shards[rank].positions(queries)[None]
+        # The mask of the whole sequence does not fit these shapes, and is checked with the lengths of the whole.
+        operands, arguments = self._operands(inputs, self._layer.linears, valid_lens, None, bias, positions=positions)
+        arguments["mask"] = shared.over_heads(mask, (len(queries), None, None))
+        dropout = self.dropout if self.training else 0.0
+        out = attend_over_ranks(
+            *_autocast(operands), group=group, queries=shards, sum_parameters=False, dropout=dropout, **arguments
+        )
+        object.__setattr__(self, "_last", "a context group, whose ranks have some of the keys each")
+        return self._output(out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy all but the group of processes, which the copy shares."""
