@@ -59,16 +59,10 @@ def dot_product_attention(
         True = may attend.
     scale : number, optional
         None: 1/sqrt(dim). An array of one number gets a gradient.
-    is_causal : bool
-        Query i attends to the keys j <= i, whatever the lengths.
-    query_seq_lengths, key_value_seq_lengths : (batch,) int32, optional
-        Queries and keys from there on are padding. The output of such queries is 0.
-    local_window_size : (left, right), or one number for both, optional
-        Query i attends to the keys i - left <= j <= i + right.
     implementation : "xla" or None
         Both are `attend`.
-    return_residual : bool
-        Return the log-sum-exp of the scores too, without a gradient.
+    others
+        As the original takes them.
     strict : bool
         A query that attends to no key gets the mean of the values that are masked, as from the original.
 
@@ -80,12 +74,8 @@ def dot_product_attention(
 
     Raises
     ------
-    ValueError
-        Shapes or dtypes that do not fit or are not floating; an `implementation` that is none of the above.
-    TypeError
-        `bias` or `mask` that does not broadcast.
-    AssertionError
-        `bias` or `mask` with another number of heads.
+    ValueError, TypeError, AssertionError
+        As the original, for arguments that do not fit each other.
     RuntimeError
         ``implementation="cudnn"``.
 

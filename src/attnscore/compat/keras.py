@@ -202,23 +202,11 @@ class Attention(_OneHead, keras.layers.Attention):  # type: ignore[misc]  # Kera
 
     Parameters
     ----------
-    use_scale : bool
-        Learn the number `scale`, which starts at 1; False: there is none.
-    score_mode : "dot" or "concat"
-    dropout : float
-        Share of the weights that is dropped in training.
-    seed : int, optional
-        Seed of the dropout.
     strict : bool
         Compute what Keras computes in the two cases that differ otherwise, in O(n^2) memory as Keras does. A query that
         attends to no key gets Keras's output in place of zeros, and dropout drops the same weights from the same seed.
-    kwargs
-        Those of ``keras.layers.Layer``.
-
-    Raises
-    ------
-    ValueError
-        An unknown `score_mode`; inputs or masks that are no list of two or three.
+    others
+        As the original takes them.
 
     References
     ----------
@@ -251,19 +239,10 @@ class AdditiveAttention(_OneHead, keras.layers.AdditiveAttention):  # type: igno
 
     Parameters
     ----------
-    use_scale : bool
-        Learn the vector `scale`, which has a number for each feature of the queries; False: ones.
-    dropout : float
-        Share of the weights that is dropped in training.
     strict : bool
         As in `Attention`.
-    kwargs
-        `seed`, and those of ``keras.layers.Layer``.
-
-    Raises
-    ------
-    ValueError
-        As `Attention`.
+    others
+        As the original takes them.
 
     References
     ----------
@@ -328,10 +307,8 @@ class _ManyHeads(_DropIn):
         # In self-attention Keras passes one mask under two names.
         by_key = {id(x): x for x in (value_mask, key_mask) if x is not None}
         parts += [KeyPadding(_boolean(x)) for x in by_key.values()]
-        if query_mask is not None:
-            parts.append(Dense(_boolean(query_mask)[:, None, :, None]))
-        if use_causal_mask:
-            parts.append(Causal("top_left"))
+        parts += [] if query_mask is None else [Dense(_boolean(query_mask)[:, None, :, None])]
+        parts += [Causal("top_left")] if use_causal_mask else []
         if (window := getattr(self, "_sliding_window", None) or getattr(self, "sliding_window", None)) is not None:
             parts.append(SlidingWindow(window - 1, window - 1, "top_left"))
         return all_of(parts)
@@ -393,39 +370,14 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
 
     Parameters
     ----------
-    num_heads, key_dim : int
-    value_dim : int, optional
-        None: `key_dim`.
-    dropout : float
-        Share of the weights that is dropped in training.
-    use_bias : bool
-        Whether the projections have a bias.
-    output_shape : int or tuple, optional
-        Sizes of the last axes of the output; None: the number of features of the query.
-    attention_axes : int or tuple, optional
-        Axes to attend over; None: all axes between batch and features.
-    sliding_window : int, optional
-        Let each query attend only to keys at a distance below this number, on both sides.
     flash_attention : bool, optional
         True refuses weights and dropout, as in Keras. It does nothing else: memory is linear without it too.
-    kernel_initializer, bias_initializer, kernel_regularizer, bias_regularizer, activity_regularizer
-    kernel_constraint, bias_constraint
-        Those of the projections, as in ``keras.layers.Dense``.
-    use_gate : bool
-        Multiply the pooled values by the sigmoid of another projection of the query.
-    seed : int, optional
-        Seed of the dropout.
     strict : bool
         Compute what Keras computes in the two cases that differ otherwise, in O(n^2) memory as Keras does. A query that
         attends to no key gets the mean of all values where Keras gives that, in place of zeros, and dropout drops the
         same weights from the same seed.
-    kwargs
-        Those of ``keras.layers.Layer``.
-
-    Raises
-    ------
-    ValueError
-        As the original.
+    others
+        As the original takes them.
 
     References
     ----------
@@ -494,21 +446,8 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
 class GroupedQueryAttention(_ManyHeads, keras.layers.GroupQueryAttention):  # type: ignore[misc]  # Keras has no types
     """``keras.layers.GroupQueryAttention``, a subclass of it, with its forward pass by `attend`.
 
-    As `MultiHeadAttention`, with fewer heads of keys and values than of queries. Keras copies a KV head for each of the
-    query heads that share it; here nothing is copied.
-
-    Parameters
-    ----------
-    head_dim, num_query_heads, num_key_value_heads : int
-    dropout, use_bias, sliding_window, flash_attention, use_gate, seed, strict, kwargs
-    kernel_initializer, bias_initializer, kernel_regularizer, bias_regularizer, activity_regularizer
-    kernel_constraint, bias_constraint
-        As in `MultiHeadAttention`.
-
-    Raises
-    ------
-    ValueError
-        As the original.
+    Parameters are those of the original, with `strict` and `flash_attention` as in `MultiHeadAttention`. Keras copies a
+    KV head for each of the query heads that share it; here nothing is copied.
 
     References
     ----------

@@ -78,14 +78,8 @@ def scaled_dot_product_attention(
 
     Raises
     ------
-    RuntimeError
-        Shapes, dtypes or devices that do not fit; heads that differ without `enable_gqa`; `is_causal` with `attn_mask`.
-    TypeError
-        Something that is no tensor.
-    ValueError
-        `is_causal` with a ``CausalBias``, `attn_mask` with jagged tensors.
-    IndexError
-        `enable_gqa` without an axis of heads.
+    RuntimeError, TypeError, ValueError, IndexError
+        As the original, for arguments that do not fit each other.
 
     References
     ----------
@@ -272,35 +266,20 @@ def multi_head_attention_forward(
     query : Tensor (query, batch, embed_dim) or (query, embed_dim)
     key : Tensor (key, batch, kdim) or (key, kdim)
     value : Tensor (key, batch, vdim) or (key, vdim)
-    embed_dim_to_check, num_heads : int
-    in_proj_weight : Tensor (3 * embed_dim, embed_dim), optional
-        The projections of query, key and value, unless `use_separate_proj_weight`.
-    in_proj_bias : Tensor (3 * embed_dim,), optional
-    bias_k, bias_v : Tensor (1, 1, embed_dim), optional
-        A further key and its value.
-    add_zero_attn : bool
-        A further key of zeros, with a value of zeros.
-    dropout_p : float
-        Of the weights, when `training`.
-    out_proj_weight : Tensor (embed_dim, embed_dim)
-    out_proj_bias : Tensor (embed_dim,), optional
     key_padding_mask : Tensor (batch, key) or (key,), optional
         Boolean, True = ignore the key, or floats that are added to the scores.
     need_weights : bool
         Return the weights too. With False, memory is linear in the lengths.
     attn_mask : Tensor (query, key) or (batch * num_heads, query, key), optional
         Boolean, True = ignore the pair, or floats that are added to the scores.
-    q_proj_weight, k_proj_weight, v_proj_weight : Tensor (embed_dim, features), optional
-    static_k, static_v : Tensor (batch * num_heads, key, embed_dim / num_heads), optional
-        Taken in place of the projected key and value.
-    average_attn_weights : bool
-        The weights are the mean over the heads.
     is_causal : bool
         Says that `attn_mask` is the causal one, which is then not read where it is the only mask and no weights are
         wanted.
     strict : bool
         With `need_weights`, a query that attends to no key gets weights and output of NaN, as from the original.
         Without, dropout drops the weights that the original drops, which takes O(n^2) memory, as there.
+    others
+        As the original takes them.
 
     Returns
     -------
@@ -344,20 +323,14 @@ def multi_head_attention_forward(
         q, k, v = _PRIVATE._in_projection(query, key, value, q_proj_weight, k_proj_weight, v_proj_weight, *biases)
     else:
         q, k, v = _PRIVATE._in_projection_packed(query, key, value, in_proj_weight, in_proj_bias)
-    extra_keys = int(add_zero_attn)
-    if bias_k is not None and bias_v is not None:
-        k, v = (torch.cat([x, bias.expand(1, batch, -1)]) for x, bias in ((k, bias_k), (v, bias_v)))
-        extra_keys += 1
     q = _split_heads(q, num_heads)
-    k = _split_heads(k, num_heads) if static_k is None else torch.unflatten(static_k, 0, (batch, num_heads))
-    v = _split_heads(v, num_heads) if static_v is None else torch.unflatten(static_v, 0, (batch, num_heads))
-    if add_zero_attn:
-        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    k = _key_heads(k, num_heads, bias_k, static_k, add_zero_attn)
+    v = _key_heads(v, num_heads, bias_v, static_v, add_zero_attn)
+    extra_keys = int(add_zero_attn) + (bias_k is not None)
 
-    mask: Mask | None = None
-    bias: Tensor | None = None
     if is_causal and key_padding_mask is None and not need_weights:
-        mask = Causal(align="top_left")
+        mask: Mask | None = Causal(align="top_left")
+        bias: Tensor | None = None
     else:
         shape = (batch, num_heads, query_len, key.shape[0])
         # As in the original: padding is that of `static_k`, where it is given.
@@ -368,14 +341,21 @@ def multi_head_attention_forward(
             _check_mask_dtype("key_padding_mask, attn_mask", both, q, *(() if need_weights else (torch.float32,)))
     dropout_p = dropout_p if training else 0.0
     with_weights = bool(need_weights or (strict and dropout_p > 0))
-    nan = bool(strict and need_weights)
-    out, weights = _attend(q, k, v, dropout_p, with_weights, nan=nan, mask=mask, bias=bias)
+    out, weights = _attend(q, k, v, dropout_p, with_weights, nan=strict and need_weights, mask=mask, bias=bias)
+
     out = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
-    out = out if is_batched else out.squeeze(1)
-    if weights is None or not need_weights:
-        return out, None
-    weights = weights.mean(1) if average_attn_weights else weights
-    return out, weights if is_batched else weights.squeeze(0)
+    weights = None if weights is None or not need_weights else weights.mean(1) if average_attn_weights else weights
+    if is_batched:
+        return out, weights
+    return out.squeeze(1), None if weights is None else weights.squeeze(0)
+
+
+def _key_heads(x: Tensor, num_heads: int, bias: Tensor | None, static: Tensor | None, add_zero_attn: bool) -> Tensor:
+    """Return projected keys or values as (batch, head, key, dim), with the further ones: learned, and of zeros."""
+    batch = x.shape[1]
+    x = x if bias is None else torch.cat([x, bias.expand(1, batch, -1)])
+    x = _split_heads(x, num_heads) if static is None else torch.unflatten(static, 0, (batch, num_heads))
+    return F.pad(x, (0, 0, 0, 1)) if add_zero_attn else x
 
 
 def _split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -426,9 +406,9 @@ def _mask_and_bias(
     padded_len: int,
     extra_keys: int,
 ) -> tuple[Mask | None, Tensor | None]:
-    """Return the mask and the bias of `attend` for both masks, which all queries extend by `extra_keys` unmasked keys.
+    """Return the mask and the bias of `attend` for both masks, extended by `extra_keys` unmasked keys.
 
-    `shape` is (batch, head, query, key) without these, and `padded_len` what `key_padding_mask` has of them.
+    `shape` is (batch, head, query, key) without these, and `padded_len` the number of keys of `key_padding_mask`.
     """
     batch, heads, query_len, key_len = shape
     mask: Mask | None = None
@@ -439,18 +419,13 @@ def _mask_and_bias(
             raise RuntimeError(message("attn_mask", f"shape {expected}", tuple(attn_mask.shape)))
         pairs = F.pad(attn_mask, (0, extra_keys)) if extra_keys else attn_mask
         pairs = pairs[None, None] if pairs.dim() == 2 else torch.unflatten(pairs, 0, (batch, heads))
-        if pairs.dtype == torch.bool:
-            mask = Dense(~pairs)
-        else:
-            bias = pairs
+        mask, bias = (Dense(~pairs), None) if pairs.dtype == torch.bool else (None, pairs)
     if key_padding_mask is not None:
-        if tuple(key_padding_mask.shape) != (batch, padded_len):
-            got = tuple(key_padding_mask.shape)
+        if (got := tuple(key_padding_mask.shape)) != (batch, padded_len):
             raise AssertionError(message("key_padding_mask", f"shape {(batch, padded_len)}", got))
         keys = F.pad(key_padding_mask, (0, extra_keys)) if extra_keys else key_padding_mask
         if keys.dtype == torch.bool:
-            padding = KeyPadding(~keys)
-            mask = padding if mask is None else mask & padding
+            mask = KeyPadding(~keys) if mask is None else mask & KeyPadding(~keys)
         else:
             bias = keys[:, None, None] if bias is None else bias + keys[:, None, None]
     return mask, bias
@@ -463,24 +438,11 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Parameters
     ----------
-    embed_dim, num_heads : int
-    dropout : float
-        Of the weights, in training.
-    bias : bool
-        Of the projections.
-    add_bias_kv : bool
-        A learned further key and value.
-    add_zero_attn : bool
-        A further key and value of zeros.
-    kdim, vdim : int, optional
-        Features of key and value; None: `embed_dim`.
-    batch_first : bool
-        (batch, length, features) in place of (length, batch, features).
-    device, dtype : optional
-        Of the parameters.
     strict : bool
         A query that attends to no key gives NaN, not zeros, where the original returns weights; see
         `multi_head_attention_forward`.
+    others
+        As the original takes them.
 
     Raises
     ------

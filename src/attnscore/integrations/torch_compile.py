@@ -91,12 +91,7 @@ class _OperatorCall:
 
 @torch.library.custom_op("attnscore::attend", mutates_args=())
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor],
-    integers: Sequence[int],
-    expression: str,
+    query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], integers: Sequence[int], expression: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output, an array whose rows are the values saved for the backward and the statistics, the weights.
 
@@ -116,12 +111,7 @@ def _attend(
 
 @_attend.register_fake
 def _shapes(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor],
-    integers: Sequence[int],
-    expression: str,
+    query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], integers: Sequence[int], expression: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     arguments = read(expression, ("head_axis", "statistics", "matrix"), integers=integers)
     axes = max(query.dim(), key.dim(), value.dim())

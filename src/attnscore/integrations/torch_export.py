@@ -217,12 +217,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _decomposed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor],
-    integers: Sequence[int],
-    expression: str,
+    query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], integers: Sequence[int], expression: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the operator returns, in torch's own operators; what only its backward reads is NaN."""
     problem, result = run(query, key, value, **read(expression, arrays=arrays, integers=integers))

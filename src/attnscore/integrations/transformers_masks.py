@@ -86,35 +86,19 @@ def attention_mask(
     device: Any = "cpu",
     **others: Any,
 ) -> Tensor | None:
-    """Make the mask of a model, as transformers calls it; `attention_forward` gets what is returned here.
+    """Return the mask of a model (batch, 1, query, key), as transformers calls it; `attention_forward` gets it.
 
-    Parameters
-    ----------
-    batch_size, q_length, kv_length : int
-    q_offset, kv_offset : int
-        Positions of the first query and of the first key. A cache of fixed size counts its queries in a tensor.
-    mask_function : callable, optional
-        The pattern, as one of transformers' functions of indices; None: causal.
-    attention_mask : Tensor (batch, key), optional
-        Padding: True where there is a token.
-    allow_is_causal_skip, allow_is_bidirectional_skip : bool
-        False where the caller asks for a mask even if every pair is unmasked.
-    use_vmap : bool
-        The pattern takes scalars, no arrays.
-    device : torch.device or str
-    **others
-        Passed to transformers' own mask function. ``config``: the configuration of the model.
+    It is a `StructuredMask`; a plain tensor for one query and under a compiler; None where nothing is masked. For
+    models without sdpa attention, whose code expects zeros and minus infinities, it is the mask of eager attention. A
+    model that computes attention itself and would misread a boolean mask is an ArgumentError.
 
-    Returns
-    -------
-    Tensor (batch, 1, query, key) or None
-        A `StructuredMask`; a plain one for one query and under a compiler; None where nothing is masked. For models
-        without sdpa attention, whose code expects zeros and minus infinities, the mask of eager attention.
-
-    Raises
-    ------
-    ArgumentError
-        The model computes attention itself and would misread a boolean mask.
+    - `q_offset` and `kv_offset` are the positions of the first query and key. A cache of fixed size counts its queries
+      in a tensor.
+    - `mask_function` is the pattern, as one of transformers' functions of indices; None: causal. With `use_vmap` it
+      takes scalars, no arrays.
+    - `attention_mask` (batch, key) is the padding: True where there is a token.
+    - `allow_is_causal_skip` and `allow_is_bidirectional_skip` are False where the caller asks for a mask even if every
+      pair is unmasked.
     """
     from transformers import masking_utils
 

@@ -138,16 +138,18 @@ class Layer:
     """The score of a layer without parameters; None of any other."""
     normalizer: Any = field(init=False, repr=False, compare=False)
     """How scores become weights, as `attend` takes it."""
+    _options: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         vars(self).update(
+            _options=dict(self.options),
+            normalizer=dict(self.options).get("normalizer", "softmax"),
             score_parts=(*[linear for linear in self.linears if linear.input == HIDDEN], *self.parameters),
             after_keys=tuple(linear for linear in self.linears if linear.input != "keys"),
             on_inputs=tuple(part.name for part in self.parts if part.inputs),
             key=(self.score, self.options),
-            fixed_score=None if self.parts else self.make_score({}),
-            normalizer=dict(self.options).get("normalizer", "softmax"),
         )
+        vars(self)["fixed_score"] = None if self.parts else self.make_score({})
 
     @property
     def parts(self) -> tuple[Linear | Parameter, ...]:
@@ -156,14 +158,14 @@ class Layer:
 
     def make_score(self, arrays: dict[str, Array]) -> Any:
         """Return the score object over its arrays, by name."""
-        arguments = dict(self.options) | arrays
+        arguments = self._options | arrays
         if type(self.score) is str:
             return _SCORES[self.score](arguments)
         return score_template.filled(self.score, arrays, lambda name: _SCORES[name](arguments))
 
     def to_config(self) -> dict[str, Any]:
         """Return the options as plain data."""
-        config = dict(self.options)
+        config = {**self._options}
         if isinstance(entmax := config.get("normalizer"), normalizers.Entmax):
             config["normalizer"] = {"alpha": entmax.alpha}
         return config | ({"score": score_template.to_config(self.score)} if "score" in config else {})
@@ -204,7 +206,7 @@ class Layer:
 
 def option(name: str) -> Any:
     """Return the property that reads an option of a layer."""
-    return property(lambda layer: dict(layer._layer.options)[name], doc=f"The constructor's argument `{name}`.")
+    return property(lambda layer: layer._layer._options[name], doc=f"The constructor's argument `{name}`.")
 
 
 # ------------------------------------------------------------------ the layers
@@ -479,10 +481,12 @@ class LastCall:
 
     def __init__(self, query: Any, key: Any, arguments: dict[str, Any], weights: Any) -> None:
         self.computed = None if weights is None else self.detached(weights)
-        if weights is not None:
-            return
+        if weights is None:
+            self._keep_inputs(query, key, arguments)
+
+    def _keep_inputs(self, query: Any, key: Any, arguments: dict[str, Any]) -> None:
+        """Keep the inputs, with copies of the arrays that an optimiser or a decoding loop writes to."""
         self.query, self.key = self.detached(query), self.detached(key)
-        # Copies of the arrays that an optimiser or a decoding loop writes to.
         small = {name: x for name in ("valid_lens", "bias", "sink") if (x := arguments.get(name)) is not None}
         self.arguments = arguments | {name: self.copied(x) for name, x in small.items()}
         self.arguments["score"] = with_arrays(arguments["score"], self.copied)
@@ -639,7 +643,7 @@ class BaseAttention(Generic[A]):
             query, key = _rotated(rotary, query, key, cache, positions)
         if cache is not None:
             return _with_cache(cache, query, key, value, arguments)
-        shape = shared.scores_shape(*(inputs[name].shape for name in INPUTS))  # type: ignore[attr-defined]
+        shape = shared.scores_shape(*[x.shape for x in inputs.values()])  # type: ignore[attr-defined]
         return (query, key, value), arguments | {"mask": shared.over_heads(mask, shape), "head_axis": -2}
 
     def _attend(
@@ -661,17 +665,18 @@ class BaseAttention(Generic[A]):
         is_concrete
             Whether no array is traced, so that none is asked.
         """
-        query, key, value = operands
+        (query, key, value), heads = operands, self._layer.heads
         cache = arguments.pop("cache", None)
         keeps = keeps_weights = self.keep_last
         if keeps and not is_concrete:
             keeps = not self._is_traced(*shared.arrays_of_weights(query, key, arguments))
             keeps_weights = keeps and not self._is_traced(value)
         if keeps_weights:
-            batch, heads = max(query.shape[0], key.shape[0]), self._layer.heads or 1
+            batch = max(query.shape[0], key.shape[0])
             # A larger batch of the values would be that of these weights, and not of those of the inputs.
             keeps_weights = (
-                batch * heads * query.shape[1] * key.shape[1] <= thresholds.KEPT_WEIGHTS and value.shape[0] <= batch
+                batch * (heads or 1) * query.shape[1] * key.shape[1] <= thresholds.KEPT_WEIGHTS
+                and value.shape[0] <= batch
             )
         weights = None
         if keeps_weights or returns_weights:
@@ -680,14 +685,16 @@ class BaseAttention(Generic[A]):
             keeps_weights = keeps_weights and (is_concrete or not self._is_traced(weights))
         else:
             out = attend(query, key, value, dropout=dropout, seed=seed, **arguments)
-        last: LastCall | str | None = self._staged if self.keep_last else None
+        last: LastCall | str | None
         if keeps:
             last = self._last_call_type(query, key, arguments, weights if keeps_weights else None)
+        else:
+            last = self._staged if self.keep_last else None
         # Not by the framework, which looks through modules and parameters, or would track an attribute as state.
         object.__setattr__(self, "_last", last)
         if cache is not None:
             cache.hold_for(out)
-        return self._output(out), weights, cache
+        return self._output(out) if heads else out, weights, cache
 
     def _output(self, out: A) -> A:
         """Join the heads of what was pooled, and project."""
