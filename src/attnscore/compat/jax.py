@@ -130,15 +130,15 @@ def dot_product_attention(
         stop = jnp.full_like(query_lens, key_len) if stop is None else stop
     if stop is not None:
         parts.append(ValidLens(stop, None if query_lens is None else jnp.clip(query_lens, 0, query_len)))
-    whole = all_of(parts)
+    combined_mask = all_of(parts)
     dtype = jnp.promote_types(q.dtype, np.float32)
     bias = None if bias is None else bias.astype(dtype)
     stats = ("log_sum_exp",) if return_residual or strict else ()
     score = ScaledDot(_scale(scale, dtype))
-    found = attend(q, k, v, score=score, mask=whole, bias=bias, head_axis=-2, return_stats=stats)
-    out, residual = (found[0], found[1].log_sum_exp) if stats else (found, None)
+    result = attend(q, k, v, score=score, mask=combined_mask, bias=bias, head_axis=-2, return_stats=stats)
+    out, residual = (result[0], result[1].log_sum_exp) if stats else (result, None)
     if strict and key_len:
-        out, residual = _with_masked_keys(q, k, v, whole, out, residual)
+        out, residual = _with_masked_keys(q, k, v, combined_mask, out, residual)
         if query_lens is not None:
             is_query = jnp.arange(query_len)[None] < query_lens[:, None]
             out = out * is_query[..., None, None].astype(out.dtype)
@@ -149,7 +149,7 @@ def dot_product_attention(
 
 
 def _with_masked_keys(query: Array, key: Array, value: Array, mask: Mask | None, out: Array, residual: Any) -> Any:
-    """Return output and log-sum-exp with those of the original for queries that attend to no key.
+    """Return output and log-sum-exp, for queries that attend to no key as the original computes them.
 
     There a masked score is the number below, not -inf: if a query has no other, its masked keys have equal weights. A
     bias of -inf on all keys gives NaN, as none is masked.
@@ -194,6 +194,6 @@ def _check(name: str, x: Array | None, shape: tuple[int | None, ...], dtype: Any
         raise ValueError(message(name, f"{len(shape)} axes or fewer", f"{x.ndim}: {x.shape}"))
     if dtype is not None and x.dtype != dtype:
         raise ValueError(message(name, f"dtype {dtype.name}", x.dtype.name))
-    if any(wanted not in (None, n) for wanted, n in zip(shape, x.shape, strict=True)):
-        expected = f"shape ({', '.join('any' if n is None else str(n) for n in shape)})"
-        raise ValueError(message(name, expected, x.shape))
+    if any(expected not in (None, n) for expected, n in zip(shape, x.shape, strict=True)):
+        sizes = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(message(name, f"shape ({sizes})", x.shape))

@@ -31,8 +31,6 @@ __all__ = ["AdditiveAttention", "Attention", "GroupQueryAttention", "MultiHeadAt
 
 ops = keras.ops
 
-_registered = keras.saving.register_keras_serializable(package="attnscore.compat")
-
 
 class _DropIn:
     """Adds the keyword `strict` to constructor and configuration of the original."""
@@ -50,29 +48,25 @@ class _DropIn:
         return {**config, "strict": True} if self.strict else config
 
 
-def _with_signature_of(original: Any) -> Callable[[type], type]:
-    """Give a class the constructor signature of its original, and `strict` as a keyword."""
+def _drop_in(kind: Any) -> Any:
+    """Register a class with Keras, and give its constructor the signature of the original, with `strict` by keyword."""
+    signature = inspect.signature(kind.__bases__[1].__init__)
+    strict = inspect.Parameter("strict", inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool")
+    *named, others = signature.parameters.values()
 
-    def decorate(kind: type) -> type:
-        found = inspect.signature(original.__init__)
-        strict = inspect.Parameter("strict", inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool")
-        *named, others = found.parameters.values()
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(kind, self).__init__(*args, **kwargs)
 
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            super(kind, self).__init__(*args, **kwargs)  # type: ignore[arg-type]  # typed as a variable
-
-        __init__.__signature__ = found.replace(parameters=[*named, strict, others])  # type: ignore[attr-defined]
-        kind.__init__ = __init__  # type: ignore[misc]
-        return kind
-
-    return decorate
+    __init__.__signature__ = signature.replace(parameters=[*named, strict, others])  # type: ignore[attr-defined]
+    kind.__init__ = __init__
+    return keras.saving.register_keras_serializable(package="attnscore.compat")(kind)
 
 
 def _is_overridden(layer: Any, *names: str) -> bool:
     """Whether the class of `layer` overrides one of these methods of its base class in this module."""
     kind = type(layer)
-    own = next(each for each in kind.__mro__ if each.__module__ == __name__)
-    return any(getattr(kind, name) is not getattr(own, name) for name in names)
+    ours = next(each for each in kind.__mro__ if each.__module__ == __name__)
+    return any(getattr(kind, name) is not getattr(ours, name) for name in names)
 
 
 def _pooled(
@@ -155,7 +149,7 @@ class _OneHead(_DropIn):
             # `attend` would share these keys among heads, which the original refuses.
             raise ValueError(message("value", f"{query.shape[-3]} on axis -3, as query has", key.shape[-3]))
         query_mask, value_mask = mask[:2] if mask else (None, None)
-        found = _mask_of_scores(value_mask, use_causal_mask, max(len(query.shape), len(key.shape)))
+        mask_of_scores = _mask_of_scores(value_mask, use_causal_mask, max(len(query.shape), len(key.shape)))
         q, k, score = self._scored(query, key)
 
         def fill_empty(weights: Array) -> Array:
@@ -166,7 +160,7 @@ class _OneHead(_DropIn):
             return _where_empty(weights, ops.cast(masked, weights.dtype))
 
         out, _, weights = _pooled(
-            q, k, value, score=score, mask=found, strict=self.strict,
+            q, k, value, score=score, mask=mask_of_scores, strict=self.strict,
             rate=self.dropout if training and self.dropout > 0 else 0.0,
             generator=getattr(self, "seed_generator", None),
             with_weights=return_attention_scores,
@@ -193,8 +187,7 @@ def _mask_of_scores(value_mask: Any, causal: bool, axes: int) -> Mask | None:
     return all_of(parts)
 
 
-@_registered
-@_with_signature_of(keras.layers.Attention)
+@_drop_in
 class Attention(_OneHead, keras.layers.Attention):  # type: ignore[misc]  # Keras has no types
     """``keras.layers.Attention``, a subclass of it, with its forward pass by `attend`.
 
@@ -230,8 +223,7 @@ class Attention(_OneHead, keras.layers.Attention):  # type: ignore[misc]  # Kera
         return (query, key, Additive(w)) if scale is None else (query * scale, key * scale, Additive(w))
 
 
-@_registered
-@_with_signature_of(keras.layers.AdditiveAttention)
+@_drop_in
 class AdditiveAttention(_OneHead, keras.layers.AdditiveAttention):  # type: ignore[misc]  # Keras has no types
     """``keras.layers.AdditiveAttention``, a subclass of it, with its forward pass by `attend`.
 
@@ -301,8 +293,8 @@ class _ManyHeads(_DropIn):
         """
         padding = {"query_mask": query_mask, "value_mask": value_mask, "key_mask": key_mask}
         if len(query.shape) != 3 or _is_overridden(self, *_METHODS):
-            given = {**padding, "attention_mask": attention_mask, "use_causal_mask": use_causal_mask}
-            return super()._compute_attention_mask(query, value, **given)  # type: ignore[misc]  # of Keras's layer
+            masks = {**padding, "attention_mask": attention_mask, "use_causal_mask": use_causal_mask}
+            return super()._compute_attention_mask(query, value, **masks)  # type: ignore[misc]  # of Keras's layer
         parts: list[Mask] = [] if attention_mask is None else [_over_heads(attention_mask)]
         # In self-attention Keras passes one mask under two names.
         by_key = {id(x): x for x in (value_mask, key_mask) if x is not None}
@@ -361,8 +353,7 @@ def _check_flash(flash_attention: Any, with_weights: bool) -> None:
         raise ValueError(message("return_attention_scores", "False with flash_attention=True", "True", hint=hint))
 
 
-@_registered
-@_with_signature_of(keras.layers.MultiHeadAttention)
+@_drop_in
 class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: ignore[misc]  # Keras has no types
     """``keras.layers.MultiHeadAttention``, a subclass of it, with its forward pass by `attend`.
 
@@ -441,8 +432,7 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
         return ops.moveaxis(out, last, axes), weights
 
 
-@_registered
-@_with_signature_of(keras.layers.GroupQueryAttention)
+@_drop_in
 class GroupedQueryAttention(_ManyHeads, keras.layers.GroupQueryAttention):  # type: ignore[misc]  # Keras has no types
     """``keras.layers.GroupQueryAttention``, a subclass of it, with its forward pass by `attend`.
 

@@ -160,7 +160,7 @@ def _attend(
     """
     drops_all = dropout == 1.0
     try:
-        found = attend(
+        result = attend(
             query, key, value, dropout=0.0 if drops_all or with_weights else dropout, return_weights=with_weights,
             **options,
         )  # fmt: skip
@@ -168,8 +168,8 @@ def _attend(
         raise RuntimeError(str(error)) from error
     if not with_weights:
         # Zeros with a gradient of zero: `attend` takes less than 1, as the weights kept are divided by 1 - dropout.
-        return (found * 0.0 if drops_all else found), None
-    out, weights = found
+        return (result * 0.0 if drops_all else result), None
+    out, weights = result
     if nan and weights.shape[-1]:
         is_empty = (weights == 0).all(-1, keepdim=True)
         out, weights = (x.masked_fill(is_empty, torch.nan) for x in (out, weights))
@@ -180,7 +180,7 @@ def _attend(
 
 
 def _check_nested(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """Raise, as the original, for nested tensors beside others, or with a mask."""
+    """Raise, as the original, for nested tensors together with others, or with a mask."""
     is_jagged = any(x.is_nested and x.layout == torch.jagged for x in (query, key, value))
     kind = ValueError if is_jagged else RuntimeError
     if not query.is_nested == key.is_nested == value.is_nested:
@@ -196,9 +196,9 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 3:
             raise IndexError(message(name, "an axis of heads, -3, with enable_gqa=True", tuple(x.shape)))
-        heads, whole = x.shape[-3], query.shape[-3]
-        if heads != whole and (heads == 0 or whole % heads):
-            raise RuntimeError(message(name, f"a number of heads that divides the {whole} of query", heads))
+        heads, query_heads = x.shape[-3], query.shape[-3]
+        if heads != query_heads and (heads == 0 or query_heads % heads):
+            raise RuntimeError(message(name, f"a number of heads that divides the {query_heads} of query", heads))
 
 
 def _check_heads_of_jagged(query: Tensor, key: Tensor, value: Tensor) -> None:
