@@ -61,32 +61,30 @@ class _OperatorCall:
 
     def row(self, x: Tensor) -> Tensor:
         """Return one number for each query, on the caller's axes."""
-        found: Tensor = self.problem.layout.rows_from_canonical(_OPS, x[..., 0])
-        return found
+        numbers: Tensor = self.problem.layout.rows_from_canonical(_OPS, x[..., 0])
+        return numbers
 
-    def gradients(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None], given: dict[str, Any]) -> Gradients:
+    def gradients(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: dict[str, Any]) -> Gradients:
         """Compute the gradients without autograd, which an operator does not have."""
-        run, names = self.run, (*SAVED, *self.problem.statistics)
+        problem, names = self.problem, (*SAVED, *self.problem.statistics)
 
-        def row(x: Tensor | None, name: str) -> Any:
-            found = None if x is None or name not in names else x[names.index(name)]
-            return blocks.row_gradient(self.problem, name, found)
+        def row(rows: Tensor | None, name: str) -> Any:
+            """Return one of the rows of an operator's second result, None where it has no such row."""
+            has_row = rows is not None and name in names
+            return blocks.row_gradient(problem, name, cast(Tensor, rows)[names.index(name)] if has_row else None)
 
-        def canonical(parts: Sequence[Tensor | None], name: str) -> list[Any]:
-            out, rows, weights = parts
-            found = [blocks.row_gradient(self.problem, "grad_out", out), row(rows, name)]
-            if "entropy" in names:
-                found.append(row(rows, "entropy"))
-            if self.problem.matrix is not None:
-                found.append(blocks.row_gradient(self.problem, "grad_weights", weights))
-            return found
+        def canonical(arrays: Sequence[Tensor | None], denominator: str) -> list[Any]:
+            """Return an operator's results, or their gradients, on the canonical axes."""
+            out, rows, weights = arrays
+            entropies = [row(rows, "entropy")] if "entropy" in names else []
+            matrices = [] if problem.matrix is None else [blocks.row_gradient(problem, "grad_weights", weights)]
+            return [blocks.row_gradient(problem, "grad_out", out), row(rows, denominator), *entropies, *matrices]
 
-        kept = (*canonical(outputs, "log_denom"), row(outputs[1], "row_max"))
-        incoming = canonical(grads, "log_sum_exp")
-        operands = run.operands()
-        found = run.backward(tuple(operands.values()), kept, incoming)
-        named = dict(zip(operands, found, strict=True))
-        return api.gradients(self.problem, cast(Pullback, self.pullback)(named), named, given)
+        saved = (*canonical(outputs, "log_denom"), row(outputs[1], "row_max"))
+        operands = self.run.operands()
+        into_operands = self.run.backward(tuple(operands.values()), saved, canonical(grads, "log_sum_exp"))
+        gradients = dict(zip(operands, into_operands, strict=True))
+        return api.gradients(problem, cast(Pullback, self.pullback)(gradients), gradients, inputs)
 
 
 @torch.library.custom_op("attnscore::attend", mutates_args=())
@@ -152,11 +150,11 @@ def _attend_backward(
     # Arrays are distinguished by identity, and one may be passed twice.
     arrays = [x.view_as(x) for x in arrays]
     arguments = read(expression, arrays=arrays, integers=integers)
-    given = {"query": query, "key": key, "value": value} | {name: arguments[name] for name in ("bias", "sink")}
+    inputs = {"query": query, "key": key, "value": value, "bias": arguments["bias"], "sink": arguments["sink"]}
     with _OPS.numeric_scope():
         call = _OperatorCall.of(query, key, value, arguments, pullback=True)
-        grads = call.gradients((out, rows, weights), (grad_out, grad_rows, grad_weights), given)
-    named = [(given["bias"], grads.bias), (given["sink"], grads.sink)]
+        grads = call.gradients((out, rows, weights), (grad_out, grad_rows, grad_weights), inputs)
+    named = [(inputs["bias"], grads.bias), (inputs["sink"], grads.sink)]
     named += [(x, grads.score[name]) for name, x in scores.arrays_of(call.problem.score).items()]
     of_arrays = [next((grad for x, grad in named if x is array), None) for array in arrays]
     pairs = zip((query, key, value, *arrays), (grads.query, grads.key, grads.value, *of_arrays), strict=True)
@@ -267,15 +265,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     slots = Slots()
     written = ", ".join([f"{name}={slots.written(x)}" for name, x in arguments.items()])
     out, rows, weights = _attend(query, key, value, slots.arrays, slots.integers, f"attend({written})")
-    found: list[Any] = [out]
+    results: list[Any] = [out]
     if has_weights:
-        found.append(weights.to(out.dtype))
+        results.append(weights.to(out.dtype))
     if statistics:
         named = {}
         for i, name in enumerate(statistics, len(SAVED)):
             named[name] = rows[i] if name in DIFFERENTIABLE else returned(_OPS, name, rows[i].detach())
-        found.append(AttentionStats(**named))
-    return found[0] if len(found) == 1 else tuple(found)
+        results.append(AttentionStats(**named))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _is_registered(score: Any) -> bool:

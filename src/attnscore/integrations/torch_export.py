@@ -81,20 +81,14 @@ def is_active() -> bool:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
-    """Run `attnscore.attend` while a program is made, in torch's operators.
-
-    Raises
-    ------
-    FrameworkError
-        Dropout in a program for ONNX, or an array of another framework.
-    """
+    """Run `attnscore.attend` while a program is made, in torch's operators."""
     if not all(isinstance(x, Tensor) for x in (query, key, value)):
         kinds = ", ".join(type(x).__name__ for x in (query, key, value))
         raise FrameworkError(message("query, key, value", "tensors, while a program is exported", kinds))
-    flag = check_flag("return_weights", arguments.pop("return_weights"))
+    has_weights = check_flag("return_weights", arguments.pop("return_weights"))
     arguments["statistics"] = wanted_statistics(arguments.pop("return_stats"), arguments["normalizer"])
     with backends.load("torch").numeric_scope():
-        return present(*run(query, key, value, matrix="weights" if flag else None, **arguments))
+        return present(*run(query, key, value, matrix="weights" if has_weights else None, **arguments))
 
 
 def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: Any) -> tuple[Problem, Result]:
@@ -130,9 +124,9 @@ def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: 
 def _scaled_dot_product(problem: Problem) -> Tensor | None:
     """Return the output where ``scaled_dot_product_attention`` of the lowered query and key is it; otherwise None."""
     shape, dtype = problem.score_shape, problem.value.dtype
-    more = (problem.sink, problem.dropout, problem.matrix, problem.normalizer)
+    others = (problem.sink, problem.dropout, problem.matrix, problem.normalizer)
     # ONNX Runtime has no Attention of float64.
-    if problem.statistics or problem.dtype == "float64" or any(x is not None for x in more):
+    if problem.statistics or problem.dtype == "float64" or any(x is not None for x in others):
         return None
     # Rounded to 16 bits, a bias would be infinite where `attend` adds a large number.
     if problem.bias is not None and _OPS.dtype(problem.bias) != problem.dtype:

@@ -40,18 +40,20 @@ class StructuredMask(Tensor):
     _made: Callable[[], Tensor | None]
 
     @staticmethod
-    def __new__(cls, structure: Mask, made: Callable[[], Tensor | None], shape: tuple[int, ...], device: Any) -> Any:
+    def __new__(
+        cls, structure: Mask, make_plain: Callable[[], Tensor | None], shape: tuple[int, ...], device: Any
+    ) -> Any:
         """Make a tensor without memory; `made` makes the plain one."""
-        found: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        found.structure, found._made = structure, made
-        return found
+        tensor: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        tensor.structure, tensor._made = structure, make_plain
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch calls it so
         if func is torch.ops.aten.detach.default:
             # Gradient checkpointing does that to all arguments of a layer.
-            given = args[0]
-            return StructuredMask(given.structure, given._made, tuple(given.shape), given.device)
+            mask = args[0]
+            return StructuredMask(mask.structure, mask._made, tuple(mask.shape), mask.device)
 
         if func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) and any(
             isinstance(x, Tensor) and x.is_floating_point() for x in args
@@ -133,10 +135,10 @@ def attention_mask(
     if not parts and allow_is_bidirectional_skip:
         return None
     structure = reduce(lambda a, b: a & b, parts) if parts else ats.SlidingWindow(align="top_left")
-    found: Tensor = StructuredMask(
+    mask: Tensor = StructuredMask(
         structure, lambda: made(allow_is_causal_skip=False), (batch_size, 1, q_length, kv_length), device
     )
-    return found
+    return mask
 
 
 def _takes_booleans(config: Any) -> bool:
@@ -208,43 +210,45 @@ def _of_arrays(pattern: Pattern, place: _Place, use_vmap: bool) -> Pattern:
 
 def _parts(pattern: Pattern, place: _Place) -> tuple[list[Mask], bool]:
     """Return masks that contain `pattern`, and whether their conjunction equals it."""
-    kind, given = _kind(pattern)
-    made: list[Mask] | None = None
+    kind, arguments = _kind(pattern)
+    masks: list[Mask] | None = None
     match kind:
         case "and":
-            return _parts_of_all(given["mask_functions"], place)
+            return _parts_of_all(arguments["mask_functions"], place)
         case "causal":
-            made = [ats.Causal(offset=place.offset)]
+            masks = [ats.Causal(offset=place.offset)]
         case "full":
-            made = []
+            masks = []
         case "window" | "two-sided":
-            width = given["sliding_window"]
+            width = arguments["sliding_window"]
             if isinstance(width, int) and width >= 1:
                 both = ats.SlidingWindow(width, width, offset=place.offset)
-                made = [both if kind == "two-sided" else ats.SlidingWindow(left=width - 1, offset=place.offset)]
+                masks = [both if kind == "two-sided" else ats.SlidingWindow(left=width - 1, offset=place.offset)]
         case "chunks":
-            made = _chunks(given["chunk_size"], given["left_padding"], place)
+            masks = _chunks(arguments["chunk_size"], arguments["left_padding"], place)
         case "packed":
-            ids = given["packed_sequence_mask"]
-            made = [_sequences(ids)] if place.at_start and ids.shape == (place.batch, place.queries) else None
-    return ([], False) if made is None else (made, True)
+            ids = arguments["packed_sequence_mask"]
+            masks = [_sequences(ids)] if place.at_start and ids.shape == (place.batch, place.queries) else None
+    return ([], False) if masks is None else (masks, True)
 
 
 def _parts_of_all(patterns: tuple[Pattern, ...], place: _Place) -> tuple[list[Mask], bool]:
     """Return the parts of a conjunction of patterns."""
-    found: list[Mask] = []
+    masks: list[Mask] = []
     complete = True
-    ids = next((given["packed_sequence_mask"] for kind, given in map(_kind, patterns) if kind == "packed"), None)
+    ids = next(
+        (arguments["packed_sequence_mask"] for kind, arguments in map(_kind, patterns) if kind == "packed"), None
+    )
     for pattern in patterns:
-        kind, given = _kind(pattern)
-        if kind == "remapped" and ids is not None and _counts_within(given["position_ids"], ids, place):
-            inner = given["mask_function"]
-            parts, whole = _parts(inner, place) if _depends_on_distance(inner) else ([], False)
+        kind, arguments = _kind(pattern)
+        if kind == "remapped" and ids is not None and _counts_within(arguments["position_ids"], ids, place):
+            inner = arguments["mask_function"]
+            parts, is_equal = _parts(inner, place) if _depends_on_distance(inner) else ([], False)
         else:
-            parts, whole = _parts(pattern, place)
-        found += parts
-        complete = complete and whole
-    return found, complete
+            parts, is_equal = _parts(pattern, place)
+        masks += parts
+        complete = complete and is_equal
+    return masks, complete
 
 
 def _sequences(ids: Tensor) -> Mask:
@@ -264,8 +268,8 @@ def _chunks(size: int, left_padding: Tensor, place: _Place) -> list[Mask] | None
 
     def ids(count: int, offset: Any) -> Tensor:
         # Not negative left of the first token, where chunks are counted backwards.
-        found: Tensor = (torch.arange(count, device=first.device) + offset - first) // size
-        return found + (first + size - 1) // size
+        chunk: Tensor = (torch.arange(count, device=first.device) + offset - first) // size
+        return chunk + (first + size - 1) // size
 
     return [ats.Documents(ids(place.queries, place.q_offset), ids(place.keys, place.kv_offset))]
 
@@ -278,9 +282,9 @@ def _counts_within(positions: Tensor, ids: Tensor, place: _Place) -> bool:
 
 
 def _depends_on_distance(pattern: Pattern) -> bool:
-    kind, given = _kind(pattern)
+    kind, arguments = _kind(pattern)
     if kind == "and":
-        return all(map(_depends_on_distance, given["mask_functions"]))
+        return all(map(_depends_on_distance, arguments["mask_functions"]))
     return kind in ("causal", "full", "window", "two-sided")
 
 
@@ -296,28 +300,28 @@ def _kind(pattern: Pattern) -> tuple[str, dict[str, Any]]:
 @lru_cache(maxsize=1)
 def _kinds() -> dict[CodeType | None, str]:
     """Return the code objects of transformers' functions that give the expected mask on a few pairs."""
-    from transformers import masking_utils as own
+    from transformers import masking_utils as masking
 
     ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
     places = torch.tensor([[0, 1, 0, 1, 2, 0]])
     q, k = torch.arange(6)[:, None], torch.arange(6)
-    causal, zero = own.causal_mask_function, torch.zeros((), dtype=torch.long)
+    causal, zero = masking.causal_mask_function, torch.zeros((), dtype=torch.long)
     left = torch.tensor([1])
-    meant: dict[str, Callable[[], tuple[Pattern, Tensor]]] = {
+    expected_masks: dict[str, Callable[[], tuple[Pattern, Tensor]]] = {
         "causal": lambda: (causal, k <= q),
-        "full": lambda: (own.bidirectional_mask_function, k == k + 0 * q),
-        "window": lambda: (own.sliding_window_overlay(2), k > q - 2),
-        "two-sided": lambda: (own.sliding_window_bidirectional_overlay(2), (q - k).abs() <= 2),
-        "chunks": lambda: (own.chunked_overlay(2, left), (k - 1) // 2 == (q - 1) // 2),
-        "packed": lambda: (own.packed_sequence_mask_function(ids), ids[0][q] == ids[0][k]),
-        "remapped": lambda: (own.remap_positions_for_packed_sequence(causal, places), places[0][k] <= places[0][q]),
-        "and": lambda: (own.and_masks(causal, own.sliding_window_overlay(2)), (k <= q) & (k > q - 2)),
+        "full": lambda: (masking.bidirectional_mask_function, k == k + 0 * q),
+        "window": lambda: (masking.sliding_window_overlay(2), k > q - 2),
+        "two-sided": lambda: (masking.sliding_window_bidirectional_overlay(2), (q - k).abs() <= 2),
+        "chunks": lambda: (masking.chunked_overlay(2, left), (k - 1) // 2 == (q - 1) // 2),
+        "packed": lambda: (masking.packed_sequence_mask_function(ids), ids[0][q] == ids[0][k]),
+        "remapped": lambda: (masking.remap_positions_for_packed_sequence(causal, places), places[0][k] <= places[0][q]),
+        "and": lambda: (masking.and_masks(causal, masking.sliding_window_overlay(2)), (k <= q) & (k > q - 2)),
     }
-    found: dict[CodeType | None, str] = {}
-    for kind, made in meant.items():
+    kinds: dict[CodeType | None, str] = {}
+    for kind, make in expected_masks.items():
         # A part that this release of transformers lacks, or calls differently, is evaluated like any function.
         with contextlib.suppress(AttributeError, TypeError):
-            pattern, expected = made()
+            pattern, expected = make()
             if torch.equal(pattern(zero, zero, q, k).expand(6, 6), expected):
-                found[pattern.__code__] = kind
-    return found
+                kinds[pattern.__code__] = kind
+    return kinds
