@@ -108,8 +108,8 @@ class Parameter:
 
     def sized(self, sizes: Sequence[int]) -> Parameter:
         """Return the parameter with `sizes` on the axes that have none, which are the first."""
-        missing = [given or size for given, size in zip(self.shape, sizes, strict=False)]
-        return replace(self, shape=(*missing, *self.shape[len(missing) :]))
+        first = [known_size or size for known_size, size in zip(self.shape, sizes, strict=False)]
+        return replace(self, shape=(*first, *self.shape[len(first) :]))
 
 
 @dataclass(frozen=True)
@@ -456,12 +456,12 @@ _PARAMETERS: dict[str, Callable[[int, int], tuple[Parameter, ...]]] = {
 _SCORES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "dot": lambda _: Dot(),
     "scaled_dot": lambda _: ScaledDot(),
-    "gaussian": lambda given: Gaussian(
-        _exp(given["log_bandwidth"]) if "log_bandwidth" in given else given["bandwidth"]
+    "gaussian": lambda arguments: Gaussian(
+        _exp(arguments["log_bandwidth"]) if "log_bandwidth" in arguments else arguments["bandwidth"]
     ),
-    "cosine": lambda given: Cosine(_exp(given["log_scale"])),
-    "additive": lambda given: Additive(given["w_v"]),
-    "bilinear": lambda given: Bilinear(given["W"]),
+    "cosine": lambda arguments: Cosine(_exp(arguments["log_scale"])),
+    "additive": lambda arguments: Additive(arguments["w_v"]),
+    "bilinear": lambda arguments: Bilinear(arguments["W"]),
 }
 
 
@@ -571,8 +571,8 @@ class BaseAttention(Generic[A]):
         ops = backends.of({"queries": like})
         rows, columns = (ops.positions(0, linear.in_features + extra, like) for extra in (1, 0))
         units = ops.astype(rows[None, :, None] == columns[None, None], ops.dtype(like))
-        found = ops.reshape(self._call_module(linear, units), (-1,))
-        return found[:-1] - found[-1:]
+        outputs = ops.reshape(self._call_module(linear, units), (-1,))
+        return outputs[:-1] - outputs[-1:]
 
     def _reshape(self, x: A, features: tuple[int, ...]) -> A:
         """Return (batch, length, ...) as (batch, length, *features)."""

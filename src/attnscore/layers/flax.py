@@ -203,8 +203,8 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         if isinstance(source, nnx.Rngs):
             source = source.dropout
         if source is None:
-            wanted = "an nnx.Rngs, for the layer or for the call, where dropout is active"
-            raise ArgumentError(message("rngs", wanted, None, hint="layer.eval() or deterministic=True turns it off"))
+            expected = "an nnx.Rngs, for the layer or for the call, where dropout is active"
+            raise ArgumentError(message("rngs", expected, None, hint="layer.eval() or deterministic=True turns it off"))
         return source() if isinstance(source, nnx.RngStream) else source
 
     def _project(self, linear: Linear, x: jax.Array) -> jax.Array:
@@ -218,31 +218,31 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
             product: jax.Array | None = _OPS.product_of_rows(*operands)
             if product is not None:
                 return product
-        found: jax.Array = with_nonfinite_rows_isolated(_OPS, x, module)
-        return found
+        projected: jax.Array = with_nonfinite_rows_isolated(_OPS, x, module)
+        return projected
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, jax.Array]) -> jax.Array:
         if isinstance(part, Linear):
             module = getattr(self, part.name)
             read = _flat(module.kernel[...]) if _is_plain(module) else self._vector(part, inputs["queries"])
             return read  # type: ignore[no-any-return]
-        found: jax.Array = self._sized(part, inputs)[...]
-        for name, size in zip(part.inputs, found.shape, strict=False):
+        array: jax.Array = self._sized(part, inputs)[...]
+        for name, size in zip(part.inputs, array.shape, strict=False):
             shared.check_features(name, inputs[name].shape[-1], size, part.name)
-        return found
+        return array
 
     def _sized(self, part: Linear | Parameter, inputs: Mapping[str, jax.Array]) -> Any:
         """Return the attribute of `part`, which takes the sizes it lacks from `inputs`, and keeps them."""
-        found = getattr(self, part.name)
-        if isinstance(found, Unsized):
+        attribute = getattr(self, part.name)
+        if isinstance(attribute, Unsized):
             # A parameter made inside grad would get no gradient, silently.
             if trace_state() != _OUTSIDE:
                 hint = "query_size=, key_size= and value_size= say how long the vectors are"
-                wanted = f"a first call outside jit, grad and vmap, which makes {part.name}"
-                raise ArgumentError(message(" and ".join(part.inputs), wanted, "one inside", hint=hint))
-            found = found.made({name: x.shape[-1] for name, x in inputs.items()})
-            setattr(self, part.name, found)
-        return found
+                expected = f"a first call outside jit, grad and vmap, which makes {part.name}"
+                raise ArgumentError(message(" and ".join(part.inputs), expected, "one inside", hint=hint))
+            attribute = attribute.made({name: x.shape[-1] for name, x in inputs.items()})
+            setattr(self, part.name, attribute)
+        return attribute
 
     def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
         sizes = self._layer.sizes_in(arrays)
@@ -293,8 +293,8 @@ def _is_plain(module: Any) -> bool:
 
 def _promoted(operands: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
     """Return the operands in `dtype`, or in the one that JAX promotes theirs to; a cast to the same takes 5 us."""
-    given = {x.dtype for x in operands}
-    dtype = jnp.dtype(dtype) if dtype else given.pop() if len(given) == 1 else jnp.result_type(*operands)
+    dtypes = {x.dtype for x in operands}
+    dtype = jnp.dtype(dtype) if dtype else dtypes.pop() if len(dtypes) == 1 else jnp.result_type(*operands)
     return [x if x.dtype == dtype and not x.weak_type else x.astype(dtype) for x in operands]
 
 

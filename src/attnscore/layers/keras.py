@@ -215,8 +215,8 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
             bound, start = sized.bound, keras.initializers.Constant(sized.start)
             start = keras.initializers.RandomUniform(-bound, bound) if bound else start
             # In the variable dtype, which `attend` takes as it is under mixed precision too.
-            made = self.add_weight(name=sized.name, shape=sized.sizes, initializer=start, autocast=False)
-            setattr(self, parameter.name, made)
+            variable = self.add_weight(name=sized.name, shape=sized.sizes, initializer=start, autocast=False)
+            setattr(self, parameter.name, variable)
 
     def __call__(
         self, queries: Any, keys: Any = None, values: Any = None, valid_lens: Any = None, *args: Any, **kwargs: Any
@@ -280,34 +280,34 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         if isinstance(dense, keras.layers.Dense):
             shared.check_features(linear.input, x.shape[-1], dense.input_spec.axes[-1], linear.name)
         arrays = _matrix_and_bias(dense, x)
-        if arrays is not None and (found := OPS.product_of_rows(x, *arrays)) is not None:
-            return found
+        if arrays is not None and (product := OPS.product_of_rows(x, *arrays)) is not None:
+            return product
 
         def projected(finite: Array) -> Array:
             if arrays is not None and BACKEND == "tensorflow":
                 # In a third of the time of the layer.
                 matrix, bias = arrays
-                found = OPS.matmul(finite, matrix)
-                return found if bias is None else found + bias
+                product = OPS.matmul(finite, matrix)
+                return product if bias is None else product + bias
             return self._call_module(linear, finite)
 
         return with_nonfinite_rows_isolated(OPS, x, projected)
 
     def _call_module(self, linear: Linear, x: Array) -> Array:
-        found = getattr(self, linear.name)(x)
+        projected = getattr(self, linear.name)(x)
         # On torch Keras multiplies float64 in float32, and the dtype of the result shows it.
-        return found if found.dtype == x.dtype else keras.ops.cast(found, x.dtype)
+        return projected if projected.dtype == x.dtype else keras.ops.cast(projected, x.dtype)
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Array]) -> Array:
-        held = getattr(self, part.name)
+        attribute = getattr(self, part.name)
         if isinstance(part, Linear):
-            if type(held) is not keras.layers.Dense or held.quantization_mode is not None:
+            if type(attribute) is not keras.layers.Dense or attribute.quantization_mode is not None:
                 return self._vector(part, inputs["queries"])
             # An index takes TensorFlow ten times as long.
-            return keras.ops.reshape(value_of(held.kernel), (-1,))
-        for name, size in zip(part.inputs, held.shape, strict=False):
+            return keras.ops.reshape(value_of(attribute.kernel), (-1,))
+        for name, size in zip(part.inputs, attribute.shape, strict=False):
             shared.check_features(name, inputs[name].shape[-1], size, part.name)
-        return value_of(held)
+        return value_of(attribute)
 
     def _reshape(self, x: Array, features: tuple[int, ...]) -> Array:
         return keras.ops.reshape(x, (*keras.ops.shape(x)[:2], *features))
@@ -325,11 +325,11 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         check_inputs(inputs)
         shapes = [x.shape for x in inputs.values()]
         out = keras.KerasTensor(self.compute_output_shape(*shapes), dtype=self.compute_dtype)
-        given = self._call_signature.bind(*inputs.values(), *args, **kwargs).arguments
-        if given.get("cache") is not None:
+        arguments = self._call_signature.bind(*inputs.values(), *args, **kwargs).arguments
+        if arguments.get("cache") is not None:
             hint = "a subclassed model passes it on in its call"
             raise ArgumentError(message("cache", "none in a functional model", "one", hint=hint))
-        if not given.get("return_attention_scores"):
+        if not arguments.get("return_attention_scores"):
             return out
         batch, *lengths = shared.scores_shape(*shapes)
         heads = (self._layer.heads,) if self._layer.heads else ()
@@ -342,17 +342,17 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
     def get_config(self) -> dict[str, Any]:
         """Return what `from_config` makes the same layer from, a rotary embedding by its name."""
         settings = {name: _kind(name).serialize(x) for name, x in self._settings.items()}
-        given = {"dropout": self.dropout, "seed": self.seed, "keep_last": self.keep_last}
+        options = {"dropout": self.dropout, "seed": self.seed, "keep_last": self.keep_last}
         rotary = getattr(self, "rotary", None)
-        made = {} if rotary is None else {"rotary": keras.saving.serialize_keras_object(rotary)}
-        return {**super().get_config(), **given, **self._layer.to_config(), **settings, **made}
+        rotary_config = {} if rotary is None else {"rotary": keras.saving.serialize_keras_object(rotary)}
+        return {**super().get_config(), **options, **self._layer.to_config(), **settings, **rotary_config}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """Return the layer of a configuration."""
         rotary = config.get("rotary")
-        made = {} if rotary is None else {"rotary": keras.saving.deserialize_keras_object(rotary)}
-        return super().from_config({**config, **Layer.from_config(config), **made})
+        objects = {} if rotary is None else {"rotary": keras.saving.deserialize_keras_object(rotary)}
+        return super().from_config({**config, **Layer.from_config(config), **objects})
 
     def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
         if not self.built:

@@ -108,10 +108,10 @@ def check_padding(name: str, x: Any, shape: Sequence[Any]) -> None:
     """Raise MaskError unless a mask of positions fits `shape` = (batch, length)."""
     if x is None:
         return
-    found = shape_of(x)
-    batched = len(found) == 2 and (found[0] == 1 or shape[0] == 1 or may_equal(found[0], shape[0]))
-    if not batched or not may_equal(found[1], shape[1]):
-        raise MaskError(message(name, f"shape (batch, length) = {tuple(shape)}", found))
+    mask_shape = shape_of(x)
+    has_batch = len(mask_shape) == 2 and (mask_shape[0] == 1 or shape[0] == 1 or may_equal(mask_shape[0], shape[0]))
+    if not has_batch or not may_equal(mask_shape[1], shape[1]):
+        raise MaskError(message(name, f"shape (batch, length) = {tuple(shape)}", mask_shape))
 
 
 def as_attention_mask(mask: Any, shape: Sequence[Any]) -> Mask | None:
@@ -127,12 +127,12 @@ def as_attention_mask(mask: Any, shape: Sequence[Any]) -> Mask | None:
     if "float" in _dtype_of(mask):
         hint = "attention_mask > 0 where numbers above 0 mean that; attnscore.attend(bias=) adds numbers to scores"
         raise MaskError(message("attention_mask", "booleans or whole numbers", _dtype_of(mask), hint=hint))
-    found = shape_of(mask)
-    if len(found) in (2, 3) and any(
-        have != 1 and not may_equal(have, want) for have, want in zip(found[::-1], shape[::-1], strict=False)
+    mask_shape = shape_of(mask)
+    if len(mask_shape) in (2, 3) and any(
+        size != 1 and not may_equal(size, full) for size, full in zip(mask_shape[::-1], shape[::-1], strict=False)
     ):
-        wanted = f"a shape that broadcasts to (batch, query, key) = {tuple(shape)}"
-        raise MaskError(message("attention_mask", wanted, found, hint="keys_mask= takes (batch, key)"))
+        expected = f"a shape that broadcasts to (batch, query, key) = {tuple(shape)}"
+        raise MaskError(message("attention_mask", expected, mask_shape, hint="keys_mask= takes (batch, key)"))
     return Dense(_boolean(mask))
 
 
@@ -148,9 +148,9 @@ def combined(mask: Mask | None, *, queries_mask: Any, keys_mask: Any, values_mas
 
 def value_of(variable: Any) -> Array:
     """Return the tensor of a variable now: the backend's, in whatever scope Keras reads it."""
-    found = keras.ops.convert_to_tensor(variable)
+    tensor = keras.ops.convert_to_tensor(variable)
     # A variable of TensorFlow comes through as it is where nothing is cast.
-    return cast(Any, OPS).convert_to_tensor(found) if BACKEND == "tensorflow" else found
+    return cast(Any, OPS).convert_to_tensor(tensor) if BACKEND == "tensorflow" else tensor
 
 
 def drawn_seed(generator: Any) -> Any:
@@ -161,9 +161,9 @@ def drawn_seed(generator: Any) -> Any:
         return None
     OPS.check_can_draw()
     halves = keras.random.randint((2,), 0, 2**31 - 1, dtype="int32", seed=generator)
-    found = backends.host(halves)
-    if found is not None:
-        return int(found[0]) | int(found[1]) << 32
+    numbers = backends.host(halves)
+    if numbers is not None:
+        return int(numbers[0]) | int(numbers[1]) << 32
     low, high = (OPS.astype(halves[i], _SEED_DTYPE) for i in range(2))
     return SeedHalves(low, high)
 

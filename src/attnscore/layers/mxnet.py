@@ -186,12 +186,12 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
             return with_nonfinite_rows_isolated(_OPS, x, dense)
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Array]) -> Array:
-        held, like = getattr(self, part.name), inputs.get("queries")
+        attribute, like = getattr(self, part.name), inputs.get("queries")
         if isinstance(part, Linear):
-            return _data(held.weight, like).reshape((-1,)) if _is_plain(held) else self._vector(part, like)
+            return _data(attribute.weight, like).reshape((-1,)) if _is_plain(attribute) else self._vector(part, like)
         if part.inputs:
-            return held(*[inputs[name] for name in part.inputs])
-        return _data(held, like) if part.shape else _data(held, like).reshape(())
+            return attribute(*[inputs[name] for name in part.inputs])
+        return _data(attribute, like) if part.shape else _data(attribute, like).reshape(())
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the last call: a copy carries no activations."""

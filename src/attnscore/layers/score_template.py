@@ -28,12 +28,12 @@ from attnscore.scores.base import Wrapper
 
 def names_in(score: Any, known: Sequence[str]) -> tuple[str, ...]:
     """Return the names in a template; raise ArgumentError for an unknown one, for one that repeats, for no score."""
-    found = tuple(_names_in(score, known))
-    for name in found:
-        if found.count(name) > 1:
+    names = tuple(_names_in(score, known))
+    for name in names:
+        if names.count(name) > 1:
             hint = "an object, such as Gaussian(2.0), has no parameters and may repeat"
-            raise ArgumentError(message("score", "each name once", f"{name!r} {found.count(name)} times", hint=hint))
-    return found
+            raise ArgumentError(message("score", "each name once", f"{name!r} {names.count(name)} times", hint=hint))
+    return names
 
 
 def _names_in(score: Any, known: Sequence[str]) -> Iterator[str]:
@@ -56,17 +56,17 @@ def _parameter_name(name: str) -> str:
 
 
 def _numbers(name: str, x: Array) -> np.ndarray[Any, Any]:
-    found = backends.host(x)
-    if found is None:
+    values = backends.host(x)
+    if values is None:
         raise ArgumentError(message(f"score ({name})", "an array whose numbers can be read", shown(x)))
-    return np.asarray(found, float)
+    return np.asarray(values, float)
 
 
 def filled(score: Any, arrays: Mapping[str, Array], named: Callable[[str], Any]) -> Any:
     """Return the score of a template: `arrays` in the place of its own, `named(name)` in the place of a name."""
-    if own := arrays_of(score):
-        given = iter([arrays[_parameter_name(name)] for name in own])
-        score = with_arrays(score, lambda _: next(given))
+    if array_names := arrays_of(score):
+        replacements = iter([arrays[_parameter_name(name)] for name in array_names])
+        score = with_arrays(score, lambda _: next(replacements))
     return _with_names(score, named)
 
 

@@ -63,8 +63,8 @@ def with_constructor(cls: Class, without: Collection[str], required: Collection[
         if "layer" in of_base:
             break
     parameters = [x.replace(default=x.empty) if x.name in required else x for x in parameters if x.name not in without]
-    made: Any = cls
-    inherited = made.__init__
+    layer_class: Any = cls
+    inherited = layer_class.__init__
 
     @functools.wraps(inherited)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +78,7 @@ def with_constructor(cls: Class, without: Collection[str], required: Collection[
 
     # Keras reads the signature without following __wrapped__.
     init.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    made.__init__ = init
+    layer_class.__init__ = init
     return cls
 
 
@@ -114,8 +114,8 @@ def check_size(name: str, size: Any, *, optional: bool = False) -> Any:
     if size is None and optional:
         return None
     if not is_whole(size) or size <= 0:
-        wanted = "a whole number above 0" + (" or None" if optional else "")
-        raise ArgumentError(message(name, wanted, shown(size)))
+        expected = "a whole number above 0" + (" or None" if optional else "")
+        raise ArgumentError(message(name, expected, shown(size)))
     return int(size)
 
 
@@ -126,8 +126,8 @@ def check_axes(shapes: Mapping[str, Shape]) -> None:
             hint = "attnscore.attend takes any number of axes" if len(shape) > 3 else f"{name}[None] is a batch of 1"
             raise ShapeError(message(name, "3 axes (batch, length, features)", len(shape), shapes=shapes, hint=hint))
     if not may_equal(shapes["keys"][1], shapes["values"][1]):
-        wanted = f"as many positions as keys ({shapes['keys'][1]})"
-        raise ShapeError(message("values", wanted, shapes["values"][1], shapes=shapes))
+        expected = f"as many positions as keys ({shapes['keys'][1]})"
+        raise ShapeError(message("values", expected, shapes["values"][1], shapes=shapes))
     batches = [shape[0] for shape in shapes.values() if not is_unknown(shape[0])]
     # Not a set: in a trace by PyTorch two equal lengths are different objects.
     several = [n for n in batches if n != 1]
@@ -158,11 +158,11 @@ def over_heads(mask: Any, shape: tuple[int | None, ...]) -> Any:
     if mask is None or (isinstance(mask, Mask) and not isinstance(mask, Dense)):
         return mask
     array = mask.array if isinstance(mask, Dense) else mask
-    found = shape_of(array)
-    if len(found) != 3:
+    mask_shape = shape_of(array)
+    if len(mask_shape) != 3:
         return mask
-    if any(have != 1 and not may_equal(have, want) for have, want in zip(found, shape, strict=True)):
-        raise MaskError(message("mask", f"an array that broadcasts to (batch, query, key) = {shape}", found))
+    if any(size != 1 and not may_equal(size, full) for size, full in zip(mask_shape, shape, strict=True)):
+        raise MaskError(message("mask", f"an array that broadcasts to (batch, query, key) = {shape}", mask_shape))
     return Dense((array if hasattr(array, "shape") else np.asarray(array))[:, None])
 
 

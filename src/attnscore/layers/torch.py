@@ -306,24 +306,24 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         def product(x: Tensor) -> Tensor:
             return nn.functional.linear(x, weight, bias)
 
-        found: Tensor = over_rows(_OPS, x, rows, lambda x: with_nonfinite_rows_isolated(_OPS, x, product))
-        return found
+        projected: Tensor = over_rows(_OPS, x, rows, lambda x: with_nonfinite_rows_isolated(_OPS, x, product))
+        return projected
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Tensor]) -> Tensor:
-        found: Any
+        array: Any
         if isinstance(part, Parameter) and not part.inputs:
-            found = getattr(self, part.name)
-            return found  # type: ignore[no-any-return]
+            array = getattr(self, part.name)
+            return array  # type: ignore[no-any-return]
         module, weight = self._modules[part.name], None
         # Not in a compiler, as in `_checked_once`.
         if not torch.compiler.is_compiling() and _is_bare(module, nn.Linear if isinstance(part, Linear) else Matrix):
             weight = module._parameters["weight"]
         if isinstance(part, Linear):
             # A view: an index takes twice as long, and its gradient five times.
-            found = self._vector(part, inputs["queries"]) if weight is None else weight.reshape(-1)
+            array = self._vector(part, inputs["queries"]) if weight is None else weight.reshape(-1)
         else:
-            found = module(*map(inputs.__getitem__, part.inputs)) if weight is None else weight
-        return found  # type: ignore[no-any-return]
+            array = module(*map(inputs.__getitem__, part.inputs)) if weight is None else weight
+        return array  # type: ignore[no-any-return]
 
     def __dir__(self) -> list[str]:
         """List attributes without ``attention_weights``: torch.jit reads all of them, which would compute it."""
@@ -489,14 +489,14 @@ shards : Shard of each rank, optional
         """
         if not isinstance(module, nn.MultiheadAttention):
             raise ArgumentError(message("module", "a torch.nn.MultiheadAttention", type(module).__name__))
-        for name, given in (
+        for name, is_on in (
             ("add_bias_kv", module.bias_k is not None or module.bias_v is not None),
             ("add_zero_attn", module.add_zero_attn),
         ):
-            if given:
+            if is_on:
                 raise ArgumentError(message("module", f"one with {name}=False", f"{name}=True"))
         parameters = _parameters_of(module)
-        some = parameters["W_o.weight"]
+        output_weight = parameters["W_o.weight"]
         # On "meta" nothing is allocated or drawn, and the caller's random stream stays where it was.
         layer = cls(
             module.embed_dim,
@@ -508,7 +508,7 @@ shards : Shard of each rank, optional
             value_size=module.vdim,
             keep_last=keep_last,
             device="meta",
-            dtype=some.dtype,
+            dtype=output_weight.dtype,
         )
         copies = {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in parameters.items()}
         layer.load_state_dict(copies, assign=True)
@@ -523,10 +523,10 @@ def _parameters_of(module: nn.MultiheadAttention) -> dict[str, Tensor]:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     else:
         weights = module.in_proj_weight.chunk(3)
-    found = {f"{name}.weight": x for name, x in zip(("W_q", "W_k", "W_v"), weights, strict=True)}
-    found["W_o.weight"] = module.out_proj.weight
+    parameters = {f"{name}.weight": x for name, x in zip(("W_q", "W_k", "W_v"), weights, strict=True)}
+    parameters["W_o.weight"] = module.out_proj.weight
     if module.in_proj_bias is not None:
         biases = zip(("W_q", "W_k", "W_v"), module.in_proj_bias.chunk(3), strict=True)
-        found |= {f"{name}.bias": x for name, x in biases}
-        found["W_o.bias"] = module.out_proj.bias
-    return found
+        parameters |= {f"{name}.bias": x for name, x in biases}
+        parameters["W_o.bias"] = module.out_proj.bias
+    return parameters
