@@ -238,7 +238,7 @@ class DotProductLayer:
 class AdditiveLayer:
     """Description of `AdditiveAttention`: w_v . tanh(W_q q + W_k k)."""
 
-    older_order = ("key_size", "query_size", "num_hiddens", "dropout")
+    _older_order = ("key_size", "query_size", "num_hiddens", "dropout")
 
     def __init__(
         self,
@@ -338,7 +338,7 @@ class MultiHeadLayer:
         Heads that do not divide.
     """
 
-    older_order = ("key_size", "query_size", "value_size", "num_hiddens", "num_heads", "dropout", "bias")
+    _older_order = ("key_size", "query_size", "value_size", "num_hiddens", "num_heads", "dropout", "bias")
 
     def __init__(
         self,
@@ -412,7 +412,7 @@ class MultiHeadLayer:
             raise ArgumentError(message("rotary", "a function of queries, keys and positions, or None", shown(rotary)))
         self.rotary = rotary
 
-    num_hiddens, num_heads, bias = map(option, ("num_hiddens", "num_heads", "bias"))
+    num_hiddens, num_heads = map(option, ("num_hiddens", "num_heads"))
 
 
 def _parameters_of_heads(score: Any, heads: int, dim: int, *, sink: bool, qk_norm: bool) -> tuple[Parameter, ...]:

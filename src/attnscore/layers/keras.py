@@ -419,3 +419,5 @@ class GaussianAttention(description.GaussianLayer, Attention):
 @_documented
 class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
+
+    bias = description.option("bias")

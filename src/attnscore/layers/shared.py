@@ -51,7 +51,7 @@ def with_constructor(cls: Class, without: Collection[str], required: Collection[
 
     Each passes its ``**`` arguments on to that of the next base; the last is the framework's, which takes a `layer`.
     The constructor raises TypeError for the arguments `without`, and where one of those `required` is missing. Where
-    the class has an `older_order`, it raises ArgumentError for too many positional arguments, with the keywords to use.
+    the class has an `_older_order`, it raises ArgumentError for too many positional arguments, with keywords to use.
     """
     parameters: list[inspect.Parameter] = []
     for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
@@ -72,8 +72,8 @@ def with_constructor(cls: Class, without: Collection[str], required: Collection[
             if (name in kwargs) == (name in without):
                 problem = "got an unexpected" if name in kwargs else "misses the required"
                 raise TypeError(f"{cls.__name__}.__init__() {problem} keyword argument {name!r}")
-        if hasattr(cls, "older_order"):
-            _check_positional(cls.__name__, parameters[1:], cls.older_order, args, kwargs)
+        if hasattr(cls, "_older_order"):
+            _check_positional(cls.__name__, parameters[1:], cls._older_order, args, kwargs)
         inherited(self, *args, **kwargs)
 
     # Keras reads the signature without following __wrapped__.
