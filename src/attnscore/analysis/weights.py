@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -240,12 +240,9 @@ class SlicedMask(IntervalSetMask):
     def part_shape(self, score_shape: ScoreShape) -> ScoreShape:
         return self.score_shape
 
-    def leaves(self) -> list[Array]:
+    def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
         # The indices are concrete while a program is traced.
-        return self.mask.leaves()
-
-    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
-        return dataclasses.replace(self, mask=self.mask.with_leaves(leaves))
+        return dataclasses.replace(self, mask=self.mask.map_leaves(change))
 
 
 def _index(name: str, index: Any, length: int) -> HostIndex | None:

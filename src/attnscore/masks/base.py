@@ -86,11 +86,8 @@ class Mask(ABC):
 
         What a mask derives from its arrays or from code stands in the mask that is returned, never in the caller's.
         """
-        parts, whole = self._parts(), self.part_shape(score_shape)
-        changes = {name: x.for_call(ops, whole) for name, x in parts.items()}
-        if all(changes[name] is x for name, x in parts.items()):
-            return self
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]  # every concrete mask is a dataclass
+        whole = self.part_shape(score_shape)
+        return self._changed({name: x.for_call(ops, whole) for name, x in self._parts().items()})
 
     def part_shape(self, score_shape: ScoreShape) -> ScoreShape:
         """Return the shape of the scores that the masks among the fields belong to."""
@@ -128,6 +125,12 @@ class Mask(ABC):
         """Return the masks among the fields."""
         return {name: x for name, x in self._fields().items() if isinstance(x, Mask)}
 
+    def _changed(self, fields: Mapping[str, Any]) -> Mask:
+        """Return the mask with other fields: itself where they are its own."""
+        if all(x is getattr(self, name) for name, x in fields.items()):
+            return self
+        return dataclasses.replace(self, **fields)  # type: ignore[type-var]  # every concrete mask is a dataclass
+
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every concrete mask is a dataclass
         defaults = {field.name: field.default for field in fields}
@@ -147,22 +150,32 @@ class Mask(ABC):
             found.update({key if key not in found else f"{key} ({len(found) + 1})": x for key, x in new.items()})
         return found
 
-    def leaves(self) -> list[Array]:
-        """Return the arrays of the mask and of its parts in the order of `with_leaves`; a repeated array repeats."""
-        found: list[Array] = []
-        for value in self._fields().values():
-            found += value.leaves() if isinstance(value, Mask) else [value] if backends.is_array(value) else []
-        return found
-
-    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
-        """Return the same mask over other arrays, in the order of `leaves`."""
+    def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
+        """Return the mask over ``change(array)`` of each array that a program may trace, in it and in its parts."""
         changes: dict[str, Any] = {}
         for name, value in self._fields().items():
             if isinstance(value, Mask):
-                changes[name] = value.with_leaves(leaves)
+                changes[name] = value.map_leaves(change)
             elif backends.is_array(value):
-                changes[name] = next(leaves)
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]  # every concrete mask is a dataclass
+                changes[name] = change(value)
+        return self._changed(changes)
+
+    @final
+    def leaves(self) -> list[Array]:
+        """Return the arrays that `map_leaves` changes, in its order; a repeated array repeats."""
+        arrays: list[Array] = []
+
+        def collect(x: Array) -> Array:
+            arrays.append(x)
+            return x
+
+        self.map_leaves(collect)
+        return arrays
+
+    @final
+    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
+        """Return the same mask over other arrays, in the order of `leaves`."""
+        return self.map_leaves(lambda _: next(leaves))
 
     # Without this, NumPy and PyTorch apply & and | element by element before Python tries the mask's methods.
     __array_ufunc__ = None
@@ -264,11 +277,10 @@ class IntervalMask(_RowwiseMask):
 
     @final
     def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        values = [(x, backends.host(x)) for x in self.leaves()]
-        if any(known is None for _, known in values):
+        values = [backends.host(x) for x in self.leaves()]
+        if any(x is None for x in values):
             return None
-        is_converted = any(known is not x for x, known in values)
-        mask = cast(IntervalMask, self.with_leaves(known for _, known in values)) if is_converted else self
+        mask = cast(IntervalMask, self.with_leaves(iter(values)))
         score_shape = ScoreShape((batch,), 1, 1, query_len, key_len, has_batch=batch != 1, has_heads=False)
         start, stop = mask.ends(backends.load("numpy"), score_shape, rows[None])
         start, stop = (bound if end is None else end for end, bound in ((start, 0), (stop, key_len)))

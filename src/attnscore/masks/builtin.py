@@ -5,7 +5,7 @@ Lengths that the host can read are checked; those on a device or traced are clam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, final
@@ -495,16 +495,10 @@ class Neighbours(Mask):
         ends = ops.equal(ops.reshape(indices, (count, 1)), cols)
         return ops.matmul(ops.astype(begins, "float32"), ops.astype(ends, "float32")) > 0
 
-    def leaves(self) -> list[Array]:
+    def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
         # As traced arrays the host could no longer read them.
-        return [] if self._is_known else super().leaves()
-
-    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
-        return self if self._is_known else super().with_leaves(leaves)
-
-    @property
-    def _is_known(self) -> bool:
-        return backends.host(self.indptr) is not None and backends.host(self.indices) is not None
+        is_known = backends.host(self.indptr) is not None and backends.host(self.indices) is not None
+        return self if is_known else super().map_leaves(change)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_shapes(self, score_shape)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any, final
@@ -64,11 +64,8 @@ class CachedMask(IntervalSetMask):
     def arrays(self) -> dict[str, Array]:
         return {}
 
-    def leaves(self) -> list[Array]:
+    def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
         # Under a trace the intervals stay constants: as traced arrays the host could no longer read them.
-        return []
-
-    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
         return self
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -38,12 +38,13 @@ _HINTS["tensorflow"] = f"tf.gather(array, index) in place of array[index]; {_CAP
 _EXPECTED = "a boolean array that broadcasts to (batch, head, query, key)"
 
 
-class _IndexFunction(Mask):
-    """A function of indices, evaluated block by block."""
+@dataclass(frozen=True, eq=False, repr=False)
+class EvaluatedFunction(Mask):
+    """A `MaskFunction` in one call, where it is no intervals: nothing that it reads changes."""
 
     function: Callable[..., Any]
-    captured: tuple[Any, ...]
-    heads: int
+    captured: tuple[Any, ...] = ()
+    heads: int = 0
 
     @final
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
@@ -86,14 +87,10 @@ class _IndexFunction(Mask):
     def arrays(self) -> dict[str, Array]:
         return {f"captured[{i}]": x for i, x in enumerate(self.captured) if backends.is_array(x)}
 
-    def leaves(self) -> list[Array]:
-        return list(self.arrays().values())
-
-    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
+    def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
         if not self.arrays():
             return self
-        captured = tuple(next(leaves) if backends.is_array(x) else x for x in self.captured)
-        return replace(self, captured=captured)  # type: ignore[type-var]  # both classes are dataclasses
+        return replace(self, captured=tuple(change(x) if backends.is_array(x) else x for x in self.captured))
 
     def __repr__(self) -> str:
         shapes = [f"<{tuple(x.shape)} {x.dtype}>" if backends.is_array(x) else repr(x) for x in self.captured]
@@ -103,17 +100,7 @@ class _IndexFunction(Mask):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class EvaluatedFunction(_IndexFunction):
-    """The `MaskFunction` of one call, where it is no intervals: nothing that it reads changes."""
-
-    function: Callable[..., Any]
-    captured: tuple[Any, ...] = ()
-    heads: int = 0
-
-
-@final
-@dataclass(frozen=True, eq=False, repr=False)
-class MaskFunction(_IndexFunction, IntervalSetMask):
+class MaskFunction(IntervalSetMask, EvaluatedFunction):
     """Query i of head h in batch row b attends key j where ``function(b, h, i, j)`` is True.
 
     The function takes indices as integer arrays of the caller's framework, of shapes (batch, 1, 1, 1), (1, head, 1, 1),
@@ -151,10 +138,6 @@ class MaskFunction(_IndexFunction, IntervalSetMask):
            [0, 0, 1, 0],
            [0, 0, 1, 1]])
     """
-
-    function: Callable[..., Any]
-    captured: tuple[Any, ...] = ()
-    heads: int = 0
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         # Two heads where their number is unknown: the result's shape shows whether the function reads their index.

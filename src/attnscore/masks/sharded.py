@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -79,19 +79,12 @@ class Sharded(CompoundMask, IntervalSetMask):
                 raise MaskError(message(name, f"shape ({length},), one position each", tuple(positions.shape)))
         super().check(ops, score_shape)
 
-    def leaves(self) -> list[Array]:
-        # As traced arrays the host could no longer read the positions.
-        return ([] if self.mask is None else self.mask.leaves()) if self._is_known else super().leaves()
-
-    def with_leaves(self, leaves: Iterator[Array]) -> Mask:
-        if not self._is_known:
-            return super().with_leaves(leaves)
-        return self if self.mask is None else dataclasses.replace(self, mask=self.mask.with_leaves(leaves))
-
-    @property
-    def _is_known(self) -> bool:
-        # By the type: what the host can read of a framework's array may differ between `leaves` and `with_leaves`.
-        return isinstance(self.rows, np.ndarray) and isinstance(self.cols, np.ndarray)
+    def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
+        # As traced arrays the host could no longer read the positions. By the type: what the host can read of a
+        # framework's array may differ between `leaves` and `with_leaves`.
+        if not (isinstance(self.rows, np.ndarray) and isinstance(self.cols, np.ndarray)):
+            return super().map_leaves(change)
+        return self if self.mask is None else self._changed({"mask": self.mask.map_leaves(change)})
 
     def __repr__(self) -> str:
         sizes = " x ".join(str(len(x)) for x in (self.rows, self.cols))
