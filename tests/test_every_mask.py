@@ -49,6 +49,13 @@ def mask_object(case: MaskCase) -> Mask | None:
 _PER_HEAD = ("array-3d", "Dense-rows", "and-array")
 
 
+def test_arrays_of_one_name() -> None:
+    arrays = [np.ones((2, 2), bool) for _ in range(3)]
+    first, second, third = map(ats.Dense, arrays)
+    for mask in ((first & second) & third, first & (second & third)):
+        assert [id(x) for x in mask.arrays().values()] == [id(x) for x in arrays]
+
+
 @masks
 def test_materialize(case: MaskCase) -> None:
     sizes, mask = sizes_of(case), mask_object(case)

@@ -17,7 +17,7 @@ from attnscore.masks.builtin import (
 )
 from attnscore.masks.cached import CachedMask, cached_mask
 from attnscore.masks.function import EvaluatedFunction, MaskFunction
-from attnscore.masks.intervals import Intervals, IntervalSet, intersect
+from attnscore.masks.intervals import IntervalSet
 from attnscore.masks.sharded import Sharded
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Dense",
     "Documents",
     "EvaluatedFunction",
-    "Intervals",
     "KeyPadding",
     "KeyRange",
     "CachedMask",
@@ -44,7 +43,6 @@ __all__ = [
     "SlidingWindow",
     "ValidLens",
     "as_mask",
-    "intersect",
     "parts_of",
     "cached_mask",
     "split",

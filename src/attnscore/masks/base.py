@@ -139,7 +139,7 @@ class Mask(ABC):
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays of the mask and of its parts, under the names that messages use."""
-        found: dict[str, Array] = {}
+        arrays: dict[str, Array] = {}
         for name, value in self._fields().items():
             if isinstance(value, Mask):
                 new = value.arrays()
@@ -147,8 +147,9 @@ class Mask(ABC):
                 new = {self.display_names.get(name, name): value}
             else:
                 continue
-            found.update({key if key not in found else f"{key} ({len(found) + 1})": x for key, x in new.items()})
-        return found
+            for key, x in new.items():
+                arrays[f"{key} ({len(arrays) + 1})" if key in arrays else key] = x
+        return arrays
 
     def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
         """Return the mask over ``change(array)`` of each array that a program may trace, in it and in its parts."""
@@ -230,7 +231,7 @@ class IntervalSetMask(Mask):
 
 
 class _RowwiseMask(IntervalSetMask):
-    """Interface of masks whose intervals of any queries are computed without those of the others."""
+    """Interface of masks that compute the intervals of some queries without the other queries."""
 
     @abstractmethod
     def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None: ...
@@ -308,7 +309,7 @@ class _Pair(CompoundMask, _RowwiseMask):
 
     @abstractmethod
     def _combine(self, first: IntervalSet, second: IntervalSet, key_len: int) -> IntervalSet:
-        """Return the intervals of the pair from those of its parts."""
+        """Return the intervals of the pair from the intervals of its parts."""
 
     @final
     def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
@@ -376,7 +377,7 @@ def split(
 
     The intervals of some parts bound the tiles even when the rest has none; they are of the queries `rows`, or of all.
     """
-    known: IntervalSet | None = None
+    common: IntervalSet | None = None
     rest: list[Mask] = []
     for part in parts_of(mask):
         if rows is None:
@@ -386,13 +387,13 @@ def split(
         # Kernels read a boolean array in less time than several intervals a query.
         if intervals is not None and intervals.count > 1 and part.is_array:
             intervals = None
-        if intervals is not None and known is not None:
-            intervals = known.intersection(intervals, key_len).within(MOST)
+        if intervals is not None and common is not None:
+            intervals = common.intersection(intervals, key_len).within(MOST)
         if intervals is None:
             rest.append(part)
         else:
-            known = intervals
-    return known, all_of(rest)
+            common = intervals
+    return common, all_of(rest)
 
 
 def all_of(parts: Sequence[Mask]) -> Mask | None:

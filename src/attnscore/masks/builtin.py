@@ -140,8 +140,8 @@ class KeyPadding(IntervalSetMask):
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
         batch, keys = score_shape.batch, score_shape.key_len
-        wanted = f"shape (batch, key) = ({batch}, {keys})"
-        return [ShapeSpec("key_padding", self.array, wanted, [((1, batch), keys)], check_boolean)]
+        expected = f"shape (batch, key) = ({batch}, {keys})"
+        return [ShapeSpec("key_padding", self.array, expected, [((1, batch), keys)], check_boolean)]
 
 
 class _DiagonalMask(IntervalMask):
@@ -303,8 +303,8 @@ class Documents(Mask):
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
         def spec(name: str, ids: Any, n: Any) -> ShapeSpec:
             batch = score_shape.batch
-            wanted = f"shape (batch, length) = ({batch}, {n}) or ({n},)"
-            return ShapeSpec(name, ids, wanted, [(n,), ((1, batch), n)], check_whole)
+            expected = f"shape (batch, length) = ({batch}, {n}) or ({n},)"
+            return ShapeSpec(name, ids, expected, [(n,), ((1, batch), n)], check_whole)
 
         query_ids, key_ids = self.ids
         return [spec("query_ids", query_ids, score_shape.query_len), spec("key_ids", key_ids, score_shape.key_len)]
@@ -344,7 +344,7 @@ class Packed(IntervalMask):
     left, right : whole number, optional
         Keys before and after a query's own position; None is unbounded.
     align : "top_left" or "bottom_right", optional
-        Required beside a window where a sequence has more keys than queries or fewer, and where the host cannot tell.
+        Required with a window where a sequence has more keys than queries or fewer, and where the host cannot tell.
 
     Examples
     --------
@@ -415,10 +415,10 @@ class Packed(IntervalMask):
         if cu_query is not None and cu_key is not None:
             offset = other.diagonal(backends.load("numpy"), score_shape, np.zeros((), np.int64))
             # Of each sequence: its first and its last query, in front of the keys at the same place.
-            own = {"top_left": (cu_key - cu_query)[:-1], "bottom_right": (cu_key - cu_query)[1:]}
+            differences = {"top_left": (cu_key - cu_query)[:-1], "bottom_right": (cu_key - cu_query)[1:]}
             is_empty = (np.diff(cu_query) == 0) | (np.diff(cu_key) == 0)
-            wanted = own.values() if other.align is None else [own[other.align]]
-            if all(((found == offset) | is_empty).all() for found in wanted):
+            offsets = differences.values() if other.align is None else [differences[other.align]]
+            if all(((difference == offset) | is_empty).all() for difference in offsets):
                 return
         expected = "the window of each sequence: Packed(...).causal(align) or .window(left, right, align)"
         hint = f"{type(other).__name__}(offset=...) counts positions in the whole arrays"
@@ -427,10 +427,10 @@ class Packed(IntervalMask):
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
         shape = sizes_of(self.cu_query)
         count = shape[0] if len(shape) == 1 else 1
-        found = [ShapeSpec("cu_query", self.cu_query, "shape (sequences + 1,)", [(count,)] if count != 0 else [])]
+        specs = [ShapeSpec("cu_query", self.cu_query, "shape (sequences + 1,)", [(count,)] if count != 0 else [])]
         if self.cu_key is not None:
-            found.append(ShapeSpec("cu_key", self.cu_key, f"shape (sequences + 1,) = ({count},)", [(count,)]))
-        return found
+            specs.append(ShapeSpec("cu_key", self.cu_key, f"shape (sequences + 1,) = ({count},)", [(count,)]))
+        return specs
 
 
 @final
@@ -438,8 +438,8 @@ class Packed(IntervalMask):
 class Neighbours(Mask):
     """Query i attends the keys ``indices[indptr[i]:indptr[i + 1]]``: a graph in compressed sparse rows.
 
-    All batch rows and heads share it. In O(edges) time and memory where the host can read it and nothing stands beside
-    it but masks of intervals (``Neighbours(...) & Causal()``): see the kernel ``"gather"``. The arrays may then be
+    All batch rows and heads share it. In O(edges) time and memory where the host can read it and it is combined with
+    nothing but masks of intervals (``Neighbours(...) & Causal()``): see the kernel ``"gather"``. The arrays may then be
     NumPy's, or on the CPU, in any call.
 
     Parameters
@@ -481,9 +481,9 @@ class Neighbours(Mask):
             table = self.table(key_len)
         if table is not None and (ops.dtype(rows) == "int64" or len(table.lens) * key_len < 2**31):
             codes = ops.asarray(table.codes, rows)
-            wanted = rows * key_len + cols
-            at = ops.searchsorted(codes, ops.reshape(wanted, (-1,))) - 1
-            return ops.equal(ops.reshape(ops.take(codes, at, 0), wanted.shape), wanted)
+            pairs = rows * key_len + cols
+            at = ops.searchsorted(codes, ops.reshape(pairs, (-1,))) - 1
+            return ops.equal(ops.reshape(ops.take(codes, at, 0), pairs.shape), pairs)
         # (query, edge) @ (edge, key): does the edge begin at the query and end at the key?
         indptr, indices = (ops.astype(ops.asarray(x, rows), "int64") for x in (self.indptr, self.indices))
         count = ops.shape(indices)[0]
@@ -547,8 +547,8 @@ class Dense(Mask):
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
         target, axes = score_shape.user_shape, len(shape_of(self.array))
         allowed = [[(1, length) for length in target[len(target) - axes :]]] if axes <= len(target) else []
-        wanted = f"a shape that broadcasts to (..., query, key) = {target}"
-        return [ShapeSpec("mask", self.array, wanted, allowed, partial(check_boolean, numbers=False))]
+        expected = f"a shape that broadcasts to (..., query, key) = {target}"
+        return [ShapeSpec("mask", self.array, expected, allowed, partial(check_boolean, numbers=False))]
 
 
 BUILTIN: tuple[type[Mask], ...] = (

@@ -45,11 +45,11 @@ class CachedMask(IntervalSetMask):
     """The repr of the caller's mask."""
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        at, found = ops.reshape(rows, (1, -1)), []
+        index, blocks = ops.reshape(rows, (1, -1)), []
         for pair in zip(self._intervals.start, self._intervals.stop, strict=True):
-            start, stop = (entries_of(ops, by_row(ops, score_shape, end, rows), at, -1) for end in pair)
-            found.append(inside(ops, score_shape, (start, stop), cols))
-        return reduce(ops.logical_or, found)
+            start, stop = (entries_of(ops, by_row(ops, score_shape, end, rows), index, -1) for end in pair)
+            blocks.append(inside(ops, score_shape, (start, stop), cols))
+        return reduce(ops.logical_or, blocks)
 
     @cached_property
     def _intervals(self) -> IntervalSet:
@@ -123,7 +123,7 @@ def _most(score_shape: ScoreShape) -> int:
 def _for_call(mask: Mask, ops: Backend, score_shape: ScoreShape) -> Mask:
     """Return a checked mask as a call uses it.
 
-    Of masks that all have to unmask a pair, those whose values the host knows are the cached ones.
+    Of the parts of an AND, the ones whose values the host knows are cached masks.
     """
     if not isinstance(mask, And):
         return mask.for_call(ops, score_shape)

@@ -83,11 +83,11 @@ class _Reader:
         self.functions[id(function)] = Snapshot(copy, len(self.functions))
         values = {name: scope[name] for name in sorted(set(_names(code))) if name in scope}
         parts = (list(_contents(function)), values, function.__defaults__, function.__kwdefaults__)
-        read, key = self.read(parts)
+        current, key = self.read(parts)
         key = None if key is None else (code, key)
-        if read is parts:
+        if current is parts:
             return Snapshot(function, key)
-        contents, values, copy.__defaults__, copy.__kwdefaults__ = read
+        contents, values, copy.__defaults__, copy.__kwdefaults__ = current
         scope.update(values)
         for cell, x in zip(cells, contents, strict=True):
             cell.cell_contents = x

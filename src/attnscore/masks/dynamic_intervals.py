@@ -25,30 +25,30 @@ from attnscore.masks.sharded import Sharded
 
 @dataclass(frozen=True)
 class _IntervalWithHoles:
-    """Start and stop of each query's interval, (batch or 1, query or 1) each, and those of the holes in it."""
+    """Start and stop of the interval of each query, (batch or 1, query or 1) each, and of the holes in it."""
 
     ends: Ends
     holes: tuple[Ends, ...] = ()
 
 
 def without_interval_parts(
-    ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask, known: IntervalSet | None
+    ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask, intervals: IntervalSet | None
 ) -> list[Mask]:
     """Return the parts of `rest` that cannot be intervals even while a staged program runs.
 
-    `known` are the intervals that are known now; a query may have at most `MOST` intervals, these included.
+    `intervals` are the other parts, known now; a query may have at most `MOST` intervals, these included.
     """
     parts = parts_of(rest)
     if ops.custom_calls():
         tracer = _Tracer(ops, score_shape, like)
         return [part for part in parts if tracer.trace(part) is None]
-    count, others = 1 if known is None else known.count, []
+    count, others = 1 if intervals is None else intervals.count, []
     for part in parts:
-        most = _most_intervals(part)
-        if most is None or count + most - 1 > MOST:
+        limit = _most_intervals(part)
+        if limit is None or count + limit - 1 > MOST:
             others.append(part)
         else:
-            count += most - 1
+            count += limit - 1
     return others
 
 
@@ -81,15 +81,15 @@ def traced_visibility(
     all keys of a query, then its holes.
     """
     tracer = _Tracer(ops, score_shape, like)
-    found: _IntervalWithHoles | None = None
+    intervals: _IntervalWithHoles | None = None
     rest: list[Mask] = []
     for part in [] if mask is None else parts_of(mask):
         traced = tracer.trace(part)
         if traced is None:
             rest.append(part)
         else:
-            found = traced if found is None else tracer.intersection(found, traced)
-    return None if found is None else tracer.stacked(found), all_of(rest)
+            intervals = traced if intervals is None else tracer.intersection(intervals, traced)
+    return None if intervals is None else tracer.stacked(intervals), all_of(rest)
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ class _Tracer:
     def trace(self, mask: Mask) -> _IntervalWithHoles | None:
         """Return a mask as intervals with holes; None where it is not of that form."""
         score_shape = self.score_shape
-        known = mask.interval_set(score_shape.query_len, score_shape.key_len, score_shape.batch)
-        if known is not None:
-            if known.single is not None:
-                return _IntervalWithHoles(self._constant(known.single))
+        intervals = mask.interval_set(score_shape.query_len, score_shape.key_len, score_shape.batch)
+        if intervals is not None:
+            if intervals.single is not None:
+                return _IntervalWithHoles(self._constant(intervals.single))
             if mask.is_array:
                 return None
-            ends, *holes = (self._constant(pair) for pair in zip(*known.with_holes, strict=True))
+            ends, *holes = (self._constant(pair) for pair in zip(*intervals.with_holes, strict=True))
             return _IntervalWithHoles(ends, tuple(holes))
         if isinstance(mask, Not):
             inner = self.trace(mask.mask)
@@ -126,12 +126,12 @@ class _Tracer:
         return self._of_ends(mask) if isinstance(mask, IntervalMask) else None
 
     def _sharded(self, mask: Sharded) -> _IntervalWithHoles | None:
-        """Return the intervals of a mask of the whole sequence at the rows of the shard, as those of its keys."""
+        """Return a mask of the whole sequence at the rows of the shard, as intervals of the keys of the shard."""
         ops = self.ops
         rows, cols = (ops.astype(ops.asarray(x, self.like), "int64") for x in (mask.rows, mask.cols))
         whole = _Tracer(ops, mask.part_shape(self.score_shape), self.like)
-        found = _IntervalWithHoles(whole._all_keys()) if mask.mask is None else whole.trace(mask.mask)
-        if found is None:
+        intervals = _IntervalWithHoles(whole._all_keys()) if mask.mask is None else whole.trace(mask.mask)
+        if intervals is None:
             return None
 
         def local(ends: Ends) -> Ends:
@@ -142,7 +142,7 @@ class _Tracer:
             )
             return start, ops.where(ops.reshape(rows, (1, -1)) < mask.query_len, stop, 0) if mask.padded else stop
 
-        return _IntervalWithHoles(local(found.ends), tuple(local(hole) for hole in found.holes))
+        return _IntervalWithHoles(local(intervals.ends), tuple(local(hole) for hole in intervals.holes))
 
     def intersection(self, first: _IntervalWithHoles, second: _IntervalWithHoles) -> _IntervalWithHoles:
         """Return the interval that both have in common, with the holes of both."""
@@ -163,14 +163,14 @@ class _Tracer:
         around = ops.minimum(start, other_start), ops.maximum(stop, other_stop)
         return _IntervalWithHoles(around, ((ops.minimum(stop, other_stop), ops.maximum(start, other_start)),))
 
-    def stacked(self, found: _IntervalWithHoles) -> Ends:
+    def stacked(self, intervals: _IntervalWithHoles) -> Ends:
         """Return start and stop, (batch or 1, query); with holes, stacked: the interval and then its holes."""
         ops = self.ops
-        pairs = [self._clamped(pair) for pair in (found.ends, *found.holes)]
+        pairs = [self._clamped(pair) for pair in (intervals.ends, *intervals.holes)]
         batches = {end.shape[0] for pair in pairs for end in pair}
         shape = (0 if 0 in batches else max(batches), self.score_shape.query_len)
         start, stop = ([ops.broadcast_to(pair[i], shape) for pair in pairs] for i in (0, 1))
-        if not found.holes:
+        if not intervals.holes:
             return start[0], stop[0]
         start, stop = ([ops.expand_dims(x, 0) for x in ends] for ends in (start, stop))
         return ops.concat(start, 0), ops.concat(stop, 0)
@@ -178,10 +178,10 @@ class _Tracer:
     def _of_ends(self, mask: IntervalMask) -> _IntervalWithHoles:
         """Return a mask that is one interval a query."""
         rows = self.ops.reshape(self.ops.positions(0, self.score_shape.query_len, self.like), (1, -1))
-        found = mask.ends(self.ops, self.score_shape, rows)
+        ends = mask.ends(self.ops, self.score_shape, rows)
         start, stop = (
             bound if end is None else end if getattr(end, "shape", ()) else bound * 0 + end
-            for end, bound in zip(found, self._all_keys(), strict=True)
+            for end, bound in zip(ends, self._all_keys(), strict=True)
         )
         return _IntervalWithHoles((start, stop))
 
@@ -192,12 +192,12 @@ class _Tracer:
 
     def _constant(self, ends: tuple[Any, Any]) -> Ends:
         """Return known intervals as constants; with one number where all queries agree, so the program stays small."""
-        found = []
+        constants = []
         for end in ends:
             is_shared = isinstance(end, np.ndarray) and end.size and (end == end[:, :1]).all()
             x = self.ops.asarray(end[:, :1] if is_shared else end, self.like)
-            found.append(self.ops.astype(x, "int64"))
-        return found[0], found[1]
+            constants.append(self.ops.astype(x, "int64"))
+        return constants[0], constants[1]
 
     def _clamped(self, ends: Ends) -> Ends:
         """Return the ends within [0, key_len], with stop >= start."""

@@ -72,8 +72,8 @@ class EvaluatedFunction(Mask):
     def _call(
         self, ops: Backend, index: Sequence[Array], captured: Sequence[Array], full: tuple[Any, ...], like: Array
     ) -> Array:
-        """Return the checked result of the function on four axes, each of length 1 or that of `full`."""
-        axes = [tuple(-1 if axis == own else 1 for axis in range(4)) for own in range(4)]
+        """Return the checked result of the function on four axes, each of length 1 or of the length in `full`."""
+        axes = [tuple(-1 if axis == place else 1 for axis in range(4)) for place in range(4)]
         indices = (ops.reshape(x, shape) for x, shape in zip(index, axes, strict=True))
         try:
             result = self.function(*indices, *captured)
@@ -117,7 +117,7 @@ class MaskFunction(IntervalSetMask, EvaluatedFunction):
         also broadcast, as (batch, 1, 1, 1). Traced arrays of JAX and TensorFlow have to be passed here; others may
         stay in a closure.
     heads : whole number, optional
-        For `materialize`: the number of heads that the function distinguishes; 0 for none, or those of the call.
+        For `materialize`: the number of heads that the function distinguishes; 0 for none, or the heads of the call.
 
     Raises
     ------
@@ -141,8 +141,8 @@ class MaskFunction(IntervalSetMask, EvaluatedFunction):
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         # Two heads where their number is unknown: the result's shape shows whether the function reads their index.
-        found = self._as_it_is(backends.load("numpy"), max(2, self.heads), query_len, key_len, batch)
-        return found.interval_set(query_len, key_len, batch)
+        mask = self._as_it_is(backends.load("numpy"), max(2, self.heads), query_len, key_len, batch)
+        return mask.interval_set(query_len, key_len, batch)
 
     def for_call(self, ops: Backend, score_shape: ScoreShape) -> Mask:
         heads, lengths = score_shape.heads * score_shape.groups, (score_shape.query_len, score_shape.key_len)
@@ -158,8 +158,8 @@ class MaskFunction(IntervalSetMask, EvaluatedFunction):
         text, (query_len, _, batch) = repr(self), lengths
 
         def search() -> CachedMask | None:
-            found = _search(evaluated, ops, heads, *lengths)
-            return None if found is None else CachedMask(*found.ends, text)
+            interval_set = _search(evaluated, ops, heads, *lengths)
+            return None if interval_set is None else CachedMask(*interval_set.ends, text)
 
         key = None if key is None else (ops.name, heads, *lengths, text, key)
         intervals = _INTERVALS.get_or_compute(key, search, weight=query_len * batch)
@@ -222,19 +222,19 @@ def _intervals_by_chunks(
     first = evaluate(0, 1)
     if first is None:
         return None
-    shared, most = len(first) == 1, 1
+    shared, most_runs = len(first) == 1, 1
     count = max(1, thresholds.MASK_PAIRS // (key_len * (1 if shared else batch)))
     for i in range(0, query_len, count):
         queries = i, min(i + count, query_len)
         block = evaluate(*queries)
-        found = None if block is None else _runs_of_block(block)
-        if block is None or found is None:
+        runs = None if block is None else _runs_of_block(block)
+        if block is None or runs is None:
             return None
-        start[: found.count, :, slice(*queries)] = found.start
-        stop[: found.count, :, slice(*queries)] = found.stop
-        shared, most = shared and len(block) == 1, max(most, found.count)
+        start[: runs.count, :, slice(*queries)] = runs.start
+        stop[: runs.count, :, slice(*queries)] = runs.stop
+        shared, most_runs = shared and len(block) == 1, max(most_runs, runs.count)
     rows = 1 if shared else batch
-    return IntervalSet(start[:most, :rows].copy(), stop[:most, :rows].copy())
+    return IntervalSet(start[:most_runs, :rows].copy(), stop[:most_runs, :rows].copy())
 
 
 def _runs_of_block(block: HostArray) -> IntervalSet | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -50,10 +51,10 @@ def document_intervals(query_ids: HostArray, key_ids: HostArray) -> tuple[HostAr
     """Return the interval of keys with each query's id; None when such keys are not contiguous."""
     ids, inverse = np.unique(query_ids, return_inverse=True)
     start, stop = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
-    known, first, count = np.unique(key_ids, return_index=True, return_counts=True)
+    unique_key_ids, first, count = np.unique(key_ids, return_index=True, return_counts=True)
     last = len(key_ids) - np.unique(key_ids[::-1], return_index=True)[1]
-    for i, (query_id, k) in enumerate(zip(ids, np.searchsorted(known, ids), strict=True)):
-        if query_id < 0 or k == len(known) or known[k] != query_id:
+    for i, (query_id, k) in enumerate(zip(ids, np.searchsorted(unique_key_ids, ids), strict=True)):
+        if query_id < 0 or k == len(unique_key_ids) or unique_key_ids[k] != query_id:
             continue
         if last[k] - first[k] != count[k]:
             return None
@@ -63,14 +64,26 @@ def document_intervals(query_ids: HostArray, key_ids: HostArray) -> tuple[HostAr
 
 def small_ids(ids: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return ids of queries and keys in 32 bits, numbered anew if need be: JAX has no more by default."""
-    known = [host_ints(x) for x in ids]
-    every = [np.asarray(x) for x in known if x is not None]
-    if len(every) < 2 or all(np.abs(x).max(initial=0) < 2**31 for x in every):
-        return ids
-    joined = np.concatenate([x.reshape(-1) for x in every])
-    numbers = np.unique(joined, return_inverse=True)[1].reshape(-1)
-    of_query, of_key = np.split(np.where(joined < 0, -1, numbers), [every[0].size])
-    return of_query.reshape(every[0].shape), of_key.reshape(every[1].shape)
+    arrays = [x for x in map(host_ints, ids) if x is not None]
+    is_small = len(arrays) < 2 or all(np.abs(x).max(initial=0) < 2**31 for x in arrays)
+    return ids if is_small else joined_ids([ids])
+
+
+def joined_ids(pairs: Sequence[tuple[Any, Any]]) -> tuple[HostArray, HostArray]:
+    """Return ids of queries and keys, (batch or 1, length), that are equal where the ids of all `pairs` are."""
+    arrays = [[np.atleast_2d(np.asarray(host_ints(x))) for x in pair] for pair in pairs]
+    batch = max(len(x) for pair in arrays for x in pair)
+    joined, is_padding = np.zeros((), np.int64), np.zeros((), bool)
+    for pair in arrays:
+        ids = np.concatenate([np.broadcast_to(x, (batch, x.shape[-1])) for x in pair], -1)
+        is_padding = is_padding | (ids < 0)
+        index = np.unique(ids, return_inverse=True)[1].reshape(ids.shape)
+        joined = joined * (index.max(initial=0) + 1) + index
+        # Renumbered, so that no product exceeds 64 bits.
+        joined = np.unique(joined, return_inverse=True)[1].reshape(ids.shape)
+    joined = np.where(is_padding, -1, joined)
+    query_len = arrays[0][0].shape[-1]
+    return joined[:, :query_len], joined[:, query_len:]
 
 
 def per_batch(ops: Backend, score_shape: ScoreShape, x: Any, like: Array, *, flat: bool = False) -> Array:
@@ -162,7 +175,7 @@ def check_whole(name: str, x: Any) -> HostArray | None:
     if values.dtype.itemsize == 2 and values.dtype.kind == "f":
         # 2^62 is infinite in float16, and comparing with it warns.
         values = values.astype(np.float32)
-    # Not by the absolute value: that of -2^63 is no 64-bit number.
+    # Not by the absolute value: of -2^63 it is no 64-bit number.
     is_small = np.all((values > -(2.0**62)) & (values < 2.0**62))
     if not (is_small and np.all(values == np.floor(values))):
         raise MaskError(message(name, "whole numbers (below 2^62 in size)", f"{values.reshape(-1)[:8].tolist()}"))
@@ -182,16 +195,16 @@ def check_range(name: str, x: Any, highest: Any = None) -> None:
 def index_values_spec(
     name: str, x: Any, score_shape: ScoreShape, *, highest: Any = None, per_query: bool = False
 ) -> ShapeSpec:
-    """Return what fits of a number, or one per batch row (or query), within [0, highest]."""
+    """Return the shapes and values that fit: a number, or one per batch row (or query), within [0, highest]."""
     batch, query_len = score_shape.batch, score_shape.query_len
     allowed: list[tuple[Any, ...]] = [(), (1,), (batch,)]
-    wanted = f"({batch},)" if score_shape.has_batch else "a number"
+    expected = f"({batch},)" if score_shape.has_batch else "a number"
     if per_query:
         allowed += [(batch, query_len), (1, query_len), (batch, 1)]
-        wanted += f" or ({batch}, {query_len})" if score_shape.has_batch else f" or ({query_len},)"
+        expected += f" or ({batch}, {query_len})" if score_shape.has_batch else f" or ({query_len},)"
         if not score_shape.has_batch:
             allowed.append((query_len,))
-    return ShapeSpec(name, x, f"shape {wanted}", allowed, partial(check_range, highest=highest))
+    return ShapeSpec(name, x, f"shape {expected}", allowed, partial(check_range, highest=highest))
 
 
 def check_boolean(name: str, x: Any, *, numbers: bool = True) -> None:

@@ -89,9 +89,9 @@ class IntervalSet:
             return IntervalSet.of(intersect(first, second))
         return self.complement(key_len).union(other.complement(key_len), key_len).complement(key_len)
 
-    def within(self, most: int) -> IntervalSet | None:
-        """Return the set itself, or None where a query has more than `most` intervals."""
-        return self if self.count <= most else None
+    def within(self, limit: int) -> IntervalSet | None:
+        """Return the set itself, or None where a query has more than `limit` intervals."""
+        return self if self.count <= limit else None
 
 
 def intersect(first: Intervals, second: Intervals) -> Intervals:
@@ -100,7 +100,7 @@ def intersect(first: Intervals, second: Intervals) -> Intervals:
     return start, np.maximum(np.minimum(first[1], second[1]), start)
 
 
-def runs_of(array: HostArray, most: int) -> IntervalSet | None:
+def runs_of(array: HostArray, limit: int) -> IntervalSet | None:
     """Return the runs of True in a boolean (batch, key), as intervals of one query; None where a row has more runs."""
     key_len = array.shape[1]
     padded = np.zeros((len(array), key_len + 2), np.int8)
@@ -109,7 +109,7 @@ def runs_of(array: HostArray, most: int) -> IntervalSet | None:
     (row, first), (_, last) = np.nonzero(steps == 1), np.nonzero(steps == -1)
     counts = np.bincount(row, minlength=len(array))
     count = int(counts.max(initial=0))
-    if count > most:
+    if count > limit:
         return None
     start = np.full((max(1, count), len(array), 1), key_len, np.int64)
     stop = start.copy()
@@ -120,7 +120,7 @@ def runs_of(array: HostArray, most: int) -> IntervalSet | None:
 
 
 def normalized(start: HostArray, stop: HostArray, key_len: int) -> IntervalSet:
-    """Return any intervals in order, merged where they touch, without those that are empty for all queries."""
+    """Return any intervals in order, merged where they touch, without the ones that are empty for all queries."""
     empty = stop <= start
     start, stop = np.where(empty, key_len, start), np.where(empty, key_len, stop)
     order = np.argsort(start, axis=0, kind="stable")

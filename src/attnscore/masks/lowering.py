@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import reduce
 from typing import Any, Final
 
@@ -22,8 +21,8 @@ from attnscore.masks.base import And, Mask, Not, Or, all_of, atoms_of, parts_of
 from attnscore.masks.builtin import Dense, Documents, KeyPadding
 from attnscore.masks.dynamic_intervals import without_interval_parts
 from attnscore.masks.function import EvaluatedFunction
-from attnscore.masks.index_values import host_ints, per_batch, small_ids
-from attnscore.masks.intervals import HostArray, IntervalSet
+from attnscore.masks.index_values import host_ints, joined_ids, per_batch, small_ids
+from attnscore.masks.intervals import IntervalSet
 
 Parts = list[Mask]
 Span = tuple[Any, int]
@@ -44,10 +43,10 @@ def unreadable_reasons(ops: Backend, like: Array, rest: Mask) -> list[str]:
 
 
 def staged_reasons(
-    ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask, known: IntervalSet | None, *, has_dropout: bool
+    ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask, intervals: IntervalSet | None, *, has_dropout: bool
 ) -> list[str]:
-    """Return why a CPU kernel cannot run in a staged program under `rest`, the mask without its `known` intervals."""
-    evaluated = without_interval_parts(ops, score_shape, like, rest, known)
+    """Return why a CPU kernel cannot run in a staged program under `rest`, the mask without its `intervals`."""
+    evaluated = without_interval_parts(ops, score_shape, like, rest, intervals)
     if not ops.custom_calls():
         functions = [mask for part in evaluated for mask in atoms_of(part) if _is_custom_code(mask)]
         return [f"a function that NumPy cannot call while a graph runs: {mask!r}" for mask in functions]
@@ -117,10 +116,11 @@ def arrays(
 
     `with_evaluated`: the caller will fill ``mask`` with the evaluated parts, so padding must not use it.
     """
-    found: dict[str, Array] = {}
+    operands: dict[str, Array] = {}
     if documents := [part for part in direct if isinstance(part, Documents)]:
-        ids = small_ids(documents[0].ids) if len(documents) == 1 else _joined_ids(documents)
-        found = {name: per_batch(ops, score_shape, x, like, flat=True) for name, x in zip(_IDS, ids, strict=True)}
+        pairs = [part.ids for part in documents]
+        ids = small_ids(pairs[0]) if len(pairs) == 1 else joined_ids(pairs)
+        operands = {name: per_batch(ops, score_shape, x, like, flat=True) for name, x in zip(_IDS, ids, strict=True)}
     others = [part for part in direct if not isinstance(part, (KeyPadding, Documents))]
     masks: list[Array] = []
     for padding in direct:
@@ -132,29 +132,12 @@ def arrays(
             continue
         # ANDed to a mask of pairs, the padding would add its batch axis to all pairs. As a negative document id it
         # masks its keys in O(n) memory.
-        if not found:
+        if not operands:
             shapes = ((1, score_shape.query_len), (1, score_shape.key_len))
-            found = {name: ops.zeros(shape, like, "int64") for name, shape in zip(_IDS, shapes, strict=True)}
-        found["key_ids"] = ops.where(keys, found["key_ids"], -1)
+            operands = {name: ops.zeros(shape, like, "int64") for name, shape in zip(_IDS, shapes, strict=True)}
+        operands["key_ids"] = ops.where(keys, operands["key_ids"], -1)
     masks += [evaluate(ops, score_shape, like, part) for part in others]
-    return found | {"mask": reduce(ops.logical_and, masks)} if masks else found
-
-
-def _joined_ids(documents: Sequence[Documents]) -> tuple[HostArray, HostArray]:
-    """Return ids that are equal where the ids of all `documents` are."""
-    pairs = [[np.atleast_2d(np.asarray(host_ints(x))) for x in part.ids] for part in documents]
-    batch = max(len(x) for pair in pairs for x in pair)
-    joined, is_padding = np.zeros((), np.int64), np.zeros((), bool)
-    for pair in pairs:
-        ids = np.concatenate([np.broadcast_to(x, (batch, x.shape[-1])) for x in pair], -1)
-        is_padding = is_padding | (ids < 0)
-        index = np.unique(ids, return_inverse=True)[1].reshape(ids.shape)
-        joined = joined * (index.max(initial=0) + 1) + index
-        # Renumbered, so that no product exceeds 64 bits.
-        joined = np.unique(joined, return_inverse=True)[1].reshape(ids.shape)
-    joined = np.where(is_padding, -1, joined)
-    query_len = pairs[0][0].shape[-1]
-    return joined[:, :query_len], joined[:, query_len:]
+    return operands | {"mask": reduce(ops.logical_and, masks)} if masks else operands
 
 
 def _booleans(ops: Backend, like: Array, mask: KeyPadding | Dense) -> Array:

@@ -30,7 +30,7 @@ class ShapeSpec:
 
     name: str
     array: Any
-    wanted: str
+    expected: str
     """The shapes that fit, in words for messages."""
     allowed: Sequence[Sequence[Any]]
     """The shapes that fit; an axis is one length, or a tuple of lengths of which it may have any."""
@@ -45,7 +45,7 @@ class ShapeSpec:
                 any(may_equal(n, m) for m in choices(axis)) for n, axis in zip(shape, one, strict=True)
             ):
                 return
-        raise MaskError(message(self.name, self.wanted, shape))
+        raise MaskError(message(self.name, self.expected, shape))
 
     @property
     def is_known(self) -> bool:

@@ -34,7 +34,7 @@ class Sharded(CompoundMask, IntervalSetMask):
     rows: Any
     cols: Any
     query_len: int
-    """Of the whole sequence, as is `key_len`."""
+    """Number of queries of the whole sequence; `key_len` counts its keys."""
     key_len: int
     padded: bool = False
 
@@ -59,17 +59,17 @@ class Sharded(CompoundMask, IntervalSetMask):
             return None
         if self.mask is None or not self.query_len:
             zero = np.zeros((1, 1, len(rows)), np.int64)
-            found: IntervalSet | None = IntervalSet(zero, zero + self.key_len)
+            intervals: IntervalSet | None = IntervalSet(zero, zero + self.key_len)
         else:
             inside = np.minimum(rows, max(0, self.query_len - 1)) if self.padded else rows
-            found = self.mask.interval_set_at(inside, self.query_len, self.key_len, batch)
-        if found is None:
+            intervals = self.mask.interval_set_at(inside, self.query_len, self.key_len, batch)
+        if intervals is None:
             return None
-        start, stop = (np.searchsorted(cols, end) for end in (found.start, found.stop))
+        start, stop = (np.searchsorted(cols, end) for end in (intervals.start, intervals.stop))
         if self.padded:
             stop = np.where(rows < self.query_len, stop, start)
         # Of several intervals some may have lost their keys, or what was between them.
-        return IntervalSet(start, stop) if found.count == 1 else normalized(start, stop, len(cols))
+        return IntervalSet(start, stop) if intervals.count == 1 else normalized(start, stop, len(cols))
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         for name, positions, length in (

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from attnscore.masks.base import Mask
 
 _CHECKED = "_attnscore_checked"
-_INSIDE_HINT = "start = numpy.clip(start, 0, key_len) and stop = numpy.clip(stop, start, key_len)"
 
 
 def add_checks(cls: type[Mask]) -> None:
@@ -109,9 +108,7 @@ def _intervals(name: str, result: Any, query_len: int, key_len: int, batch: int 
     if result is None:
         return None
     ends = _pair(name, "start and stop, or None", result)
-    start, stop = _whole_ends(name, *ends, [(n, query_len) for n in (1, batch)])
-    _check_inside(name, start, stop, key_len)
-    return start, stop
+    return _checked_ends(name, *ends, [(n, query_len) for n in (1, batch)], key_len)
 
 
 def _interval_set(name: str, result: Any, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
@@ -120,8 +117,8 @@ def _interval_set(name: str, result: Any, query_len: int, key_len: int, batch: i
     if not isinstance(result, IntervalSet):
         raise MaskError(message(name, "attnscore.masks.IntervalSet or None", shown(result)))
     count = max(1, np.shape(result.start)[0]) if np.ndim(result.start) else 1
-    start, stop = _whole_ends(name, result.start, result.stop, [(count, n, query_len) for n in (1, batch)])
-    _check_inside(name, start, stop, key_len)
+    shapes = [(count, n, query_len) for n in (1, batch)]
+    start, stop = _checked_ends(name, result.start, result.stop, shapes, key_len)
     nonempty = stop[1:] > start[1:]
     if (nonempty & ((stop[:-1] <= start[:-1]) | (start[1:] <= stop[:-1]))).any():
         expected = "the intervals of a query in order, none touching the next, the empty ones behind"
@@ -137,9 +134,18 @@ _CHECKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _whole_ends(name: str, start: Any, stop: Any, shapes: Sequence[tuple[int, ...]]) -> Intervals:
-    """Return both ends as int64, broadcast; raise MaskError unless they are whole numbers of one of these shapes."""
+def _checked_ends(name: str, start: Any, stop: Any, shapes: Sequence[tuple[int, ...]], key_len: int) -> Intervals:
+    """Return both ends as int64, broadcast; raise MaskError unless they are whole numbers of one of these shapes.
+
+    Everywhere 0 <= start <= stop <= key_len.
+    """
     start, stop = np.broadcast_arrays(_whole(name, "start", start, shapes), _whole(name, "stop", stop, shapes))
+    wrong = (start < 0) | (start > stop) | (stop > key_len)
+    if wrong.any():
+        *_, row = at = tuple(int(i[0]) for i in np.nonzero(wrong))
+        got = f"start {start[at]} and stop {stop[at]} for query {row}"
+        hint = "start = numpy.clip(start, 0, key_len) and stop = numpy.clip(stop, start, key_len)"
+        raise MaskError(message(name, f"0 <= start <= stop <= key_len = {key_len}", got, hint=hint))
     return start, stop
 
 
@@ -157,12 +163,3 @@ def _whole(name: str, end: str, x: Any, shapes: Sequence[tuple[int, ...]]) -> Ho
         # Numbers above the largest signed one would wrap to negative.
         values = np.minimum(values.astype(np.uint64), np.uint64(2**63 - 1))
     return values.astype(np.int64)
-
-
-def _check_inside(name: str, start: HostArray, stop: HostArray, key_len: int) -> None:
-    """Raise MaskError unless 0 <= start <= stop <= key_len everywhere."""
-    wrong = (start < 0) | (start > stop) | (stop > key_len)
-    if wrong.any():
-        *_, row = at = tuple(int(i[0]) for i in np.nonzero(wrong))
-        got = f"start {start[at]} and stop {stop[at]} for query {row}"
-        raise MaskError(message(name, f"0 <= start <= stop <= key_len = {key_len}", got, hint=_INSIDE_HINT))
