@@ -73,7 +73,7 @@ BUILTIN: dict[str, type[Score]] = {
     "temperature": Temperature,
     "combination": Combination,
 }
-"""All built-in scores; other tables, such as that of the operators for ``torch.compile``, derive from this one."""
+"""All built-in scores; other tables, such as the operators for ``torch.compile``, derive from this one."""
 
 # Scores whose parameters have no defaults: a name cannot give them, and an error message shows the call instead.
 _CALLS = {

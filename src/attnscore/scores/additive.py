@@ -11,13 +11,7 @@ from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import check_held, check_number
 from attnscore.errors import ShapeError, message
 from attnscore.scores.activations import activation
-from attnscore.scores.base import (
-    Score,
-    per_head,
-    projected,
-    widen,
-    with_nonfinite_rows_isolated,
-)
+from attnscore.scores.base import Score, per_head, projected, widen, with_nonfinite_rows_isolated
 from attnscore.scores.forms import AdditiveForm, Form
 
 

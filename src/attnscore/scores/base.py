@@ -192,7 +192,7 @@ def check_learned(name: str, x: Any, inner: Any) -> None:
 
 
 def with_dtype(ops: Backend, score: Any, dtype: str) -> Any:
-    """Return the score with its array fields, and those of a wrapped score, cast to `dtype`."""
+    """Return the score with its array fields, and the fields of a wrapped score, cast to `dtype`."""
     return with_arrays(score, lambda x: ops.astype(x, dtype) if ops.dtype(x) != dtype else x)
 
 
@@ -207,28 +207,28 @@ def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
     for part in scores_in(score):
         if dataclasses.is_dataclass(part):
             continue
-        held = [*getattr(part, "__dict__", {}).values()]
+        values = [*getattr(part, "__dict__", {}).values()]
         # Parameters of a module are in a dictionary of it.
-        held += [x for each in held if isinstance(each, dict) for x in each.values()]
-        held = [x for x in held if backends.is_array(x) and backends.of_type(type(x)) is ops]
-        if held and ops.needs_grad(*held):
+        values += [x for each in values if isinstance(each, dict) for x in each.values()]
+        values = [x for x in values if backends.is_array(x) and backends.of_type(type(x)) is ops]
+        if values and ops.needs_grad(*values):
             expected = "a dataclass whose fields are its arrays, so that gradients reach them"
             raise ArgumentError(message("score", expected, type(part).__name__))
 
 
 def generic_form(ops: Backend, score: Any, query: Array, key: Array) -> TileForm:
     """Return the lowered form of a score that has only ``tile``."""
-    held: list[Array] = []
+    arrays: list[Array] = []
 
     def keep(x: Array) -> Array:
-        held.append(x)
+        arrays.append(x)
         return x
 
     with_arrays(score, keep)
     parameters = arrays_of(score)
-    if len(held) != len(parameters):
+    if len(arrays) != len(parameters):
         expected = f"arrays of different names in {type(score).__name__} and the scores in it"
-        raise ArgumentError(message("score", expected, f"{len(held)} arrays named {list(parameters)}"))
+        raise ArgumentError(message("score", expected, f"{len(arrays)} arrays named {list(parameters)}"))
     return TileForm(query, key, score, parameters)
 
 
@@ -245,15 +245,15 @@ def lower_rowwise(ops: Backend, score: Any, query: Array, key: Array) -> Form:
 def lower_pullback(ops: Backend, score: Any, query: Array, key: Array) -> tuple[Form, Pullback]:
     """Return the lowered form of any score and its VJP, by a tape in place of `ops`."""
     tape: Any = Tape(ops)
-    own = arrays_of(score)
-    query, key, *parameters = variables = [Variable(tape, x) for x in (query, key, *own.values())]
+    score_arrays = arrays_of(score)
+    query, key, *parameters = variables = [Variable(tape, x) for x in (query, key, *score_arrays.values())]
     form = lower(tape, with_new_arrays(score, parameters), query, key)
     arrays = form.arrays()
 
     def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
-        of_query, of_key, *found = tape.gradients([(x, grads[name]) for name, x in arrays.items()], variables)
-        found = [ops.reshape(grad, x.shape) for grad, x in zip(found, parameters, strict=True)]
-        return ScoreGradients(of_query, of_key, dict(zip(own, found, strict=True)))
+        of_query, of_key, *gradients = tape.gradients([(x, grads[name]) for name, x in arrays.items()], variables)
+        gradients = [ops.reshape(grad, x.shape) for grad, x in zip(gradients, parameters, strict=True)]
+        return ScoreGradients(of_query, of_key, dict(zip(score_arrays, gradients, strict=True)))
 
     return form.with_arrays({name: value_of(x) for name, x in arrays.items()}), vjp
 
@@ -292,15 +292,15 @@ def per_head(ops: Backend, name: str, x: Array, query: Array | None, key: Array,
     """
     if len(x.shape) == axes:
         return x
-    lead, own = tuple(x.shape[: len(x.shape) - axes]), tuple(x.shape[len(x.shape) - axes :])
+    lead, sizes = tuple(x.shape[: len(x.shape) - axes]), tuple(x.shape[len(x.shape) - axes :])
     heads = max(1 if query is None else int(query.shape[-4]), int(key.shape[-4]))
     groups = max(1, int(x.shape[0]) // heads) if query is None else int(query.shape[-3])
     splits = {(1,): (1, 1), (heads,): (heads, 1), (heads * groups,): (heads, groups)}
-    if len(own) < axes or lead not in splits:
+    if len(sizes) < axes or lead not in splits:
         all_heads = f"({heads * groups},)"
         expected = f"{axes} axes, with {all_heads} heads in front or not" if axes else f"() or {all_heads}"
         raise ShapeError(message(name, expected, tuple(x.shape)))
-    return ops.reshape(x, (*splits[lead], *own))
+    return ops.reshape(x, (*splits[lead], *sizes))
 
 
 def learned(ops: Backend, name: str, x: Array, query: Array, key: Array, like: Array) -> Array:
@@ -353,8 +353,8 @@ def projected(ops: Backend, x: Array, matrix: Array, *, keeps_infinity: bool = F
     """
     if ops.known_finite(x):
         return ops.matmul(x, matrix)
-    if (found := ops.product_of_rows(x, matrix)) is not None:
-        return found
+    if (product := ops.product_of_rows(x, matrix)) is not None:
+        return product
     return with_nonfinite_rows_isolated(ops, x, lambda x: ops.matmul(x, matrix), keeps_infinity=keeps_infinity)
 
 

@@ -45,8 +45,8 @@ class Combination(Score):
 
     def __post_init__(self) -> None:
         for name in ("scores", "weights"):
-            if not isinstance(found := getattr(self, name), (tuple, list)):
-                raise ArgumentError(message(name, "a tuple, one entry for each score", shown(found)))
+            if not isinstance(entries := getattr(self, name), (tuple, list)):
+                raise ArgumentError(message(name, "a tuple, one entry for each score", shown(entries)))
         if not self.scores or len(self.scores) != len(self.weights):
             got = f"{len(self.scores)} scores, {len(self.weights)} weights"
             raise ArgumentError(message("weights", "one for each of one score or more", got))
@@ -99,7 +99,7 @@ class Combination(Score):
 
 
 def added(*scores: Any) -> Combination:
-    """Return the sum of scores, with the terms of those that are combinations."""
+    """Return the sum of scores; a score that is a combination adds its terms."""
     terms = [score if isinstance(score, Combination) else Combination((score,), (1.0,)) for score in scores]
     return Combination(
         tuple(score for each in terms for score in each.scores),
@@ -129,15 +129,15 @@ def joined(ops: Backend, forms: Sequence[Form], numbers: Sequence[float], *, row
 
 def _products(ops: Backend, forms: Sequence[Form], rowwise: bool) -> list[InnerForm] | None:
     """Return the terms as inner products; None where one is none."""
-    found: list[InnerForm] = []
+    products: list[InnerForm] = []
     for form in forms:
         product: Any = form
         if not rowwise and isinstance(form, DistanceForm):
             product = as_product(ops, form)
         if not isinstance(product, InnerForm):
             return None
-        found.append(product)
-    return found
+        products.append(product)
+    return products
 
 
 def _concatenated(ops: Backend, arrays: Sequence[Array]) -> Array:

@@ -31,7 +31,7 @@ from attnscore.scores.arrays import with_new_arrays
 
 Role = Literal["query", "key", "shared"]
 PARAMETER = "score."
-"""Prefix of the parameters of a custom score, whose names may be those of other arrays."""
+"""Prefix of the parameters of a custom score, whose names may be names of other arrays too."""
 
 FormPullback = Callable[[Array], dict[str, Array]]
 """VJP of a form: from a gradient of the scores to gradients of its arrays, by name."""
@@ -278,15 +278,15 @@ class SumForm(Form):
     factors: tuple[Array | None, ...]
 
     @property
-    def keeps_infinity(self) -> bool:  # type: ignore[override]  # that of the terms
+    def keeps_infinity(self) -> bool:  # type: ignore[override]  # derived from the terms
         return all(form.keeps_infinity for form in self.terms)
 
     def values_per_pair(self) -> int:
         return max(form.values_per_pair() for form in self.terms)
 
     def role(self, name: str) -> Role:
-        place, _, own = name.partition(".")
-        return "shared" if own == "factor" else self.terms[int(place)].role(own)
+        place, _, own_name = name.partition(".")
+        return "shared" if own_name == "factor" else self.terms[int(place)].role(own_name)
 
     def arrays(self) -> dict[str, Array]:
         arrays = {f"{i}.{name}": x for i, form in enumerate(self.terms) for name, x in form.arrays().items()}
@@ -301,12 +301,12 @@ class SumForm(Form):
         return dataclasses.replace(self, query=terms[0].query, key=terms[0].key, terms=terms, factors=factors)
 
     def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
-        found = [form.scores_and_pullback(ops, visible) for form in self.terms]
-        terms = [x if factor is None else x * factor for (x, _), factor in zip(found, self.factors, strict=True)]
+        results = [form.scores_and_pullback(ops, visible) for form in self.terms]
+        terms = [x if factor is None else x * factor for (x, _), factor in zip(results, self.factors, strict=True)]
 
         def vjp(grad: Array) -> dict[str, Array]:
             grads: dict[str, Array] = {}
-            for i, ((scores, term_vjp), factor) in enumerate(zip(found, self.factors, strict=True)):
+            for i, ((scores, term_vjp), factor) in enumerate(zip(results, self.factors, strict=True)):
                 of_term = grad
                 if factor is not None:
                     of_term = times(ops, grad, factor)

@@ -135,7 +135,7 @@ def scale_of(bandwidth: Any) -> Any:
 
 
 def bandwidth_gradient(bandwidth: Any, grad_scale: Any) -> Any:
-    """Return the gradient of the bandwidth from that of `scale_of` it."""
+    """Return the gradient of the bandwidth from the gradient of its `scale_of`."""
     return grad_scale * -(bandwidth**-3)
 
 
@@ -172,7 +172,7 @@ def _inner_form(ops: Backend, query: Array, key: Array, scale: float) -> InnerFo
         # heads: one for each would enlarge a query or key that broadcasts.
         detached = ops.stop_gradient(key)
         centre = ops.sum(detached, axis=tuple(range(len(key.shape) - 1))) / math.prod(key.shape[:-1])
-        # A vector whose norm exceeds that of the centre by more than the limit is too far from the centre as well.
+        # A vector whose norm exceeds the norm of the centre by more than the limit is too far from the centre as well.
         radius = math.sqrt(INNER_LIMIT / scale) + math.sqrt(ops.number(ops.sum(centre * centre, axis=-1)) or 0.0)
         if not math.sqrt(largest) < radius:
             return None

@@ -90,15 +90,15 @@ def triton_tile_of(score: Any) -> TritonTile | None:
     if not hasattr(score, "triton_tile"):
         return None
     owner = f"triton_tile of {type(score).__name__}"
-    found = score.triton_tile()
-    if not isinstance(found, TritonTile):
-        raise ArgumentError(message(owner, "a TritonTile", shown(found)))
-    for name in found.names:
+    tile = score.triton_tile()
+    if not isinstance(tile, TritonTile):
+        raise ArgumentError(message(owner, "a TritonTile", shown(tile)))
+    for name in tile.names:
         value = getattr(score, name, None)
         is_array = backends.is_array(value)
-        if not is_array and (name in found.channel_parameters or not isinstance(value, (int, float))):
-            kind = "an array" if name in found.channel_parameters else "a number or an array"
+        if not is_array and (name in tile.channel_parameters or not isinstance(value, (int, float))):
+            kind = "an array" if name in tile.channel_parameters else "a number or an array"
             raise ArgumentError(message(owner, f"{kind} in the score's field {name!r}", shown(value)))
-    if missing := [name for name in arrays_of(score) if name not in found.names]:
-        raise ArgumentError(message(owner, f"all arrays of the score as parameters, {missing} too", found.names))
-    return found
+    if missing := [name for name in arrays_of(score) if name not in tile.names]:
+        raise ArgumentError(message(owner, f"all arrays of the score as parameters, {missing} too", tile.names))
+    return tile
