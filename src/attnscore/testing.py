@@ -66,8 +66,8 @@ def check_score(
 
     1. The scores are floating, of shape (*batch, kv head, group, query, key), and chosen rows and columns of them are
        the same numbers.
-    2. Computed tile by tile, the attention is that of the whole matrix of ``score.tile``.
-    3. The gradients of query, key and of each array of the score are those of finite differences. In NumPy a score has
+    2. Computed tile by tile, the attention equals the attention from the whole matrix of ``score.tile``.
+    3. The gradients of query, key and of each array of the score agree with finite differences. In NumPy a score has
        none whose ``tile`` calls an operation without a known gradient: pass ``like=`` a torch tensor to check it there.
     4. NaN in a masked key propagates neither to the result nor to the gradients.
     5. No input is changed.
@@ -94,7 +94,7 @@ def check_score(
     AssertionError
         Which check failed, where, and by how much.
     ShapeError, DtypeError, FrameworkError
-        `tile` gives no scores: those of a call, with the same message.
+        `tile` gives no scores: the error of a call, with the same message.
 
     Examples
     --------
@@ -107,8 +107,8 @@ def check_score(
     >>> check_score(ats.SoftCap(ats.Gaussian(0.5), cap=3.0))
     """
     score = resolve(score)
-    own = arrays_of(score)
-    home = like if like is not None else next(iter(own.values()), np.zeros(1))
+    score_arrays = arrays_of(score)
+    home = like if like is not None else next(iter(score_arrays.values()), np.zeros(1))
     ops = backends.of({"like": home})
     rng = np.random.default_rng(seed)
     shapes = {"query": (2, heads, 5, dim), "key": (2, heads, 7, key_dim or dim), "value": (2, heads, 7, 3)}
@@ -122,16 +122,16 @@ def check_score(
     with ops.numeric_scope():
         problem, _ = build_problem(inputs["query"], inputs["key"], inputs["value"], score=score, statistics=STATISTICS)
         _against_dense(problem, kernels.table()["streaming"])
-    leaves = {**inputs, **own}
+    leaves = {**inputs, **score_arrays}
     try:
-        found = _gradients(ops, score, leaves, None)
+        gradients = _gradients(ops, score, leaves, None)
     except FrameworkError:
         if ops.has_autodiff:
             raise
-        found = None
-    if found is not None:
-        _check_differences(ops, "score", lambda **arrays: _attended(score, arrays), leaves, found, rng)
-    _check_masked(ops, score, leaves, found is not None)
+        gradients = None
+    if gradients is not None:
+        _check_differences(ops, "score", lambda **arrays: _attended(score, arrays), leaves, gradients, rng)
+    _check_masked(ops, score, leaves, gradients is not None)
     for name, x in inputs.items():
         _same(ops, f"{name} was changed by the gradient", x, before[name])
     if hasattr(getattr(problem.form, "score", None), "triton_tile") and dim == (key_dim or dim):
@@ -145,8 +145,8 @@ def _check_blocks(ops: Backend, score: Any, inputs: Mapping[str, Array], whole: 
         raise AssertionError(f"tile: expected scores of shape {expected}, got {tuple(whole.shape)}")
     rows, cols = [3, 0], [6, 2, 1]
     block = attention_scores(query, key, score=score, query_index=rows, key_index=cols)
-    wanted = _values_of(ops, whole)[..., rows, :][..., cols]
-    _close("tile: a block of rows and columns differs from the same part of the whole", _values_of(ops, block), wanted)
+    part = _values_of(ops, whole)[..., rows, :][..., cols]
+    _close("tile: a block of rows and columns differs from the same part of the whole", _values_of(ops, block), part)
 
 
 def _check_masked(ops: Backend, score: Any, leaves: Mapping[str, Array], has_gradient: bool) -> None:
@@ -188,11 +188,11 @@ def _check_triton(ops: Backend, score: Any, home: Array, dim: int, heads: int, s
     code = "from attnscore import testing; testing._triton_process()"
     variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code], input=content, env=variables, capture_output=True, check=False)
-    found = done.stdout.decode().strip()
+    printed = done.stdout.decode().strip()
     if done.returncode == _CANNOT_IMPORT:
-        warnings.warn(f"{untested}: {found}", stacklevel=3)
+        warnings.warn(f"{untested}: {printed}", stacklevel=3)
     elif done.returncode:
-        raise AssertionError(found or done.stderr.decode())
+        raise AssertionError(printed or done.stderr.decode())
 
 
 _CANNOT_IMPORT = 3
@@ -220,17 +220,17 @@ def _against_triton(score: Any, dim: int, heads: int, seed: int, device: str) ->
     rng, ops = np.random.default_rng(seed), backends.load("torch")
     shapes = {"query": (2, heads, 5, dim), "key": (2, heads, 7, dim), "value": (2, heads, 7, 3)}
     values = {name: rng.standard_normal(shape) for name, shape in shapes.items()} | arrays_of(score)
-    found = []
+    by_kernel = []
     for kernel, dtype in (("triton", torch.float32), ("streaming", torch.float64)):
         leaves = {n: torch.tensor(x, dtype=dtype, device=device, requires_grad=True) for n, x in values.items()}
         out = _attended(score, leaves, valid_lens=[4, 0], kernel=kernel)
         # `ops.vjp` would differentiate the forward by PyTorch, not run the kernel's backward.
         grads = torch.autograd.grad(out, list(leaves.values()), _native(ops, _fixed_weights(tuple(out.shape)), out))
         results = zip(("out", *leaves), (out, *grads), strict=True)
-        found.append({name: _values_of(ops, x) for name, x in results})
-    for name, wanted in found[1].items():
+        by_kernel.append({name: _values_of(ops, x) for name, x in results})
+    for name, expected in by_kernel[1].items():
         what = name if name == "out" else f"gradient of {name}"
-        _close(f"triton_tile: {what} differs from that by tile", found[0][name], wanted, tolerance=1e-4)
+        _close(f"triton_tile: {what} differs from that by tile", by_kernel[0][name], expected, tolerance=1e-4)
 
 
 # ---------------------------------------------------------------- kernels
@@ -269,8 +269,8 @@ def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int =
         raise AssertionError(f"{kernel.name}: nothing was checked, it can run none of the problems: {reasons[0]}")
 
 
-# What a problem asks for beside the output: all, and less where a kernel cannot run that.
-_WANTED: tuple[dict[str, Any], ...] = (
+# Results that a problem asks for besides the output: all, and fewer where a kernel cannot run that.
+_REQUESTS: tuple[dict[str, Any], ...] = (
     {"statistics": STATISTICS, "matrix": "weights"},
     {"statistics": STATISTICS},
     {},
@@ -284,8 +284,8 @@ def _check_problems(kernel: Kernel, home: Array, seed: int) -> tuple[str, ...]:
     for label, shapes, arguments in _problems(ops, home, rng):
         inputs = {name: _native(ops, rng.standard_normal(shape), home) for name, shape in shapes.items()}
         with ops.numeric_scope():
-            for wanted in _WANTED:
-                problem, _ = build_problem(**inputs, **wanted, **arguments)
+            for requested in _REQUESTS:
+                problem, _ = build_problem(**inputs, **requested, **arguments)
                 if not (reasons := kernel.reasons_against(problem)):
                     break
                 refused = refused or reasons
@@ -333,14 +333,14 @@ def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Ge
     operands = run.operands()
 
     def rows(result: Result) -> dict[str, Array]:
-        found = {"out": result.out}
+        outputs = {"out": result.out}
         if problem.statistics:
-            found |= {"log_sum_exp": result.log_sum_exp, "entropy": result.statistics["entropy"]}
-        return found if problem.matrix is None else found | {"matrix": result.matrix}
+            outputs |= {"log_sum_exp": result.log_sum_exp, "entropy": result.statistics["entropy"]}
+        return outputs if problem.matrix is None else outputs | {"matrix": result.matrix}
 
     def total(**arrays: Array) -> Array:
-        found = rows(run.result(run.forward(tuple(arrays.values())))).values()
-        return ops.concat([ops.reshape(ops.where(ops.isfinite(x), x, 0.0), (-1,)) for x in found], 0)
+        outputs = rows(run.result(run.forward(tuple(arrays.values())))).values()
+        return ops.concat([ops.reshape(ops.where(ops.isfinite(x), x, 0.0), (-1,)) for x in outputs], 0)
 
     if kernel.has_vjp:
         result = kernel.forward(problem, run.tiles)
@@ -351,13 +351,13 @@ def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Ge
             name: _native(ops, weights[ends[i] : ends[i + 1]].reshape(tuple(x.shape)), x)
             for i, (name, x) in enumerate(of_rows.items())
         }
-        found = kernel.backward(problem, run.tiles, result, RowGradients(**seeds), frozenset(operands))
+        gradients = kernel.backward(problem, run.tiles, result, RowGradients(**seeds), frozenset(operands))
     else:
         out, pullback = ops.vjp(lambda *arrays: total(**dict(zip(operands, arrays, strict=True))), [*operands.values()])
         grads = pullback(_native(ops, _fixed_weights(tuple(out.shape)), out))
-        found = dict(zip(operands, grads, strict=True))
+        gradients = dict(zip(operands, grads, strict=True))
     finite = {name: x for name, x in operands.items() if ops.known_finite(x)}
-    values = {name: _values_of(ops, found[name]) for name in finite}
+    values = {name: _values_of(ops, gradients[name]) for name in finite}
     _check_differences(ops, kernel.name, lambda **arrays: total(**{**operands, **arrays}), finite, values, rng)
 
 
@@ -365,7 +365,7 @@ def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Ge
 
 
 def check_framework(like: Array, *, seed: int = 0) -> None:
-    """Check a framework: its operations against NumPy's, then calls and gradients against those of the NumPy framework.
+    """Check a framework: its operations against NumPy's, then calls and gradients against the NumPy framework.
 
     Parameters
     ----------
@@ -396,17 +396,22 @@ def check_framework(like: Array, *, seed: int = 0) -> None:
     score = ats.Additive(rng.standard_normal(3), rng.standard_normal((3, 4)), rng.standard_normal((3, 4)))
     shapes = {"query": (2, 4, 5, 4), "key": (2, 2, 7, 4), "value": (2, 2, 7, 3)}
     inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items()} | arrays_of(score)
-    own = {name: _native(ops, x, like) for name, x in inputs.items()}
+    leaves = {name: _native(ops, x, like) for name, x in inputs.items()}
     for label, mask in (("no mask", None), ("lengths", ats.ValidLens([0, 5])), ("causal", ats.Causal("bottom_right"))):
-        wanted = _gradients(plain, score, inputs, mask)
-        for name, grad in _gradients(ops, score, own, mask).items():
-            _close(f"{ops.name}: {label}: gradient of {name}", grad, wanted[name])
+        expected = _gradients(plain, score, inputs, mask)
+        for name, grad in _gradients(ops, score, leaves, mask).items():
+            _close(f"{ops.name}: {label}: gradient of {name}", grad, expected[name])
     for kernel in kernels.table().values():
         _check_problems(kernel, like, seed)
 
 
+def _call_operation(name: str, ops: Backend, x: Array, _: Array) -> Array:
+    return getattr(ops, name)(x)
+
+
 # Operations of the contract that make an array, as functions of two arrays (2, 3, 4), the first with 0, NaN and -inf.
 _OPERATIONS: dict[str, Callable[[Backend, Array, Array], Array]] = {
+    **{name: functools.partial(_call_operation, name) for name in ("exp", "tanh", "abs", "isfinite", "isnan")},
     "zeros": lambda ops, x, y: ops.zeros((2, 0, 3), x),
     "full": lambda ops, x, y: ops.full((2, 3), 0.5, x),
     "positions": lambda ops, x, y: ops.positions(3, 4, x),
@@ -420,20 +425,15 @@ _OPERATIONS: dict[str, Callable[[Backend, Array, Array], Array]] = {
     "expand_dims": lambda ops, x, y: ops.expand_dims(y, -2),
     "take": lambda ops, x, y: ops.take(y, ops.positions(1, 2, y), -1),
     "matmul": lambda ops, x, y: ops.matmul(y, ops.matrix_transpose(y)),
-    "exp": lambda ops, x, y: ops.exp(x),
     "log": lambda ops, x, y: ops.log(y * y),
-    "tanh": lambda ops, x, y: ops.tanh(x),
     "sigmoid": lambda ops, x, y: ops.sigmoid(800 * y),
     "erf": lambda ops, x, y: ops.erf(y),
     "sqrt": lambda ops, x, y: ops.sqrt(y * y),
-    "abs": lambda ops, x, y: ops.abs(x),
     "maximum": lambda ops, x, y: ops.maximum(x, y),
     "where": lambda ops, x, y: ops.where(y > 0, y, -1.0),
     "equal": lambda ops, x, y: ops.equal(ops.abs(y), ops.slice_axis(y, -1, 0, 1)),
     "logical_and": lambda ops, x, y: ops.logical_and(y > 0, ops.slice_axis(y, -1, 0, 1) < 0.5),
     "logical_or": lambda ops, x, y: ops.logical_or(y > 0, ops.slice_axis(y, -2, 1, 1) < 0.5),
-    "isfinite": lambda ops, x, y: ops.isfinite(x),
-    "isnan": lambda ops, x, y: ops.isnan(x),
     "sum": lambda ops, x, y: ops.sum(y, axis=(0, -1), keepdims=True),
     "max": lambda ops, x, y: ops.max(y, axis=-2),
     "any": lambda ops, x, y: ops.any(y > 1, axis=-1, keepdims=True),
@@ -473,8 +473,8 @@ def main() -> int:
         f"attnscore {__version__}, Python {platform.python_version()}, NumPy {np.__version__}, "
         f"{platform.system()} {platform.machine()}"
     )
-    for kind, found in available().items():
-        for name, reason in found.items():
+    for kind, reasons in available().items():
+        for name, reason in reasons.items():
             print(f"{kind[:-1] + ' ' + name:<48} {reason or 'available'}")
     checks, failed, start = _checks(), 0, time.perf_counter()
     for label, check in checks.items():
@@ -496,11 +496,11 @@ def _checks() -> dict[str, Callable[[], None]]:
     """Return the checks by label: of each kernel, of each score, and of the two together under every mask."""
     table, refused = kernels.table(), _refused()
     here = {name: kernel for name, kernel in table.items() if kernel.missing() is None and name not in refused}
-    found = _every_score()
+    every_score = _every_score()
     checks: dict[str, Callable[[], None]] = {}
     for name, kernel in here.items():
         checks[f"kernel {name}"] = functools.partial(check_kernel, kernel)
-    for label, score in found.items():
+    for label, score in every_score.items():
         checks[f"score {label}"] = functools.partial(check_score, score, dim=4)
         for name, kernel in here.items():
             if name != "dense":
@@ -521,12 +521,12 @@ def _refused() -> dict[str, str]:
 def _every_score() -> dict[str, Any]:
     """Return one score of each kind, and of each activation, for vectors of 4."""
     rng = np.random.default_rng(0)
-    found = {name: resolve(name) for name in registered()}
+    examples = {name: resolve(name) for name in registered()}
     w_v, w_q, w_k = (rng.standard_normal(shape) for shape in ((3,), (3, 4), (3, 4)))
-    found |= {f"additive {name}": ats.Additive(w_v, w_q, w_k, activation=name) for name in ACTIVATIONS}
-    found["bilinear"] = ats.Bilinear(rng.standard_normal((4, 4)))
-    found["combination"] = ats.Combination(("scaled_dot", found["bilinear"]), (0.5, 1.0))
-    return found | {"softcap": ats.SoftCap("scaled_dot", 2.0), "temperature": ats.Temperature("scaled_dot", 2.0)}
+    examples |= {f"additive {name}": ats.Additive(w_v, w_q, w_k, activation=name) for name in ACTIVATIONS}
+    examples["bilinear"] = ats.Bilinear(rng.standard_normal((4, 4)))
+    examples["combination"] = ats.Combination(("scaled_dot", examples["bilinear"]), (0.5, 1.0))
+    return examples | {"softcap": ats.SoftCap("scaled_dot", 2.0), "temperature": ats.Temperature("scaled_dot", 2.0)}
 
 
 def _every_mask() -> dict[str, Mask | None]:
@@ -583,11 +583,11 @@ def _check_rounding(kernel: Kernel, score: Any, mask: Mask | None, inputs: Seque
         if which != "dense":
             gradients[which] = _numpy_gradients(score, arrays, dtype, mask=mask, kernel=kernel.name)
     rounding = float(np.finfo(dtype).eps)
-    own = np.abs(outs["dense"] - outs["exact"]).max(initial=0)
-    allowed = 4 * rounding + 2 * float(own) / max(1.0, float(np.abs(outs["exact"]).max(initial=0)))
+    dense_error = np.abs(outs["dense"] - outs["exact"]).max(initial=0)
+    allowed = 4 * rounding + 2 * float(dense_error) / max(1.0, float(np.abs(outs["exact"]).max(initial=0)))
     _close(f"{kernel.name}: {dtype}: out", outs["got"], outs["exact"], allowed)
-    for name, wanted in gradients["exact"].items():
-        _close(f"{kernel.name}: {dtype}: gradient of {name}", gradients["got"][name], wanted, 64 * rounding)
+    for name, expected in gradients["exact"].items():
+        _close(f"{kernel.name}: {dtype}: gradient of {name}", gradients["got"][name], expected, 64 * rounding)
 
 
 # ---------------------------------------------------------------- what the checks share
@@ -597,16 +597,16 @@ def _against_dense(problem: Problem, kernel: Kernel) -> None:
     """Compare `kernel` in small tiles with the whole matrix (output, weights, statistics), and two of its runs."""
     ops = problem.ops
     plan = tiling.plan(problem, (2, 3))
-    wanted = kernels.table()["dense"].forward(problem, plan)
+    expected = kernels.table()["dense"].forward(problem, plan)
     got, again = (kernel.forward(problem, plan) for _ in range(2))
-    _close(f"{kernel.name}: out", _values_of(ops, got.out), _values_of(ops, wanted.out))
+    _close(f"{kernel.name}: out", _values_of(ops, got.out), _values_of(ops, expected.out))
     _same(ops, f"{kernel.name}: out differs from run to run", got.out, again.out)
     if problem.matrix is not None:
         if got.matrix is None:
             raise AssertionError(f"{kernel.name}: expected Result.matrix, which the problem asks for, got None")
-        _close(f"{kernel.name}: {problem.matrix}", _values_of(ops, got.matrix), _values_of(ops, wanted.matrix))
+        _close(f"{kernel.name}: {problem.matrix}", _values_of(ops, got.matrix), _values_of(ops, expected.matrix))
     for name in problem.statistics:
-        one, other = (r.log_sum_exp if name == "log_sum_exp" else r.statistics[name] for r in (got, wanted))
+        one, other = (r.log_sum_exp if name == "log_sum_exp" else r.statistics[name] for r in (got, expected))
         _close(f"{kernel.name}: {name}", _values_of(ops, one), _values_of(ops, other))
 
 
@@ -618,13 +618,13 @@ def _gradients(ops: Backend, score: Any, leaves: Mapping[str, Array], mask: Mask
 
     if ops.has_autodiff:
         out, pullback = ops.vjp(call, tuple(leaves.values()))
-        found = pullback(_native(ops, _fixed_weights(tuple(out.shape)), out))
-        return {name: _values_of(ops, grad) for name, grad in zip(leaves, found, strict=True)}
+        gradients = pullback(_native(ops, _fixed_weights(tuple(out.shape)), out))
+        return {name: _values_of(ops, grad) for name, grad in zip(leaves, gradients, strict=True)}
     return _numpy_gradients(score, leaves, mask=mask)
 
 
 def _attended(score: Any, arrays: Mapping[str, Array], **options: Any) -> Array:
-    """Return `attend` of arrays by name, those of the score among them."""
+    """Return `attend` of arrays by name; the arrays of the score are among them."""
     return attend(arrays["query"], arrays["key"], arrays["value"], score=_with_arrays(score, arrays), **options)
 
 
@@ -643,23 +643,23 @@ def _check_differences(
     label: str,
     call: Callable[..., Array],
     leaves: Mapping[str, Array],
-    found: Mapping[str, _HostArray],
+    gradients: Mapping[str, _HostArray],
     rng: np.random.Generator,
 ) -> None:
     """Compare each gradient with a central difference in a random direction."""
     for name, x in leaves.items():
-        if tuple(found[name].shape) != tuple(x.shape):
+        if tuple(gradients[name].shape) != tuple(x.shape):
             raise AssertionError(
-                f"{label}: gradient of {name}: expected shape {tuple(x.shape)}, got {found[name].shape}"
+                f"{label}: gradient of {name}: expected shape {tuple(x.shape)}, got {gradients[name].shape}"
             )
         here, direction = _values_of(ops, x).astype(np.float64), rng.standard_normal(tuple(x.shape))
         ends = []
         for step in (_STEP, -_STEP):
             out = _values_of(ops, call(**{**leaves, name: _native(ops, here + step * direction, x)}))
             ends.append(float(np.sum(_fixed_weights(out.shape) * out)))
-        wanted = (ends[0] - ends[1]) / (2 * _STEP)
-        got = float(np.sum(found[name] * direction))
-        _close(f"{label}: gradient of {name}, along a random direction", got, wanted, tolerance=1e-6)
+        expected = (ends[0] - ends[1]) / (2 * _STEP)
+        got = float(np.sum(gradients[name] * direction))
+        _close(f"{label}: gradient of {name}, along a random direction", got, expected, tolerance=1e-6)
 
 
 def _fixed_weights(shape: tuple[int, ...]) -> _HostArray:
@@ -668,7 +668,7 @@ def _fixed_weights(shape: tuple[int, ...]) -> _HostArray:
 
 
 def _with_arrays(score: Any, arrays: Mapping[str, Array]) -> Any:
-    """Return `score` with those of its arrays (of a wrapped score too) that `arrays` names."""
+    """Return `score` with the arrays that `arrays` names in place of its own, in a wrapped score too."""
     return with_new_arrays(score, (arrays.get(name, x) for name, x in arrays_of(score).items()))
 
 
@@ -684,23 +684,23 @@ def _values_of(ops: Backend, x: Array) -> _HostArray:
     return np.asarray(detached(x)) if values is None else values
 
 
-def _close(what: str, got: Any, wanted: Any, tolerance: float = 1e-9) -> None:
+def _close(what: str, got: Any, expected: Any, tolerance: float = 1e-9) -> None:
     """Raise AssertionError unless equal to `tolerance` of the largest entry; NaN and infinities must agree."""
-    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
-    if got.shape != wanted.shape:
-        raise AssertionError(f"{what}: expected shape {wanted.shape}, got {got.shape}")
-    finite = np.isfinite(wanted)
-    scale = max(1.0, float(np.abs(wanted[finite]).max(initial=0)))
-    if not np.array_equal(got[~finite], wanted[~finite], equal_nan=True) or not np.isfinite(got[finite]).all():
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    if got.shape != expected.shape:
+        raise AssertionError(f"{what}: expected shape {expected.shape}, got {got.shape}")
+    finite = np.isfinite(expected)
+    scale = max(1.0, float(np.abs(expected[finite]).max(initial=0)))
+    if not np.array_equal(got[~finite], expected[~finite], equal_nan=True) or not np.isfinite(got[finite]).all():
         raise AssertionError(f"{what}: NaN or infinity where there should be none, or none where there should be")
-    error = float(np.abs(got[finite] - wanted[finite]).max(initial=0))
+    error = float(np.abs(got[finite] - expected[finite]).max(initial=0))
     if error > tolerance * scale:
         raise AssertionError(f"{what}: off by {error:.3g}, where {tolerance * scale:.3g} is allowed")
 
 
-def _same(ops: Backend, what: str, got: Array, wanted: Array) -> None:
+def _same(ops: Backend, what: str, got: Array, expected: Array) -> None:
     """Raise AssertionError unless both hold the same bits."""
-    if not np.array_equal(_values_of(ops, got), _values_of(ops, wanted), equal_nan=True):
+    if not np.array_equal(_values_of(ops, got), _values_of(ops, expected), equal_nan=True):
         raise AssertionError(what)
 
 
