@@ -96,9 +96,12 @@ class Score(ABC):
         """
         return key, self
 
-    @abstractmethod
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-        """Count multiplications, additions and function evaluations for all scores of one head."""
+        """Count multiplications, additions and function evaluations for all scores of one head.
+
+        The default counts a matrix product.
+        """
+        return 2 * query_len * key_len * dim
 
 
 def _is_score(x: object) -> bool:
@@ -131,7 +134,7 @@ class Wrapper(Score):
 def operations_of(score: Any, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
     """Return ``score.operations``; a custom score without that method counts as a matrix product."""
     if not hasattr(score, "operations"):
-        return 2 * query_len * key_len * dim
+        return Score.operations(score, query_len, key_len, dim, key_dim)
     return int(score.operations(query_len, key_len, dim, key_dim))
 
 
@@ -152,14 +155,9 @@ def describe(score: Any) -> str:
 def require_same_dim(name: str, dim: int, key_dim: int) -> None:
     """Raise ShapeError unless query and key have the same dimension."""
     if dim != key_dim:
-        raise ShapeError(
-            message(
-                "key",
-                f"vectors of the dimension of query ({dim}) for the {name} score",
-                key_dim,
-                hint="Bilinear and Additive take different dimensions",
-            )
-        )
+        expected = f"vectors of the dimension of query ({dim}) for the {name} score"
+        hint = "Bilinear and Additive take different dimensions"
+        raise ShapeError(message("key", expected, key_dim, hint=hint))
 
 
 def require_positive(name: str, x: Any) -> None:

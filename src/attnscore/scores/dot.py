@@ -34,6 +34,3 @@ class Dot(Score):
 
     def check(self, dim: int, key_dim: int) -> None:
         require_same_dim("dot", dim, key_dim)
-
-    def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-        return 2 * query_len * key_len * dim

@@ -361,16 +361,10 @@ def checked_tile(ops: Backend, score: Any, query: Array, key: Array) -> Array:
     if not ops.is_floating(scores):
         raise DtypeError(message(owner, FLOATING, ops.dtype(scores), shapes=shapes))
     if shape is None or not _fits(shape, expected, leads):
-        heads, groups = max(int(query.shape[-4]), int(key.shape[-4])), int(query.shape[-3])
-        raise ShapeError(
-            message(
-                owner,
-                f"scores (*batch, kv head, group, query, key) = {expected}",
-                shape,
-                shapes=shapes,
-                hint=f"a parameter per head has to be reshaped to (kv heads, groups, 1, 1) = {(heads, groups, 1, 1)}",
-            )
-        )
+        per_head = max(int(query.shape[-4]), int(key.shape[-4])), int(query.shape[-3]), 1, 1
+        hint = f"a parameter per head has to be reshaped to (kv heads, groups, 1, 1) = {per_head}"
+        axes = f"scores (*batch, kv head, group, query, key) = {expected}"
+        raise ShapeError(message(owner, axes, shape, shapes=shapes, hint=hint))
     return scores
 
 
