@@ -273,7 +273,7 @@ FAULTS: list[Fault] = [
     Fault(
         "torch-statistics-on-the-tape",
         "src/attnscore/backends/torch.py",
-        "_AttentionFunction.save",
+        "_AttentionFunction.forward",
         "A.mark_non_differentiable(*B[C.differentiable_outputs:])",
         "pass",
         "tests/test_gradients.py -k detached",
@@ -346,7 +346,7 @@ FAULTS: list[Fault] = [
         "tensorflow-recorded-gradients-of-one-tape",
         "src/attnscore/backends/tensorflow/gradients.py",
         "record",
-        "[bool(tape.should_record_backprop([A])) for A in B]",
+        "[bool(private.should_record([A])) for A in B]",
         "[i == 0 for i in range(len(B))]",
         "tests/test_tensorflow.py -k planned_calls",
         "a planned call of TensorFlow's gives a gradient to the query alone",

@@ -49,7 +49,7 @@ def is_profitable(problem: Problem, k: int) -> bool:
         return False
     if kernels.choose("auto", problem).name != "native":
         return False
-    return ops.known_finite(*problem.form.arrays().values())
+    return all(map(ops.known_finite, problem.form.arrays().values()))
 
 
 def topk_by_blocks(problem: Problem, k: int) -> tuple[Array, Array]:

@@ -24,9 +24,9 @@ class _Entry(NamedTuple):
     """What the registry holds of a framework before it is imported."""
 
     backend: str
-    """Its module in this package, and the name of the class."""
+    """Path of the backend class in this package."""
     arrays: tuple[str, ...]
-    """Its array types: a package, for every class with a shape, or one class of a package."""
+    """Types of arrays: a package, for every class with a shape, or one class of a package."""
     install: str = ""
     """Arguments of pip, if other than its name."""
     numpy_below: str = ""
@@ -95,9 +95,9 @@ def _find_name(kind: type) -> str | None:
 
 def of_type(kind: type) -> Backend | None:
     """Return the backend of an array type; None if there is none."""
-    if (found := _BY_TYPE.get(kind)) is None and (name := _name_of(kind)) in _TABLE:
-        found = _BY_TYPE[kind] = load(name)
-    return found
+    if (backend := _BY_TYPE.get(kind)) is None and (name := _name_of(kind)) in _TABLE:
+        backend = _BY_TYPE[kind] = load(name)
+    return backend
 
 
 def of(arrays: Mapping[str, Any]) -> Backend:
@@ -108,9 +108,9 @@ def of(arrays: Mapping[str, Any]) -> Backend:
     FrameworkError
         Something is not an array, the arrays are of several frameworks, or of one without a backend.
     """
-    found = {_name_of(type(array)) for array in arrays.values()}
-    if len(found) == 1 and (known := _LOADED.get(next(iter(found)) or "")) is not None:
-        return known
+    frameworks = {_name_of(type(array)) for array in arrays.values()}
+    if len(frameworks) == 1 and (backend := _LOADED.get(next(iter(frameworks)) or "")) is not None:
+        return backend
     names: dict[str, str] = {}
     for argument, array in arrays.items():
         name = _name_of(type(array))
@@ -177,7 +177,7 @@ def is_array(x: object) -> bool:
     return _name_of(type(x)) is not None or _reader(type(x)) is not None
 
 
-# How the variables of a package are read: those of TensorFlow on the tapes that record, of Flax those of nnx and linen.
+# Readers of the variables of a package: TensorFlow's on the tapes that record, and Flax's of nnx and linen.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "tensorflow": lambda x: load("tensorflow").asarray(x, x),
     "keras": lambda x: held(x.value),

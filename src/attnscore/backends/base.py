@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +24,7 @@ Array: TypeAlias = Any
 HostArray: TypeAlias = np.ndarray[Any, Any]
 Signature: TypeAlias = bytes | tuple[Hashable, ...]
 VjpFunction: TypeAlias = Callable[[Array], tuple[Array, ...]]
-"""From the gradient of a value to those of what it was computed from."""
+"""Function from the gradient of a value to the gradients of the arrays it was computed from."""
 
 _NO_SCOPE = nullcontext()
 
@@ -109,7 +110,7 @@ class DifferentiableOp(ABC):
         return self
 
     def constants(self) -> Sequence[Array]:
-        """Return the arrays that are read and get no gradient: those of the mask."""
+        """Return the arrays of the mask, which are read and get no gradient."""
         return ()
 
     def variables(self) -> tuple[Sequence[Array], Callable[[Sequence[Array]], DifferentiableOp]]:
@@ -125,7 +126,7 @@ class DifferentiableOp(ABC):
         return self
 
     def without_saved(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Drop from the outputs those that only a backward reads."""
+        """Drop the outputs that only a backward reads."""
         return outputs
 
     @abstractmethod
@@ -140,7 +141,7 @@ class DifferentiableOp(ABC):
         grads: Sequence[Array | None],
         wanted: Sequence[bool] | None = None,
     ) -> tuple[Array | None, ...]:
-        """Return the gradients of `arrays` from `grads`, those of the differentiable outputs.
+        """Return the gradients of `arrays` from `grads`, the gradients of the differentiable outputs.
 
         `outputs` are the saved ones. `wanted` selects the arrays whose gradients are returned (None: all); the others
         are None.
@@ -163,9 +164,9 @@ class Modules:
 class Backend(ABC):
     """One array framework: its operations, its gradient hook, its view of host memory.
 
-    Operations that frameworks have under the array API's names, with its arguments, are those of `xp` and have no
-    method here: `abs`, `any`, `erf`, `exp`, `expand_dims`, `isfinite`, `isnan`, `log`, `matmul`, `max`, `maximum`,
-    `sigmoid`, `sqrt`, `sum`, `tanh`, `where`. A backend defines those that its framework has in another way.
+    Operations that frameworks have under the array API's names, with its arguments, come from `xp` and have no method
+    here: `abs`, `any`, `erf`, `exp`, `expand_dims`, `isfinite`, `isnan`, `log`, `matmul`, `max`, `maximum`,
+    `sigmoid`, `sqrt`, `sum`, `tanh`, `where`. A backend defines the ones that its framework has in another way.
     """
 
     name: str
@@ -276,7 +277,7 @@ class Backend(ABC):
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
         """Return kinds, dtypes, shapes and strides of arrays; None unless all are plain (`is_plain`).
 
-        The signature of some arrays is the beginning of that of these arrays and more.
+        The signature of more arrays begins with the signature of the first ones.
         """
         if not self.is_plain(*arrays):
             return None
@@ -361,8 +362,8 @@ class Backend(ABC):
         """Return the value of an array with one entry; None if it is traced."""
 
     # Creation
-    @abstractmethod
-    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array: ...
+    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
+        return self.full(shape, 0, like, dtype)
 
     @abstractmethod
     def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array: ...
@@ -421,7 +422,7 @@ class Backend(ABC):
         return self.swap_axes(x, -1, -2)
 
     def equal(self, a: Array, b: Array) -> Array:
-        """Compare arrays that broadcast; TensorFlow's ``==`` gives a single False for those that do not."""
+        """Compare arrays that broadcast; TensorFlow's ``==`` gives a single False where shapes do not fit."""
         return a == b
 
     def logical_and(self, a: Array, b: Array) -> Array:
@@ -487,8 +488,8 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def known_finite(self, *arrays: Array) -> bool:
-        """Whether every entry is finite; False if the arrays are traced."""
+    def known_finite(self, x: Array) -> bool:
+        """Whether every entry is finite; False if the array is traced."""
 
     def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
         """Return ``x @ matrix`` in C order, without warnings, and NaN for rows of `x` that are not finite.
@@ -529,6 +530,15 @@ class Backend(ABC):
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
         """Return the arrays in the dtype of the active mixed-precision scope, unchanged outside one."""
         return arrays
+
+
+def private_name(fallbacks: dict[str, str], path: str, replacement: Any, cost: str) -> Any:
+    """Return the object of a dotted path; without it the replacement, whose cost is noted in `fallbacks`."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        fallbacks[path] = cost
+        return replacement
 
 
 def importable(x: HostArray) -> HostArray:

@@ -26,6 +26,12 @@ def name_of(dtype: np.dtype[Any]) -> str:
     return str(dtype.name)
 
 
+def is_finite(x: HostArray) -> bool:
+    """Return whether every entry is finite."""
+    known: bool | None = native.module.is_all_finite(x) if native.module is not None else None
+    return bool(np.isfinite(x).all()) if known is None else known
+
+
 class NumpyBackend(Backend):
     """Array operations of NumPy."""
 
@@ -35,6 +41,7 @@ class NumpyBackend(Backend):
     wants_aligned = False
     can_unpad = True
     in_c_order: Any = staticmethod(np.ascontiguousarray)
+    known_finite = staticmethod(is_finite)
 
     def dtype(self, x: Array) -> str:
         return name_of(x.dtype)
@@ -79,11 +86,11 @@ class NumpyBackend(Backend):
         return array.view(np.uint16) if array.dtype.itemsize == 2 else array
 
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
-        found: Signature | None = native.module.signature(arrays) if native.module is not None else None
+        layouts: Signature | None = native.module.signature(arrays) if native.module is not None else None
         # The module reads no bfloat16 of ml_dtypes.
-        if found is None and self.is_plain(*arrays):
-            found = tuple((x.shape, x.dtype, x.strides) for x in arrays)
-        return found
+        if layouts is None and self.is_plain(*arrays):
+            layouts = tuple((x.shape, x.dtype, x.strides) for x in arrays)
+        return layouts
 
     def buffers(self, arrays: Sequence[Array]) -> Sequence[Array]:
         return arrays
@@ -117,9 +124,9 @@ class NumpyBackend(Backend):
 
     def put_rows(self, rows: Array, indices: Array, count: int) -> Array:
         """Return (count, width) with `rows` at `indices`, each of which occurs once, and zeros elsewhere."""
-        found = np.zeros((count, rows.shape[1]), rows.dtype)
-        found[indices] = rows
-        return found
+        placed = np.zeros((count, rows.shape[1]), rows.dtype)
+        placed[indices] = rows
+        return placed
 
     def expand_dims(self, x: Array, axis: int) -> Array:
         # np.expand_dims costs 3 us, a tenth of a tiny call.
@@ -165,9 +172,6 @@ class NumpyBackend(Backend):
     def numeric_scope(self) -> AbstractContextManager[Any]:
         return np.errstate(all="ignore")
 
-    def known_finite(self, *arrays: Array) -> bool:
-        return all(map(is_finite, arrays))
-
     def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
         if native.module is not None:
             out = np.empty((*x.shape[:-1], matrix.shape[1]), x.dtype)
@@ -184,12 +188,6 @@ class NumpyBackend(Backend):
 
     def draw_seed(self, like: Array) -> int:
         return secrets.randbits(62)
-
-
-def is_finite(x: HostArray) -> bool:
-    """Return whether every entry is finite."""
-    found: bool | None = native.module.is_all_finite(x) if native.module is not None else None
-    return bool(np.isfinite(x).all()) if found is None else found
 
 
 def detached(x: Any) -> Any:

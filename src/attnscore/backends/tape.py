@@ -78,8 +78,8 @@ class Tape:
         self._ops, self.indices = ops, count()
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._ops, name)
-        return partial(self.apply, name) if callable(found) else found
+        attribute = getattr(self._ops, name)
+        return partial(self.apply, name) if callable(attribute) else attribute
 
     # Composed of operations that have rules.
     softmax, matrix_transpose = Backend.softmax, Backend.matrix_transpose
@@ -102,7 +102,7 @@ class Tape:
         return Variable(self, out, parents)
 
     def gradients(self, outputs: Iterable[tuple[Any, Array]], inputs: Sequence[Variable]) -> tuple[Array, ...]:
-        """Return the gradients of `inputs` from those of `outputs`, which may be constants too."""
+        """Return the gradients of `inputs` from pairs of an output, which may be a constant, and its gradient."""
         sums: dict[int, Array] = {}
         pending: dict[int, Variable] = {}
 
@@ -185,8 +185,8 @@ def _getitem(ops: Backend, y: Array, x: Array, index: Any) -> tuple[Vjp]:
 def _spread(ops: Backend, x: Array, axis: Any) -> Vjp:
     """Return the function that repeats a reduction of `x` over `axis` along it."""
     axes = range(len(x.shape)) if axis is None else [i % len(x.shape) for i in _flat((axis,))]
-    kept = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
-    return lambda g: ops.broadcast_to(ops.reshape(g, kept), x.shape)
+    shape = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
+    return lambda g: ops.broadcast_to(ops.reshape(g, shape), x.shape)
 
 
 def _mean(ops: Backend, y: Array, x: Array, axis: Any = None, keepdims: bool = False) -> tuple[Vjp]:

@@ -148,8 +148,8 @@ class TorchBackend(Backend):
             return None
         with outside:
             x = x.detach()
-            found: np.ndarray[Any, Any] = x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
-        return found
+            values: np.ndarray[Any, Any] = x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()
+        return values
 
     def has_cpu_buffer(self, x: Array) -> bool:
         # Tensors over memory of other libraries may be misaligned.
@@ -174,8 +174,8 @@ class TorchBackend(Backend):
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         x = x.detach() if x.requires_grad else x
-        found: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.itemsize == 2 else x).numpy()
-        return found
+        array: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.itemsize == 2 else x).numpy()
+        return array
 
     def array_signature(self, x: Array) -> Hashable | None:
         return None if x.is_nested else (type(x), x.shape, x.dtype, x.device, x.layout)
@@ -185,8 +185,8 @@ class TorchBackend(Backend):
             return None
         # Parameters pass the same checks as tensors.
         if _SHARES_LAYOUTS and private.dual_levels._current_level < 0 and not private.are_transforms_active():
-            found: Signature | None = native.module.signature(arrays)
-            return found
+            layouts: Signature | None = native.module.signature(arrays)
+            return layouts
         return tuple((x.shape, x.dtype, x.stride()) for x in arrays) if self.is_plain(*arrays) else None
 
     def device_signature(self, arrays: Sequence[Array]) -> Signature | None:
@@ -204,8 +204,8 @@ class TorchBackend(Backend):
         return x if _SHARES_LAYOUTS and x.is_contiguous() else super().buffer_in_c_order(x)
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
-        found = torch.from_numpy(x)
-        return found.view(_DTYPES[dtype]) if x.itemsize == 2 else found
+        tensor = torch.from_numpy(x)
+        return tensor.view(_DTYPES[dtype]) if x.itemsize == 2 else tensor
 
     def needs_grad(self, *arrays: Array) -> bool:
         if torch.is_grad_enabled():
@@ -225,20 +225,17 @@ class TorchBackend(Backend):
             return None
         library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
         try:
-            # The symbol is searched in the library and in those that it has loaded.
-            found = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD).GOMP_parallel
+            # The symbol is searched in the library and in the libraries that it has loaded.
+            function = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD).GOMP_parallel
         except (OSError, AttributeError):
             return None
-        return ctypes.cast(found, ctypes.c_void_p).value
+        return ctypes.cast(function, ctypes.c_void_p).value
 
     def number(self, x: Array) -> float | None:
         # While a CUDA graph is captured, nothing can be read.
         if is_traced(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         return float(x.detach())
-
-    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
-        return like.new_zeros(tuple(shape), dtype=like.dtype if dtype is None else _DTYPES[dtype])
 
     def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
         return like.new_full(tuple(shape), value, dtype=like.dtype if dtype is None else _DTYPES[dtype])
@@ -308,9 +305,9 @@ class TorchBackend(Backend):
             _AUTOCAST.reset(token)
 
     def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
-        known = self.number(condition) if isinstance(condition, torch.Tensor) else condition
-        if known is not None:
-            return function(carry) if known else carry
+        is_true = self.number(condition) if isinstance(condition, torch.Tensor) else condition
+        if is_true is not None:
+            return function(carry) if is_true else carry
         # Under `torch.func.vmap` some of the batch take the function and some do not, and while a CUDA graph is
         # captured the host cannot know: both are computed.
         return map_leaves(lambda new, old: torch.where(condition, new, old), function(carry), carry)
@@ -333,29 +330,38 @@ class TorchBackend(Backend):
                 return out
         return super().plain_product(x, matrix, threads)
 
-    def known_finite(self, *arrays: Array) -> bool:
-        # A loop: generators take a microsecond each.
-        for x in arrays:  # noqa: SIM110
-            if not _is_finite(x):
-                return False
-        return True
+    def known_finite(self, x: Array) -> bool:
+        # A program for ONNX takes all entries to be finite.
+        if is_compiling():
+            return torch.onnx.is_in_onnx_export()
+        if _SHARES_LAYOUTS and x.numel() <= thresholds.READ_ON_ONE_THREAD:
+            is_finite: bool | None = native.module.is_all_finite(x)
+            if is_finite is not None:  # traced tensors have no memory that the module reads
+                return is_finite
+        # On a GPU the answer would wait for all work before it, and end the capture of a CUDA graph.
+        if x.device.type in ACCELERATORS or is_traced(x):
+            return False
+        # A sum takes a twentieth of the time of isfinite, and is finite only where all terms are. It may overflow.
+        x = x.detach() if x.requires_grad else x
+        total = x.sum(dtype=torch.float32) if x.itemsize == 2 else x.sum()
+        return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
 
     def differentiable(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
             return run.forward(operands)
-        read = [x for x in run.constants() if isinstance(x, torch.Tensor)]
-        if any(is_traced(x) or _is_dual(x) for x in (*operands, *read)):
+        masks = [x for x in run.constants() if isinstance(x, torch.Tensor)]
+        if any(is_traced(x) or _is_dual(x) for x in (*operands, *masks)):
             return run.forward(operands)
-        run = run.with_backward()
-        if not private.are_transforms_active():
-            found: tuple[Array, ...] = _AttentionFunction.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
-            return found
-        return run.without_saved(_TransformedFunction.apply(run, *operands))  # type: ignore[no-untyped-call]  # torch's own
+        if private.are_transforms_active():
+            # The transform wraps none of the operands (a model that it closes over): it takes PyTorch's own operations.
+            return run.streaming().forward(operands)
+        outputs: tuple[Array, ...] = _AttentionFunction.apply(run.with_backward(), *operands)  # type: ignore[no-untyped-call]  # torch's own
+        return outputs
 
     def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         # Without the wrapper of `apply`, which looks at each operand for what plain ones are not: 2 us.
-        found: tuple[Array, ...] = _apply(run, *operands)
-        return found
+        outputs: tuple[Array, ...] = _apply(run, *operands)
+        return outputs
 
     def vjp(self, function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:
         if torch.is_grad_enabled() or any(is_traced(x) for x in inputs):
@@ -407,17 +413,6 @@ class _AttentionFunction(torch.autograd.Function):
     def forward(ctx: Any, run: DifferentiableOp, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = run.forward(operands)
         returned = run.without_saved(outputs)
-        _AttentionFunction.save(ctx, run, operands, outputs, returned)
-        return returned
-
-    @staticmethod
-    def save(
-        ctx: Any,
-        run: DifferentiableOp,
-        operands: tuple[torch.Tensor, ...],
-        outputs: tuple[torch.Tensor, ...],
-        returned: tuple[torch.Tensor, ...],
-    ) -> None:
         ctx.run, ctx.count = run, len(operands)
         # save_for_backward does not cover masks, which the backward reads again: their versions are compared here.
         masks = [x for x in run.constants() if isinstance(x, torch.Tensor) and not x.is_inference()]
@@ -426,8 +421,9 @@ class _AttentionFunction(torch.autograd.Function):
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*returned[run.differentiable_outputs :])
         # Saved as the output that depends on it is: a checkpoint around the call may draw another one.
-        seed = (torch.tensor(run.seed, device="cpu"),) if run.seed and not private.are_transforms_active() else ()
+        seed = (torch.tensor(run.seed, device="cpu"),) if run.seed else ()
         ctx.save_for_backward(*operands, *outputs[: run.saved_outputs], *seed)
+        return returned
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -450,32 +446,6 @@ class _AttentionFunction(torch.autograd.Function):
 
 
 _apply: Any = super(torch.autograd.Function, _AttentionFunction).apply
-
-
-class _TransformedFunction(torch.autograd.Function):
-    """`_AttentionFunction` inside a ``torch.func`` transform that does not wrap the operands (a model closed over).
-
-    Transforms need ``setup_context``, which costs every call 17 us: hence two classes.
-    """
-
-    backward, jvp = _AttentionFunction.backward, _AttentionFunction.jvp
-
-    @staticmethod
-    def forward(run: DifferentiableOp, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return run.forward(operands)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        run, *operands = inputs
-        _AttentionFunction.save(ctx, run, tuple(operands), output, output)
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, run: DifferentiableOp, *operands: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, ...], None]:
-        # An operand that is mapped over is traced and does not come here, so the result is not mapped over either.
-        outputs = _TransformedFunction.apply(run, *operands)  # type: ignore[no-untyped-call]  # torch's own
-        return outputs, None
 
 
 def _outside_transforms() -> contextlib.AbstractContextManager[Any] | None:
@@ -514,23 +484,6 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         return function(tree, *others)
     parts = [map_leaves(function, *x) for x in zip(tree, *others, strict=True)]
     return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-
-
-def _is_finite(x: torch.Tensor) -> bool:
-    """Whether all entries are known and finite; a program for ONNX takes all to be."""
-    if is_compiling():
-        return torch.onnx.is_in_onnx_export()
-    if _SHARES_LAYOUTS and x.numel() <= thresholds.READ_ON_ONE_THREAD:
-        found: bool | None = native.module.is_all_finite(x)
-        if found is not None:  # traced tensors have no memory that the module reads
-            return found
-    # On a GPU the answer would wait for all work before it, and end the capture of a CUDA graph.
-    if x.device.type in ACCELERATORS or is_traced(x):
-        return False
-    # A sum is finite only where all terms are, and takes a twentieth of the time of isfinite; large terms may overflow.
-    x = x.detach() if x.requires_grad else x
-    total = x.sum(dtype=torch.float32) if x.itemsize == 2 else x.sum()
-    return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
 
 
 def _is_dual(x: torch.Tensor) -> bool:

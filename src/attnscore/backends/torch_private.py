@@ -10,24 +10,19 @@ from __future__ import annotations
 import contextlib
 import pkgutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from attnscore.backends.base import private_name
+
 FALLBACKS: dict[str, str] = {}
+_resolve = partial(private_name, FALLBACKS)
 _GENERAL = "calls have no plans"
 _UNPLANNED = f"{_GENERAL}, torch.compile breaks its graph at each, and torch.jit.trace refuses them"
-
-
-def _resolve(path: str, replacement: Any, cost: str) -> Any:
-    """Return the object of a dotted path; without it the replacement, whose cost is noted."""
-    try:
-        return pkgutil.resolve_name(path)
-    except (ImportError, AttributeError):
-        FALLBACKS[path] = cost
-        return replacement
 
 
 def _has_no_storage(x: torch.Tensor) -> bool:

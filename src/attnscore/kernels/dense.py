@@ -159,7 +159,7 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
             bias = relative.of_pairs(ops, bias, score_shape.query_len, score_shape.key_len)
         visible = ops.logical_and(visible, bias != NEG_INF)
     bad = None
-    if not ops.known_finite(query, key):
+    if not (ops.known_finite(query) and ops.known_finite(key)):
         # 0 * NaN in the gradient would propagate masked values: compute without such rows, then mark their pairs.
         rows, cols = (nonfinite_rows(ops, x, problem.form.keeps_infinity) for x in (query, key))
         bad = ops.logical_or(rows, ops.matrix_transpose(cols))

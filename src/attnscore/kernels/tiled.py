@@ -607,7 +607,7 @@ def _isolate_nonfinite(problem: Problem) -> _Inputs:
         return _Inputs(problem, None, None, True)
     value_is_finite = ops.known_finite(problem.value)
     arrays = {name: x for name, x in problem.form.arrays().items() if problem.form.role(name) != "shared"}
-    if ops.known_finite(*arrays.values()):
+    if all(map(ops.known_finite, arrays.values())):
         return _Inputs(problem, None, None, value_is_finite)
     nonfinite: dict[Role, Array] = {}
     for name, x in arrays.items():

@@ -122,7 +122,7 @@ def attend_chunks(
         places = partial(ops.positions, at[0], at[1] - at[0], query)
         result = dataclasses.replace(result, statistics=in_whole(ops, result.statistics, places))
         new = state_of(ops, result, parts.counts_of(of_keys, result.log_denom))
-        return dataclasses.replace(new, out=ops.astype(result.out, ops.dtype(new.total)) * new.total), problem.sink
+        return new._replace(out=ops.astype(result.out, ops.dtype(new.total)) * new.total), problem.sink
 
     with ops.numeric_scope():
         for at, keys, values in _chunks(ops, query, key, value, layout, parts.ranges(chunk, files)):

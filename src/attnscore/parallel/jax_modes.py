@@ -353,7 +353,7 @@ class Ring(Call):
             if self._is_attended(step):
                 part, count = self._part(step, of_keys, statistics)
                 new = state_of(ops, part, count)
-                new = dataclasses.replace(new, out=part.out * new.total)
+                new = new._replace(out=part.out * new.total)
                 state = new if state is None else online_softmax.merge(ops, state, new)
         result = finished(ops, cast(RowState, state), given.get("sink"), self.problem.statistics)
         rows = {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}

@@ -11,8 +11,7 @@ instead of a total of 0).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnscore.backends.base import Array, Backend
 from attnscore.problem.statistics import ACCUMULATORS, TABLE, Part, Row, Sums, Tile
@@ -20,8 +19,7 @@ from attnscore.problem.statistics import ACCUMULATORS, TABLE, Part, Row, Sums, T
 NEG_INF = float("-inf")
 
 
-@dataclass(frozen=True, eq=False)
-class RowState:
+class RowState(NamedTuple):
     """Each query after some of its keys; every array is (..., query, 1) but `out` (..., query, value_dim)."""
 
     max: Array

@@ -100,8 +100,8 @@ class JaxBackend(Backend):
         return x if x.dtype.name == dtype else lax.convert_element_type(x, _canonical_dtype(dtype))
 
     def asarray(self, x: Any, like: Array, dtype: str | None = None) -> Array:
-        found = x if isinstance(x, jax.Array) else jnp.asarray(importable(np.asarray(detached(x))))
-        return found if dtype is None else self.astype(found, dtype)
+        array = x if isinstance(x, jax.Array) else jnp.asarray(importable(np.asarray(detached(x))))
+        return array if dtype is None else self.astype(array, dtype)
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
         if not isinstance(x, jax.Array):
@@ -110,8 +110,8 @@ class JaxBackend(Backend):
         # The primal of a tracer may be a number of Python or NumPy, which is on no device.
         if x is None or (isinstance(x, jax.Array) and not _on_cpu(x)):
             return None
-        found = np.asarray(x)
-        return found.astype(np.float32) if found.dtype.name == "bfloat16" else found
+        values = np.asarray(x)
+        return values.astype(np.float32) if values.dtype.name == "bfloat16" else values
 
     def has_cpu_buffer(self, x: Array) -> bool:
         *tracers, x = layers_of(x)
@@ -129,26 +129,26 @@ class JaxBackend(Backend):
         # What is computed from constants of a program that is traced is part of the program.
         if is_tracing():
             return None
-        found, traces = [], set()
-        for given in arrays:
-            if kind_of(given) == REVERSE:
-                traces.add(given._trace)
-            x = _differentiated(given)
+        layouts, traces = [], set()
+        for array in arrays:
+            if kind_of(array) == REVERSE:
+                traces.add(array._trace)
+            x = _differentiated(array)
             if (device := _cpu_of(x)) is None:
                 return None
             view = np.asarray(x)
-            found.append((view.shape, view.dtype, view.strides, device))
+            layouts.append((view.shape, view.dtype, view.strides, device))
         # Several gradients around a call, each of other arrays of it, are nested: a plan is differentiated once.
-        return tuple(found) if len(traces) < 2 else None
+        return tuple(layouts) if len(traces) < 2 else None
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
-        found = np.asarray(_differentiated(x))
-        return found.view(np.uint16) if found.itemsize == 2 else found
+        array = np.asarray(_differentiated(x))
+        return array.view(np.uint16) if array.itemsize == 2 else array
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         x = x.view(_canonical_dtype(dtype)) if x.itemsize == 2 else x
-        found: Array = _copied(x) if x.nbytes < thresholds.SHARED_BYTES else jax.device_put(x)
-        return jax.device_put(found, like.sharding) if like is not None and like.committed else found
+        array: Array = _copied(x) if x.nbytes < thresholds.SHARED_BYTES else jax.device_put(x)
+        return jax.device_put(array, like.sharding) if like is not None and like.committed else array
 
     def needs_grad(self, *arrays: Array) -> bool:
         kinds = {kind_of(x) for x in layers_of_all(arrays) if isinstance(x, jax.core.Tracer)}
@@ -172,9 +172,9 @@ class JaxBackend(Backend):
         attributes: Mapping[str, Any],
     ) -> tuple[Array, ...]:
         """Trace the module's call "forward" or "backward" (csrc/api/ffi.cc), of results of these shapes and dtypes."""
-        known = [(shape, _canonical_dtype(dtype)) for shape, dtype in results]
-        found, axes = ffi.call(direction, known, arrays, attributes), axes_of(arrays)
-        return tuple(differing(x, axes) for x in found)
+        types = [(shape, _canonical_dtype(dtype)) for shape, dtype in results]
+        outputs, axes = ffi.call(direction, types, arrays, attributes), axes_of(arrays)
+        return tuple(differing(x, axes) for x in outputs)
 
     def host_callback(
         self,
@@ -189,16 +189,13 @@ class JaxBackend(Backend):
             for to, x in zip(out, function(*map(np.asarray, buffers)), strict=True):
                 np.asarray(to)[...] = x
 
-        wanted = tuple(jax.ShapeDtypeStruct(shape, _canonical_dtype(dtype)) for shape, dtype in results)  # type: ignore[no-untyped-call]  # JAX's own
-        found, axes = buffer_callback(call, wanted, vmap_method="sequential")(*arrays), axes_of(arrays)
-        return tuple(differing(x, axes) for x in found)
+        types = tuple(jax.ShapeDtypeStruct(shape, _canonical_dtype(dtype)) for shape, dtype in results)  # type: ignore[no-untyped-call]  # JAX's own
+        outputs, axes = buffer_callback(call, types, vmap_method="sequential")(*arrays), axes_of(arrays)
+        return tuple(differing(x, axes) for x in outputs)
 
     def number(self, x: Array) -> float | None:
-        found = concrete(x)
-        return None if found is None else float(found)
-
-    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
-        return differing(jnp.zeros(shape, _canonical_dtype(dtype) if dtype else like.dtype), axes_of((like,)))
+        value = concrete(x)
+        return None if value is None else float(value)
 
     def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
         return differing(jnp.full(shape, value, _canonical_dtype(dtype) if dtype else like.dtype), axes_of((like,)))
@@ -231,18 +228,16 @@ class JaxBackend(Backend):
 
     def numeric_scope(self) -> AbstractContextManager[Any]:
         # Masks compare positions with ends of more axes, and so on, which a user may have set to be an error.
-        found: AbstractContextManager[Any] = jax.numpy_rank_promotion("allow")
-        return found
+        scope: AbstractContextManager[Any] = jax.numpy_rank_promotion("allow")
+        return scope
 
     def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         if not isinstance(condition, jax.Array):
             return function(carry) if condition else carry
-        _register_pytrees(carry)
         return lax.cond(condition, lambda c: _in_dtypes_of(carry, function(c)), lambda c: c, carry)
 
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         if is_unknown(count) or (count > 1 and is_tracing()):
-            _register_pytrees(carry)
             return lax.fori_loop(0, count, lambda i, c: _in_dtypes_of(carry, body(i, c)), carry)
         return super().loop(count, body, carry)
 
@@ -260,13 +255,16 @@ class JaxBackend(Backend):
                 return out
         return super().plain_product(x, matrix, threads)
 
-    def known_finite(self, *arrays: Array) -> bool:
-        return all(map(_is_finite, map(concrete, arrays)))
+    def known_finite(self, x: Array) -> bool:
+        x = concrete(x)
+        if x is None:
+            return False
+        return is_finite(np.asarray(x)) if _on_cpu(x) else bool(jnp.isfinite(x).all())
 
     def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         # A projection that needs no gradient is memory (`plain_product`), which JAX would pass on as a kind of its own.
         arrays = [x if isinstance(x, jax.Array) else self.from_memory(x, str(x.dtype), None) for x in operands]
-        return gradients.record(run, arrays)
+        return gradients.with_own_vjp(run, arrays, (), lambda _: run)
 
     def vjp(self, function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:
         value, vjp = jax.vjp(function, *inputs)
@@ -330,15 +328,10 @@ def _cpu_of(x: Any) -> Any:
 
 def _is_on_one_device(*arrays: Any) -> bool:
     """Whether no array is traced, and none is on several devices; tracers of autodiff and of vmap are no traces."""
-    own = [layers_of(x)[-1] for x in arrays]
-    return not any(isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and len(x.devices()) > 1) for x in own)
-
-
-def _is_finite(x: Any) -> bool:
-    """Whether every entry is finite; False for None."""
-    if x is None:
-        return False
-    return is_finite(np.asarray(x)) if _on_cpu(x) else bool(jnp.isfinite(x).all())
+    values = [layers_of(x)[-1] for x in arrays]
+    return not any(
+        isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and len(x.devices()) > 1) for x in values
+    )
 
 
 def _canonical_dtype(dtype: str) -> Any:
@@ -348,11 +341,6 @@ def _canonical_dtype(dtype: str) -> Any:
 
 def _on_cpu(x: Any) -> bool:
     return all(device.platform == "cpu" for device in x.devices()) and len(x.devices()) == 1
-
-
-def _register_pytrees(carry: Any) -> None:
-    if dataclasses.is_dataclass(carry):
-        register(type(carry))
 
 
 def _in_dtypes_of(carry: Any, updated: Any) -> Any:

@@ -35,9 +35,9 @@ def registered() -> bool:
     if spec is None or spec.origin is None:
         return False
     try:
-        found = ctypes.CDLL(spec.origin)
-        calls = [getattr(found, f"attnscore_xla_{direction}") for direction in _DIRECTIONS]
-        set_threads = found.attnscore_xla_threads
+        library = ctypes.CDLL(spec.origin)
+        calls = [getattr(library, f"attnscore_xla_{direction}") for direction in _DIRECTIONS]
+        set_threads = library.attnscore_xla_threads
     except (OSError, AttributeError):
         return False
     try:
@@ -62,10 +62,10 @@ def call(
     passed["shapes"] = np.asarray([*itertools.chain.from_iterable((len(shape), *shape) for shape in shapes)], np.int64)
     dtypes = [str(x.dtype) for x in arrays], [str(dtype) for _, dtype in results]
     passed["digest"] = _digest(direction, dtypes, {name: x for name, x in passed.items() if name != "seed"})
-    wanted = [jax.ShapeDtypeStruct(_without_ones(shape), dtype) for shape, dtype in results]  # type: ignore[no-untyped-call]  # JAX's own
-    run = jax.ffi.ffi_call(f"attnscore_{direction}", tuple(wanted), vmap_method="expand_dims")
-    found = run(*(jnp.reshape(x, _without_ones(x.shape)) for x in arrays), **passed)
-    return tuple(jnp.reshape(x, shape) for x, (shape, _) in zip(found, results, strict=True))
+    types = [jax.ShapeDtypeStruct(_without_ones(shape), dtype) for shape, dtype in results]  # type: ignore[no-untyped-call]  # JAX's own
+    run = jax.ffi.ffi_call(f"attnscore_{direction}", tuple(types), vmap_method="expand_dims")
+    outputs = run(*(jnp.reshape(x, _without_ones(x.shape)) for x in arrays), **passed)
+    return tuple(jnp.reshape(x, shape) for x, (shape, _) in zip(outputs, results, strict=True))
 
 
 def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
@@ -74,8 +74,8 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _digest(direction: str, dtypes: Any, attributes: Mapping[str, Any]) -> np.int64:
     """Return 64 bits by which the library finds the plan of a call: calls with the same ones differ in seeds alone."""
-    given = sorted((name, np.asarray(value).tolist()) for name, value in attributes.items())
-    text = repr((direction, dtypes, given)).encode()
+    values = sorted((name, np.asarray(value).tolist()) for name, value in attributes.items())
+    text = repr((direction, dtypes, values)).encode()
     return np.int64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True))
 
 

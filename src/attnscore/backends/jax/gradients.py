@@ -10,7 +10,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from attnscore.backends.base import Array, DifferentiableOp, importable
 from attnscore.backends.jax import platforms
+from attnscore.backends.jax.pytrees import Static
 from attnscore.backends.jax.sharding import axes_of, differing, is_placed, sharding_of_rows
 from attnscore.backends.jax.tracers import FORWARD, RECORDED, REVERSE, SHARDED, kind_of, layers_of_all
 from attnscore.backends.numpy import detached
@@ -27,14 +27,14 @@ from attnscore.backends.numpy import detached
 
 def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
     """``run.forward(operands)``, with ``run.backward`` as its gradient."""
-    read, given = run.variables()
+    variables, with_variables = run.variables()
     # Arrays of masks may belong to another framework, or have strides that JAX does not take.
-    constants = [x if isinstance(x, jax.Array) else importable(np.asarray(detached(x))) for x in read]
+    constants = [x if isinstance(x, jax.Array) else importable(np.asarray(detached(x))) for x in variables]
     if (sharding := sharding_of_rows(operands)) is not None:
 
         def unsharded(operands: Sequence[Array], placed: Sequence[Array]) -> tuple[Array, ...]:
             left = iter(placed)
-            return differentiable(given([next(left) if is_placed(x) else x for x in constants]), operands)
+            return differentiable(with_variables([next(left) if is_placed(x) else x for x in constants]), operands)
 
         placed = [x for x in constants if is_placed(x)]
         return tuple(jax.sharding.auto_axes(unsharded, out_sharding=sharding)(tuple(operands), placed))
@@ -45,61 +45,47 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     # An eager `shard_map` drops the VJP that it meets, and refuses one with symbolic zeros.
     if FORWARD in kinds or (SHARDED in kinds and not kinds & {REVERSE, RECORDED}):
         return run.forward(operands)
+    return with_own_vjp(run, operands, constants, with_variables)
 
-    def run_forward(constants: Sequence[Array], arrays: Sequence[Array]) -> Any:
-        return _staged(
-            lambda constants, *arguments: given(constants).forward(*arguments),
-            lambda constants, *arguments: given(constants).streaming().forward(*arguments),
-            *(constants, arrays),
+
+def with_own_vjp(
+    run: DifferentiableOp,
+    operands: Sequence[Array],
+    constants: Sequence[Array],
+    with_constants: Callable[[Sequence[Array]], DifferentiableOp],
+) -> tuple[Array, ...]:
+    """``run.forward(operands)``, with ``run.backward`` as its gradient in reverse mode.
+
+    JAX calls back ``with_constants(constants)``, as the op must not close over traced arrays.
+    """
+
+    def call(method: str, constants: Sequence[Array], *arguments: Any, wanted: Sequence[bool] | None = None) -> Any:
+        """Call a method of the op; in a program `streaming` has its derivatives, and its place on other platforms."""
+        if not any(kind_of(x) == RECORDED for x in layers_of_all(jax.tree.leaves((constants, arguments)))):
+            selection = () if wanted is None else (wanted,)
+            return getattr(with_constants(constants), method)(*arguments, *selection)
+        return platforms.call(
+            lambda constants, *arguments: getattr(with_constants(constants), method)(*arguments),
+            lambda constants, *arguments: getattr(with_constants(constants).streaming(), method)(*arguments),
+            *(constants, *arguments),
         )
 
     def forward(arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, Any]:
+        wanted = Static([x.perturbed for x in arrays])
         arrays, constants = (tuple(x.value for x in primals) for primals in (arrays, constants))
-        outputs = run_forward(constants, arrays)
-        return outputs, (arrays, constants, outputs[: run.saved_outputs])
+        outputs = call("forward", constants, arrays)
+        return outputs, (arrays, constants, outputs[: run.saved_outputs], wanted)
 
-    def backward(kept: Any, grads: Sequence[Any]) -> tuple[Any, None]:
-        arrays, constants, outputs = kept
+    def backward(saved: Any, grads: Sequence[Any]) -> tuple[Any, None]:
+        arrays, constants, outputs, wanted = saved
         # An output without a use would otherwise be an array of zeros in the program, which a kernel reads.
-        grads = [None if isinstance(x, SymbolicZero) else x for x in grads]
-        found = _staged(
-            lambda constants, *arguments: given(constants).backward(*arguments),
-            lambda constants, *arguments: given(constants).streaming().backward(*arguments),
-            *(constants, arrays, outputs, tuple(grads[: run.differentiable_outputs])),
-        )
-        return tuple(found), None
+        grads = [None if isinstance(x, SymbolicZero) else x for x in grads[: run.differentiable_outputs]]
+        return tuple(call("backward", constants, arrays, outputs, tuple(grads), wanted=wanted.value)), None
 
-    call = jax.custom_vjp(lambda arrays, constants: run_forward(constants, arrays))
-    call.defvjp(forward, backward, symbolic_zeros=True)
-    found: tuple[Array, ...] = call(tuple(operands), tuple(constants))
-    return found
-
-
-def record(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
-    """``run.forward(operands)`` of arrays on the caller's axes, each concrete or differentiated once, eagerly."""
-
-    def forward(arrays: Sequence[Any]) -> tuple[Any, Any]:
-        own = tuple(x.value for x in arrays)
-        outputs = run.forward(own)
-        return outputs, (own, outputs[: run.saved_outputs], _Static([x.perturbed for x in arrays]))
-
-    def backward(kept: Any, grads: Sequence[Any]) -> tuple[Any]:
-        arrays, outputs, wanted = kept
-        incoming = [None if isinstance(x, SymbolicZero) else x for x in grads[: run.differentiable_outputs]]
-        return (tuple(run.backward(arrays, outputs, incoming, wanted.value)),)
-
-    call = jax.custom_vjp(run.forward)
-    call.defvjp(forward, backward, symbolic_zeros=True)
-    found: tuple[Array, ...] = call(tuple(operands))
-    return found
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True, eq=False)
-class _Static:
-    """What a forward keeps for its backward without being an array."""
-
-    value: Any
+    function = jax.custom_vjp(lambda arrays, constants: call("forward", constants, arrays))
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    outputs: tuple[Array, ...] = function(tuple(operands), tuple(constants))
+    return outputs
 
 
 @jax.custom_jvp
@@ -114,11 +100,11 @@ def product_of_rows(x: Array, matrix: Array, *bias: Array) -> Array:
 
 
 def _differentiate_product(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Array]:
-    found, (x, matrix, *_) = product_of_rows(*primals), primals
+    product, (x, matrix, *_) = product_of_rows(*primals), primals
     # Of a row that is not finite no product is. One column tells it within a fused loop.
-    finite = jnp.isfinite(found[..., :1])
+    finite = jnp.isfinite(product[..., :1])
     of_x, of_matrix, *of_bias = (None if isinstance(tangent, SymbolicZero) else tangent for tangent in tangents)
-    terms = [jnp.expand_dims(x, tuple(range(found.ndim - 1))) for x in of_bias if x is not None]
+    terms = [jnp.expand_dims(x, tuple(range(product.ndim - 1))) for x in of_bias if x is not None]
     if of_x is not None:
         terms.append(jnp.matmul(of_x, matrix))
     if of_matrix is not None:
@@ -127,18 +113,11 @@ def _differentiate_product(primals: Sequence[Array], tangents: Sequence[Any]) ->
         clean = jnp.where(jnp.isfinite(x), x, 0.0)
         if of_matrix.ndim == 2:
             clean = jnp.reshape(clean, (math.prod(x.shape[:-1]), x.shape[-1]))
-        terms.append(jnp.reshape(jnp.matmul(clean, of_matrix), found.shape))
+        terms.append(jnp.reshape(jnp.matmul(clean, of_matrix), product.shape))
     tangent = functools.reduce(operator.add, terms)
-    return found, jnp.where(finite, tangent, jnp.zeros_like(found))
+    return product, jnp.where(finite, tangent, jnp.zeros_like(product))
 
 
 product_of_rows.defjvp(_differentiate_product, symbolic_zeros=True)
 # Called eagerly, where each operation takes 20 us and more.
 compiled_product_of_rows = jax.jit(product_of_rows)
-
-
-def _staged(function: Callable[..., Any], streaming: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``function(*arguments)``; in a program `streaming` has its derivatives, and its place on other platforms."""
-    if not any(kind_of(x) == RECORDED for x in layers_of_all(jax.tree.leaves(arguments))):
-        return function(*arguments)
-    return platforms.call(function, streaming, *arguments)

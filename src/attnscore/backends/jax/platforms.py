@@ -54,8 +54,8 @@ def _differentiate(arrays: Sequence[Any], tangents: Sequence[Any], *, program: C
 
 def _map(arrays: Sequence[Any], axes: Sequence[Any], *, program: ClosedJaxpr, portable: Any) -> Any:
     mapped = (jax.vmap(function, tuple(axes)) for function in (jaxpr_as_fun(program), portable))
-    found = call(*mapped, *arrays)
-    return found, (0,) * len(found)
+    outputs = call(*mapped, *arrays)
+    return outputs, (0,) * len(outputs)
 
 
 def _lower(context: Any, *arrays: Any, program: ClosedJaxpr, portable: Any) -> Any:

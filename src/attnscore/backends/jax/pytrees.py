@@ -18,14 +18,15 @@ import numpy as np
 _REGISTERED: set[type] = set()
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Static:
-    """A static field, compared by its repr: lists have no hash that suits JAX. Functions are compared by themselves."""
+class Static:
+    """A static value, compared by its repr: lists have no hash that suits JAX. Functions are compared by themselves."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and _comparable(self.value) == _comparable(other.value)
+        return isinstance(other, Static) and _comparable(self.value) == _comparable(other.value)
 
     def __hash__(self) -> int:
         return hash(_comparable(self.value))
@@ -54,18 +55,18 @@ def register(kind: type) -> None:
     def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
         fields = {name: getattr(x, name) for name in names}
         leaves = {name: value for name, value in fields.items() if not _is_static(value)}
-        rest = tuple((name, _Static(value)) for name, value in fields.items() if name not in leaves)
+        rest = tuple((name, Static(value)) for name, value in fields.items() if name not in leaves)
         return [(jax.tree_util.GetAttrKey(name), value) for name, value in leaves.items()], (tuple(leaves), rest)
 
     def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
         # Without __init__: JAX puts placeholders into leaves, which checks would refuse.
-        found: Any = object.__new__(kind)
+        instance: Any = object.__new__(kind)
         names, rest = structure
         for name, value in zip(names, leaves, strict=True):
-            object.__setattr__(found, name, value)
+            object.__setattr__(instance, name, value)
         for name, static in rest:
-            object.__setattr__(found, name, static.value)
-        return found
+            object.__setattr__(instance, name, static.value)
+        return instance
 
     # ValueError: the class is registered already, by its author.
     with contextlib.suppress(ValueError):

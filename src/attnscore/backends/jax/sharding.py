@@ -2,7 +2,7 @@
 
 - Inside ``shard_map`` a type has the mesh axes along which values vary from device to device. A result varies along the
   axes of all its operands, and the carry of a loop must keep its type. The arrays of a call are therefore cast to vary
-  along the same axes: gradients then have their types, and JAX sums those of arrays that did not vary.
+  along the same axes: gradients then have their types, and JAX sums the gradients of arrays that did not vary.
 - On a mesh with explicit axes a type has the sharding. Neither custom calls nor loops have rules for it: a call runs
   with automatic axes, and its results get the sharding of the queries.
 """

@@ -32,10 +32,10 @@ def kind_of(x: Any) -> str:
 
 def layers_of(x: Any) -> list[Any]:
     """Return the tracers around an array, the outermost first, and last the value that they wrap."""
-    found = [x]
-    while (name := _WRAPPED.get(kind_of(found[-1]))) is not None:
-        found.append(getattr(found[-1], name))
-    return found
+    layers = [x]
+    while (name := _WRAPPED.get(kind_of(layers[-1]))) is not None:
+        layers.append(getattr(layers[-1], name))
+    return layers
 
 
 def layers_of_all(arrays: Sequence[Any]) -> list[Any]:

@@ -103,9 +103,6 @@ class MxnetBackend(Backend):
     def number(self, x: Array) -> float | None:
         return float(x.asnumpy())
 
-    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
-        return mx.np.zeros(tuple(shape), dtype=dtype or like.dtype, ctx=like.ctx)
-
     def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
         return mx.np.full(tuple(shape), value, dtype=dtype or like.dtype, ctx=like.ctx)
 
@@ -125,7 +122,7 @@ class MxnetBackend(Backend):
             return super().add_at(x, axis, start, block)
         if x.size and block.size:
             (before, length, rest), count = _around(x.shape, axis), block.shape[axis]
-            # A legacy array's reshape is a view; that of mx.np is a copy.
+            # The reshape of a legacy array is a view, and of mx.np a copy.
             flat = x.as_nd_ndarray().reshape((before, length, rest)).as_np_ndarray()
             flat[:, start : start + count] += block.reshape((before, count, rest))
         return x
@@ -194,8 +191,8 @@ class MxnetBackend(Backend):
 
     def searchsorted(self, ordered: Array, values: Array) -> Array:
         # MXNet's is NumPy's, which it does not call while autograd records.
-        found = np.searchsorted(ordered.asnumpy(), values.asnumpy(), side="right")
-        return self.asarray(found, values, "int64")
+        counts = np.searchsorted(ordered.asnumpy(), values.asnumpy(), side="right")
+        return self.asarray(counts, values, "int64")
 
     def shift_right(self, x: Array, bits: int) -> Array:
         # MXNet has neither >> nor //. A position has fewer than 53 bits, so this is exact.
@@ -203,11 +200,11 @@ class MxnetBackend(Backend):
 
     def numeric_scope(self) -> AbstractContextManager[Any]:
         # Otherwise a size of 0 would mean "unknown".
-        found: AbstractContextManager[Any] = mx.util.np_shape(True)
-        return found
+        scope: AbstractContextManager[Any] = mx.util.np_shape(True)
+        return scope
 
-    def known_finite(self, *arrays: Array) -> bool:
-        return all(bool(mx.np.isfinite(x).asnumpy().all()) for x in arrays)
+    def known_finite(self, x: Array) -> bool:
+        return bool(mx.np.isfinite(x).asnumpy().all())
 
     def draw_seed(self, like: Array) -> int:
         low, high = (int(x) for x in mx.np.random.randint(0, 2**31 - 1, size=(2,), dtype="int64").asnumpy())

@@ -91,12 +91,12 @@ def _record(
     def run(outs: int, ins: int, arrays: Any, requests: Any, _training: int, _state: Any) -> bool:
         # MXNet is C++: no exception may pass through it. It reports the failure.
         try:
-            held = [mx.np.ndarray(handle=ctypes.cast(arrays[i], NDArrayHandle), writable=i >= outs)
+            handles = [mx.np.ndarray(handle=ctypes.cast(arrays[i], NDArrayHandle), writable=i >= outs)
                     for i in range(outs + ins)]  # fmt: skip
             wanted = [requests[i] != _NULL for i in range(ins)]
             with mx.util.np_shape(True), autograd.pause():
-                found = backward(held[:outs], wanted)
-                for target, grad, request in zip(held[outs:], found, requests[:ins], strict=True):
+                gradients = backward(handles[:outs], wanted)
+                for target, grad, request in zip(handles[outs:], gradients, requests[:ins], strict=True):
                     if grad is not None and request != _NULL and grad.size:
                         target[()] = target + grad if request == _ADD else grad
         except Exception:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -18,17 +17,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from attnscore.backends.base import (
-    Array,
-    Backend,
-    HostArray,
-    Modules,
-    SeedHalves,
-    Signature,
-    importable,
-)
+from attnscore.backends.base import Array, Backend, HostArray, Modules, SeedHalves, Signature, importable
 from attnscore.backends.numpy import NumpyBackend, is_finite
-from attnscore.backends.tensorflow import dynamic_shapes, gradients, graphs
+from attnscore.backends.tensorflow import dynamic_shapes, gradients, graphs, private
 from attnscore.backends.tensorflow.dynamic_shapes import sizes
 from attnscore.base.sizes import Unknown, is_unknown
 from attnscore.base.threads import get_num_threads
@@ -57,6 +48,7 @@ class TensorFlowBackend(Backend):
     has_autodiff = True
     has_mutable_arrays = False
     has_slow_callbacks = True
+    fallbacks = private.FALLBACKS
     xp = Modules(tf.math, tf, tf.experimental.numpy)
     needs_grad = staticmethod(gradients.needs_grad)
     needs_host_callback = staticmethod(graphs.calls_back)
@@ -115,16 +107,16 @@ class TensorFlowBackend(Backend):
         return x if dtype is None else tf.cast(x, dtype)
 
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
-        found: Any
+        values: Any
         if _is_eager_on_cpu(x):
-            found = np.asarray(x) if len(x.shape) else np.asarray(x.numpy())
+            values = np.asarray(x) if len(x.shape) else np.asarray(x.numpy())
         elif isinstance(x, tf.Variable):
-            found = x.numpy() if tf.executing_eagerly() else None
+            values = x.numpy() if tf.executing_eagerly() else None
         else:
-            found = tf.get_static_value(x) if isinstance(x, tf.Tensor) and not hasattr(x, "numpy") else None
-        if found is None:
+            values = tf.get_static_value(x) if isinstance(x, tf.Tensor) and not hasattr(x, "numpy") else None
+        if values is None:
             return None
-        return found.astype(np.float32) if found.dtype.name == "bfloat16" else np.asarray(found)
+        return values.astype(np.float32) if values.dtype.name == "bfloat16" else np.asarray(values)
 
     def check_can_mask(self, query_len: Any, key_len: Any) -> None:
         if (is_unknown(query_len) or is_unknown(key_len)) and graphs.is_for_lite():
@@ -159,33 +151,30 @@ class TensorFlowBackend(Backend):
         return not gradients.has_tangents(arrays)
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
-        found = _array(x)
-        return found.view(np.uint16) if found.itemsize == 2 else found
+        array = _array(x)
+        return array.view(np.uint16) if array.itemsize == 2 else array
 
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
-        # Eager tensors are in C order. Layouts of NumPy's arrays are read in half the time of those of tensors.
+        # Eager tensors are in C order. Reading the layout of NumPy's array takes half the time of reading the tensor's.
         if not self.is_plain(*arrays):
             return None
-        found = [_array(x) for x in arrays]
-        return tuple([(x.shape, x.dtype) for x in found])
+        arrays_of_numpy = [_array(x) for x in arrays]
+        return tuple([(x.shape, x.dtype) for x in arrays_of_numpy])
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         if not x.size:
-            found = tf.constant(x)
+            tensor = tf.constant(x)
         else:
             if x.ctypes.data % _ALIGNMENT or not x.flags.c_contiguous or not x.flags.writeable:
                 x = _aligned(x)
-            found = tf.experimental.dlpack.from_dlpack(x.__dlpack__())
-        return found if x.itemsize != 2 or found.dtype.name == dtype else tf.bitcast(found, dtype)
+            tensor = tf.experimental.dlpack.from_dlpack(x.__dlpack__())
+        return tensor if x.itemsize != 2 or tensor.dtype.name == dtype else tf.bitcast(tensor, dtype)
 
     def at_run_time(self, host: Backend) -> Backend:
         return _CallbackBackend()
 
     def number(self, x: Array) -> float | None:
         return float(x) if hasattr(x, "numpy") else None
-
-    def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
-        return tf.zeros(sizes(shape), dtype or like.dtype)
 
     def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
         return tf.fill(sizes(shape), tf.cast(value, dtype or like.dtype))
@@ -208,7 +197,7 @@ class TensorFlowBackend(Backend):
 
     def reshape(self, x: Array, shape: Sequence[int]) -> Array:
         missing = iter([n for n in self.shape(x) if isinstance(n, Unknown)])
-        # Canonical axes keep their order, so the unknown sizes of the result are those of `x`, in order.
+        # Canonical axes keep their order, so the result has the unknown sizes of `x`, in order.
         return tf.reshape(x, sizes([next(missing) if n is None else n for n in shape]))
 
     def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
@@ -235,7 +224,7 @@ class TensorFlowBackend(Backend):
     def softmax(self, x: Array) -> Array:
         if len(x.shape) <= 5:
             return tf.nn.softmax(x)
-        # That of oneDNN, which TensorFlow takes on CPUs, has five axes at most.
+        # The softmax of oneDNN, which TensorFlow takes on CPUs, has five axes at most.
         shape = sizes(self.shape(x))
         return tf.reshape(tf.nn.softmax(tf.reshape(x, sizes([tf.reduce_prod(shape[:-1]), shape[-1]]))), shape)
 
@@ -274,49 +263,43 @@ class TensorFlowBackend(Backend):
     def cond(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly():
             return function(carry) if condition else carry
-        done = tf.cond(condition, lambda: _leaves_of(function(carry)), lambda: _leaves_of(carry))
-        return _rebuilt(carry, list(done))
+        return tf.cond(condition, lambda: function(carry), lambda: carry)
 
     def cond_rarely(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly():
             return self.cond(condition, function, carry)
-        return _rebuilt(carry, graphs.rarely(condition, lambda: _leaves_of(function(carry)), _leaves_of(carry)))
+        leaves = graphs.rarely(condition, lambda: tf.nest.flatten(function(carry)), tf.nest.flatten(carry))
+        return tf.nest.pack_sequence_as(carry, leaves)
 
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly() or (isinstance(count, int) and count < 2):
             return super().loop(count, body, carry)
 
-        def step(i: Array, *leaves: Array) -> tuple[Array, ...]:
-            return i + 1, *_leaves_of(body(i, _rebuilt(carry, list(leaves))))
+        def step(i: Array, carry: Any) -> tuple[Array, Any]:
+            return i + 1, body(i, carry)
 
         limit = tf.cast(getattr(count, "value", count), tf.int64)
         start = tf.constant(0, tf.int64)
         # Parallel iterations would hold several tiles at once. XLA differentiates a loop whose largest count it knows.
-        most = sizes((count,))[0] if graphs.is_for_xla() else None
-        done = tf.while_loop(
-            lambda i, *_: i < limit, step, (start, *_leaves_of(carry)), parallel_iterations=1, maximum_iterations=most
-        )
-        return _rebuilt(carry, list(done[1:]))
+        largest_count = sizes((count,))[0] if graphs.is_for_xla() else None
+        return tf.while_loop(
+            lambda i, _: i < limit, step, (start, carry), parallel_iterations=1, maximum_iterations=largest_count
+        )[1]
 
     def map_tiles(self, count: int, body: Callable[[Any], tuple[Array, ...]]) -> list[tuple[Array, ...]]:
         if tf.executing_eagerly() or count < 2:
             return [body(i) for i in range(count)]
+        # The first tile tells the shapes of the others.
         first = body(0)
-        found = [tf.TensorArray(x.dtype, count, element_shape=x.shape).write(0, x) for x in first]
+        types = tuple(tf.TensorSpec(x.shape, x.dtype) for x in first)
+        indices = tf.range(1, count, dtype=tf.int64)
+        others = tf.map_fn(lambda i: tuple(body(i)), indices, fn_output_signature=types, parallel_iterations=1)
+        return [first, *zip(*(tf.unstack(x, count - 1) for x in others), strict=True)]
 
-        def step(i: Array, *arrays: Any) -> tuple[Any, ...]:
-            at = tf.cast(i, tf.int32)
-            return i + 1, *(array.write(at, x) for array, x in zip(arrays, body(i), strict=True))
-
-        second = tf.constant(1, tf.int64)
-        most = count if graphs.is_for_xla() else None
-        done = tf.while_loop(
-            lambda i, *_: i < count, step, (second, *found), parallel_iterations=1, maximum_iterations=most
-        )
-        return list(zip(*(tf.unstack(array.stack(), count) for array in done[1:]), strict=True))
-
-    def known_finite(self, *arrays: Array) -> bool:
-        return all(map(_is_finite, arrays))
+    def known_finite(self, x: Array) -> bool:
+        if _is_eager_on_cpu(x):
+            return is_finite(_array(x))
+        return hasattr(x, "numpy") and bool(tf.reduce_all(tf.math.is_finite(x)))
 
     def product_of_rows(self, x: Array, matrix: Array, bias: Array | None = None) -> Array | None:
         # Elsewhere a gradient that is written by hand is not taken, or the compiler fuses the zeros of `isolated`.
@@ -352,42 +335,11 @@ def _aligned(x: HostArray) -> HostArray:
     """Return a copy in C order at an address that TensorFlow shares; `tf.constant` copies in twice the time."""
     whole = np.empty(x.nbytes + _ALIGNMENT, np.uint8)
     start = -whole.ctypes.data % _ALIGNMENT
-    found = whole[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
-    found[...] = x
-    return found
-
-
-def _is_finite(x: Array) -> bool:
-    """Whether every entry is finite; False if the tensor is symbolic."""
-    if _is_eager_on_cpu(x):
-        return is_finite(_array(x))
-    return hasattr(x, "numpy") and bool(tf.reduce_all(tf.math.is_finite(x)))
+    copy = whole[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
 
 
 def _is_eager_on_cpu(x: Any) -> bool:
     """Whether `x` is an eager tensor on the CPU."""
     return isinstance(x, tf.Tensor) and hasattr(x, "numpy") and x.device.endswith("CPU:0")
-
-
-def _leaves_of(x: Any) -> list[Array]:
-    """Return the arrays in nested dataclasses, dictionaries and tuples; ``tf.nest`` takes a dataclass for a leaf."""
-    if x is None:
-        return []
-    if dataclasses.is_dataclass(x):
-        return [leaf for field in dataclasses.fields(x) for leaf in _leaves_of(getattr(x, field.name))]
-    if isinstance(x, dict):
-        return [leaf for name in sorted(x) for leaf in _leaves_of(x[name])]
-    return [leaf for part in x for leaf in _leaves_of(part)] if isinstance(x, tuple) else [x]
-
-
-def _rebuilt(like: Any, leaves: list[Array]) -> Any:
-    """Return the structure of `like` around `leaves`, from which it pops those that it uses."""
-    if like is None:
-        return None
-    if dataclasses.is_dataclass(like) and not isinstance(like, type):
-        return dataclasses.replace(
-            like, **{field.name: _rebuilt(getattr(like, field.name), leaves) for field in dataclasses.fields(like)}
-        )
-    if isinstance(like, dict):
-        return {name: _rebuilt(like[name], leaves) for name in sorted(like)}
-    return tuple(_rebuilt(part, leaves) for part in like) if isinstance(like, tuple) else leaves.pop(0)

@@ -71,15 +71,15 @@ def assert_shape(x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[
     named = [(shape(tf.convert_to_tensor(array)), allowed) for _, array, allowed in shapes]
     with tf.name_scope(f"the_shape_of_{'_or_'.join(dict.fromkeys(name for name, _, _ in shapes))}_does_not_fit"):
         fits = [
-            tf.reduce_any([_is_one_of(found, one) for one in allowed if len(one) == len(found)])
-            for found, allowed in named
+            tf.reduce_any([_is_one_of(lengths, choices) for choices in allowed if len(choices) == len(lengths)])
+            for lengths, allowed in named
         ]
         # A slice of all of `x` (no copy), whose start -1 fails. XLA removes assertions, but fails at this; TensorFlow
         # would merge a reshape with other reshapes, an impossible one too.
         begin = tf.where(tf.reduce_all(fits), tf.zeros(len(x.shape), tf.int32), -1)
-        found = tf.slice(x, begin, [-1] * len(x.shape))
-    found.set_shape(x.shape)
-    return found
+        checked = tf.slice(x, begin, [-1] * len(x.shape))
+    checked.set_shape(x.shape)
+    return checked
 
 
 def _is_one_of(shape: Sequence[Any], allowed: Sequence[Any]) -> Array:

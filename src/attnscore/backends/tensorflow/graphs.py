@@ -19,11 +19,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops import cond_v2, control_flow_util_v2
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from attnscore.backends.base import Array
+from attnscore.backends.tensorflow import private
 
 _LITE = "tensorflow.lite."
 # Modules that trace a graph to export or to vectorize it, where a callback is of no use, or is called in a loop. One
@@ -35,13 +33,12 @@ def calls_back(*arrays: Array) -> bool:
     """Whether any of these is symbolic, in a graph that can call this process when it runs."""
     if not any(isinstance(x, tf.Tensor) and not hasattr(x, "numpy") for x in arrays):
         return False
-    graph = tf.compat.v1.get_default_graph()
-    return isinstance(graph, FuncGraph) and not GraphOrParentsInXlaContext(graph) and not is_rewritten()
+    return private.indexed_case is not None and tf.inside_function() and not (is_for_xla() or is_rewritten())
 
 
 def is_for_xla() -> bool:
     """Whether a function with ``jit_compile=True`` traces the graph."""
-    return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+    return bool(private.is_for_xla(tf.compat.v1.get_default_graph()))
 
 
 def is_rewritten() -> bool:
@@ -126,9 +123,9 @@ def _runs_here(x: Array) -> Array:
 
     The call is declared stateless, because TensorFlow drops derivatives at stateful calls.
     """
-    found: Array = tf.raw_ops.PartitionedCall(args=[x], Tout=[tf.int32], f=_runs_here_function(x.dtype))[0]
-    found.set_shape(())
-    return found
+    index: Array = tf.raw_ops.PartitionedCall(args=[x], Tout=[tf.int32], f=_runs_here_function(x.dtype))[0]
+    index.set_shape(())
+    return index
 
 
 @functools.cache
@@ -167,14 +164,20 @@ def _process_mark() -> str:
 
 def rarely(condition: Array, function: Callable[[], list[Array]], otherwise: Sequence[Array]) -> list[Array]:
     """Return ``function()`` where the condition is true, else `otherwise`; the branches are no part of the graph."""
+
+    def unchanged() -> list[Array]:
+        return [tf.identity(x) for x in otherwise]
+
+    if private.cond is None or private.set_lowering is None:
+        return list(tf.cond(condition, function, unchanged))
     # An `If`, as TensorFlow Lite has no `Case`. It stays one operation: inlined, all branches would cost in each call.
-    found = list(cond_v2.cond_v2(condition, function, lambda: [tf.identity(x) for x in otherwise]))
-    control_flow_util_v2.maybe_set_lowering_attr(found[0].op.inputs[0].op, lower_using_switch_merge=False)
-    return found
+    outputs = list(private.cond(condition, function, unchanged))
+    private.set_lowering(outputs[0].op.inputs[0].op, lower_using_switch_merge=False)
+    return outputs
 
 
 def _case(index: Array, branches: Sequence[Callable[[], list[Array]]]) -> list[Array]:
     # One operation that holds its branches. `tf.switch_case` would inline all branches into the graph, and a runtime
     # without Python has no kernel for a callback, whether it runs or not.
-    found = cond_v2.indexed_case(index, list(branches), lower_using_switch_merge=False)
-    return list(found) if isinstance(found, (list, tuple)) else [found]
+    outputs = private.indexed_case(index, list(branches), lower_using_switch_merge=False)  # type: ignore[misc]
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]

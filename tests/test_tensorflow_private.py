@@ -1,0 +1,97 @@
+"""Private names of TensorFlow: read in one file, and a release without one of them computes the same."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import attnscore as ats
+from attnscore.backends.tensorflow import private
+
+FILE = Path(private.__file__)
+SOURCE = FILE.read_text(encoding="utf-8")
+NAMES = sorted(set(re.findall(r'"(tensorflow\.[\w.]+)"', SOURCE)))
+RNG = np.random.default_rng(3)
+SCORE_ARRAYS = {"w_v": (4,), "W_q": (4, 3), "W_k": (4, 3)}
+Arrays = list[tf.Tensor]
+
+
+@pytest.fixture(params=[*(pytest.param([name], marks=pytest.mark.slow) for name in NAMES), NAMES], ids=[*NAMES, "all"])
+def missing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that a release of TensorFlow does not have, with their replacements in the module."""
+    source = SOURCE
+    for name in request.param:
+        source = source.replace(f'"{name}"', f'"{name}_of_another_release"')
+    module = types.ModuleType("private")
+    exec(compile(source, FILE, "exec"), vars(module))
+    for name, value in vars(module).items():
+        if not name.startswith("__"):
+            monkeypatch.setattr(private, name, value)
+    assert set(module.FALLBACKS) == {f"{name}_of_another_release" for name in request.param}
+    assert all(module.FALLBACKS.values())
+    return list(request.param)
+
+
+def test_nothing_is_missing_here() -> None:
+    assert len(NAMES) > 7
+    assert private.FALLBACKS == {}
+
+
+def test_no_other_file_imports_a_private_module() -> None:
+    package = FILE.parents[2]
+    importing = {p for p in package.rglob("*.py") if re.search(r"^\s*(from|import) tensorflow\.python", p.read_text())}
+    assert importing == set()
+
+
+def arrays() -> Arrays:
+    shapes = ((2, 3, 3), (2, 5, 3), (2, 5, 2), *SCORE_ARRAYS.values())
+    return [tf.constant(RNG.standard_normal(shape)) for shape in shapes]
+
+
+def additive(query: Any, key: Any, value: Any, *parameters: Any, kernel: str = "auto") -> Any:
+    score = ats.Additive(**dict(zip(SCORE_ARRAYS, parameters, strict=True)))
+    return ats.attend(query, key, value, score=score, valid_lens=[2, 5], kernel=kernel)
+
+
+def gradients(function: Callable[..., Any], leaves: Arrays) -> Arrays:
+    with tf.GradientTape() as tape:
+        tape.watch(leaves)
+        loss = tf.reduce_sum(function(*leaves) ** 3)
+    return list(tape.gradient(loss, leaves))
+
+
+def second_gradients(function: Callable[..., Any], leaves: Arrays) -> Arrays:
+    with tf.GradientTape() as tape:
+        tape.watch(leaves)
+        loss = tf.add_n([tf.reduce_sum(x * x) for x in gradients(function, leaves)])
+    return list(tape.gradient(loss, leaves))
+
+
+def test_a_missing_name_changes_no_result(missing: list[str]) -> None:
+    leaves = arrays()
+
+    def dense(*leaves: Any) -> Any:
+        return additive(*leaves, kernel="dense")
+
+    def of_both(calculate: Callable[..., Arrays]) -> None:
+        expected = calculate(dense, leaves)
+        for _ in range(2):  # the second time by a plan, where there is one
+            for got, x in zip(calculate(additive, leaves), expected, strict=True):
+                np.testing.assert_allclose(got, x, rtol=0, atol=1e-9)
+
+    of_both(lambda function, leaves: [function(*leaves)])
+    of_both(gradients)
+    of_both(second_gradients)
+    of_both(lambda function, leaves: tf.function(lambda *leaves: gradients(function, list(leaves)))(*leaves))
+    with tf.autodiff.ForwardAccumulator(leaves[0], tf.ones_like(leaves[0])) as forward:
+        got = additive(*leaves)
+    with tf.autodiff.ForwardAccumulator(leaves[0], tf.ones_like(leaves[0])) as expected:
+        exact = dense(*leaves)
+    np.testing.assert_allclose(forward.jvp(got), expected.jvp(exact), rtol=0, atol=1e-9)
