@@ -87,7 +87,9 @@ class MxnetBackend(Backend):
         x.wait_to_read()
         address = ctypes.c_void_p()
         check_call(_LIB.MXNDArrayGetData(x.handle, ctypes.byref(address)))
-        return np.asarray(_Memory(x, address.value, dtype))
+        buffer: Any = (ctypes.c_char * (math.prod(x.shape) * dtype.itemsize)).from_address(address.value or 0)
+        buffer.array = x  # which owns the memory
+        return np.frombuffer(buffer, dtype).reshape(x.shape)
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         x = x.view(dtype) if dtype == "float16" else x
@@ -209,14 +211,6 @@ class MxnetBackend(Backend):
     def draw_seed(self, like: Array) -> int:
         low, high = (int(x) for x in mx.np.random.randint(0, 2**31 - 1, size=(2,), dtype="int64").asnumpy())
         return low | high << 31
-
-
-class _Memory:
-    """NumPy's array interface of an array's memory; keeps the array alive."""
-
-    def __init__(self, x: Array, address: int | None, dtype: np.dtype[Any]) -> None:
-        self.array = x
-        self.__array_interface__ = {"data": (address, False), "shape": x.shape, "typestr": dtype.str, "version": 3}
 
 
 def _around(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
