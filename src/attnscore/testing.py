@@ -229,8 +229,8 @@ def _against_triton(score: Any, dim: int, heads: int, seed: int, device: str) ->
         results = zip(("out", *leaves), (out, *grads), strict=True)
         by_kernel.append({name: _values_of(ops, x) for name, x in results})
     for name, expected in by_kernel[1].items():
-        what = name if name == "out" else f"gradient of {name}"
-        _close(f"triton_tile: {what} differs from that by tile", by_kernel[0][name], expected, tolerance=1e-4)
+        result = name if name == "out" else f"gradient of {name}"
+        _close(f"triton_tile: {result} differs from that by tile", by_kernel[0][name], expected, tolerance=1e-4)
 
 
 # ---------------------------------------------------------------- kernels
@@ -590,7 +590,7 @@ def _check_rounding(kernel: Kernel, score: Any, mask: Mask | None, inputs: Seque
         _close(f"{kernel.name}: {dtype}: gradient of {name}", gradients["got"][name], expected, 64 * rounding)
 
 
-# ---------------------------------------------------------------- what the checks share
+# ---------------------------------------------------------------- shared by the checks
 
 
 def _against_dense(problem: Problem, kernel: Kernel) -> None:
@@ -606,8 +606,8 @@ def _against_dense(problem: Problem, kernel: Kernel) -> None:
             raise AssertionError(f"{kernel.name}: expected Result.matrix, which the problem asks for, got None")
         _close(f"{kernel.name}: {problem.matrix}", _values_of(ops, got.matrix), _values_of(ops, expected.matrix))
     for name in problem.statistics:
-        one, other = (r.log_sum_exp if name == "log_sum_exp" else r.statistics[name] for r in (got, expected))
-        _close(f"{kernel.name}: {name}", _values_of(ops, one), _values_of(ops, other))
+        statistic, exact = (r.log_sum_exp if name == "log_sum_exp" else r.statistics[name] for r in (got, expected))
+        _close(f"{kernel.name}: {name}", _values_of(ops, statistic), _values_of(ops, exact))
 
 
 def _gradients(ops: Backend, score: Any, leaves: Mapping[str, Array], mask: Mask | None) -> dict[str, _HostArray]:
@@ -684,24 +684,24 @@ def _values_of(ops: Backend, x: Array) -> _HostArray:
     return np.asarray(detached(x)) if values is None else values
 
 
-def _close(what: str, got: Any, expected: Any, tolerance: float = 1e-9) -> None:
+def _close(label: str, got: Any, expected: Any, tolerance: float = 1e-9) -> None:
     """Raise AssertionError unless equal to `tolerance` of the largest entry; NaN and infinities must agree."""
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     if got.shape != expected.shape:
-        raise AssertionError(f"{what}: expected shape {expected.shape}, got {got.shape}")
+        raise AssertionError(f"{label}: expected shape {expected.shape}, got {got.shape}")
     finite = np.isfinite(expected)
     scale = max(1.0, float(np.abs(expected[finite]).max(initial=0)))
     if not np.array_equal(got[~finite], expected[~finite], equal_nan=True) or not np.isfinite(got[finite]).all():
-        raise AssertionError(f"{what}: NaN or infinity where there should be none, or none where there should be")
+        raise AssertionError(f"{label}: NaN or infinity where there should be none, or none where there should be")
     error = float(np.abs(got[finite] - expected[finite]).max(initial=0))
     if error > tolerance * scale:
-        raise AssertionError(f"{what}: off by {error:.3g}, where {tolerance * scale:.3g} is allowed")
+        raise AssertionError(f"{label}: off by {error:.3g}, where {tolerance * scale:.3g} is allowed")
 
 
-def _same(ops: Backend, what: str, got: Array, expected: Array) -> None:
+def _same(ops: Backend, label: str, got: Array, expected: Array) -> None:
     """Raise AssertionError unless both hold the same bits."""
     if not np.array_equal(_values_of(ops, got), _values_of(ops, expected), equal_nan=True):
-        raise AssertionError(what)
+        raise AssertionError(label)
 
 
 if __name__ == "__main__":

@@ -155,11 +155,11 @@ def check_compatible(ops: Backend, query: Any, arrays: Mapping[str, Any]) -> Non
     check_devices(ops, query, arrays)
 
 
-def check_not_recorded(ops: Backend, what: str) -> None:
+def check_not_recorded(ops: Backend, name: str) -> None:
     """Raise FrameworkError while `torch.jit.trace` records: it would freeze decisions that depend on sizes."""
     if ops.is_recording():
         expected = "a call outside torch.jit.trace, which records `attend` and the layers alone"
-        raise FrameworkError(message(what, expected, "one inside"))
+        raise FrameworkError(message(name, expected, "one inside"))
 
 
 def register_pytree(kind: type) -> None:

@@ -172,8 +172,8 @@ def _matmul(ops: Backend, y: Array, a: Array, b: Array) -> tuple[Vjp, Vjp]:
 def _getitem(ops: Backend, y: Array, x: Array, index: Any) -> tuple[Vjp]:
     def vjp(g: Array) -> Array:
         whole = ops.zeros(x.shape, g)
-        parts = index if isinstance(index, tuple) else (index,)
-        if all(isinstance(i, (int, slice, type(None), type(...))) for i in parts):
+        entries = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(i, (int, slice, type(None), type(...))) for i in entries):
             whole[index] = g
         else:
             np.add.at(whole, index, g)

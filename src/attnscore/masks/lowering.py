@@ -61,7 +61,7 @@ def _is_custom_code(mask: Mask) -> bool:
     return isinstance(mask, EvaluatedFunction) or not type(mask).__module__.startswith("attnscore.")
 
 
-# ---- what is an operand and what is evaluated
+# ---- operands, and masks to evaluate
 
 
 def partition(rest: Mask | None) -> tuple[Parts, Parts]:

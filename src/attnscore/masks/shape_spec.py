@@ -40,9 +40,9 @@ class ShapeSpec:
     def check(self) -> None:
         """Raise MaskError when the shape does not fit; unknown lengths fit."""
         shape = shape_of(self.array)
-        for one in self.allowed:
-            if len(one) == len(shape) and all(
-                any(may_equal(n, m) for m in choices(axis)) for n, axis in zip(shape, one, strict=True)
+        for allowed in self.allowed:
+            if len(allowed) == len(shape) and all(
+                any(may_equal(n, m) for m in choices(axis)) for n, axis in zip(shape, allowed, strict=True)
             ):
                 return
         raise MaskError(message(self.name, self.expected, shape))
@@ -50,7 +50,7 @@ class ShapeSpec:
     @property
     def is_known(self) -> bool:
         """Whether `check` knows all lengths."""
-        lengths = [n for one in self.allowed for axis in one for n in choices(axis)]
+        lengths = [n for allowed in self.allowed for axis in allowed for n in choices(axis)]
         return not any(map(is_unknown, (*shape_of(self.array), *lengths)))
 
 
