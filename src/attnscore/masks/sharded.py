@@ -50,7 +50,8 @@ class Sharded(CompoundMask, IntervalSetMask):
         inside = ops.logical_and(rows < self.query_len, cols < self.key_len)
         if self.mask is None:
             return inside
-        rows, cols = _clamped(ops, rows, self.query_len), _clamped(ops, cols, self.key_len)
+        ends = ((rows, self.query_len), (cols, self.key_len))
+        rows, cols = (ops.minimum(x, ops.full((), length - 1, x)) for x, length in ends)
         return ops.logical_and(inside, self.mask.visible(ops, self.part_shape(score_shape), rows, cols))
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
@@ -89,8 +90,3 @@ class Sharded(CompoundMask, IntervalSetMask):
     def __repr__(self) -> str:
         sizes = " x ".join(str(len(x)) for x in (self.rows, self.cols))
         return f"{sizes} of {self.query_len} x {self.key_len} in {self.mask!r}"
-
-
-def _clamped(ops: Backend, positions: Array, length: int) -> Array:
-    """Return the positions, those behind the last one as the last one."""
-    return -ops.maximum(-positions, ops.full((), 1 - length, positions))
