@@ -29,6 +29,8 @@ OPTIONS = {
     "value_dtype": "float32",
     "bias_dtype": "float32",
     "dropout": 0.0,
+    "first_row": 0,
+    "all_rows": 0,
     "seed": 0,
 }
 ROWS = ("out", "row_max", "log_denom", "entropy", "scores", "attention_weights", "grad_out", "grad_log_sum_exp")

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import attnscore as ats
 from attnscore.base import thresholds
 from attnscore.base.cache import BoundedCache
-from attnscore.kernels.native import kernel, marshalling
+from attnscore.kernels.native import in_memory, marshalling
 from attnscore.kernels.native import plan as native_plan
 from attnscore.plans import plan
 from native_cases import native
@@ -74,7 +74,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         def plan_backward(self, *arguments: Any) -> Any:
             return watched(native.plan_backward(*arguments), arguments[2][4])
 
-    for module in (kernel, native_plan):
+    for module in (in_memory, native_plan):
         monkeypatch.setattr(module, "_native", Watched())
     monkeypatch.setattr(plan, "PLANS", BoundedCache())
     return seen
@@ -91,8 +91,8 @@ def old_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             x.fill(np.nan)
         return x
 
-    monkeypatch.setattr(marshalling, "aligned", dirty)
-    monkeypatch.setattr(native_plan, "aligned", dirty)
+    for module in (in_memory, native_plan):
+        monkeypatch.setattr(module, "aligned", dirty)
 
 
 def inputs(dtype: str = "f8") -> list[np.ndarray]:

@@ -297,7 +297,7 @@ def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.Mon
         def plan_backward(self, *arguments: Any) -> Any:
             return watched(native.plan_backward(*arguments))
 
-    for module in ("kernel", "plan"):
+    for module in ("in_memory", "plan"):
         monkeypatch.setattr(f"attnscore.kernels.native.{module}._native", Watched())
     monkeypatch.setattr("attnscore.plans.plan.PLANS", BoundedCache(8))
     torch.set_num_threads(3)

@@ -479,7 +479,7 @@ def test_weights_of_a_plan_are_required() -> None:
     np.testing.assert_allclose(arrays["out"], wanted, rtol=1e-5, atol=1e-5)
 
 
-SCORE = ("inner", "tanh", 0.0, 1.0, (), "float32", "float32", "float32", 0.0, 0)
+SCORE = ("inner", "tanh", 0.0, 1.0, (), "float32", "float32", "float32", 0.0, 0, 0, 0)
 
 
 def _plan_arrays() -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     found = Watched()
-    monkeypatch.setattr("attnscore.kernels.native.kernel._native", found)
+    monkeypatch.setattr("attnscore.kernels.native.in_memory._native", found)
     # What is prepared for all calls passes by it.
     monkeypatch.setattr("attnscore.kernels.native.kernel.Native.prepare", Kernel.prepare)
     monkeypatch.setattr("attnscore.plans.plan.PLANS", BoundedCache())

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import attnscore as ats
 from attnscore.kernels import tiling
-from attnscore.kernels.native import kernel, plan
+from attnscore.kernels.native import in_memory, plan
 from cases import DTYPES, in_turn, needs_native
 from covering import some
 from harness import EXTRAS, make_call
@@ -64,8 +64,8 @@ class Counted:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the native forward and backward ran."""
-    counted = Counted(kernel._native)
-    for module in (kernel, plan):
+    counted = Counted(in_memory._native)
+    for module in (in_memory, plan):
         monkeypatch.setattr(module, "_native", counted)
     return counted.calls
 
@@ -237,8 +237,8 @@ def test_buffers_go_in_and_out_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
         def plan_forward(self, score: Any, inputs: Any, filled: Any) -> Any:
             return WatchedPlan(super().plan_forward(score, inputs, filled), lambda arguments: None)
 
-    watching = Watching(kernel._native)
-    for module in (kernel, plan):
+    watching = Watching(in_memory._native)
+    for module in (in_memory, plan):
         monkeypatch.setattr(module, "_native", watching)
     x = tf.ones((1, 1, 512, 64))
     tf.function(lambda x: ats.attend(x, x, x))(x)

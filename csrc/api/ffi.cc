@@ -308,7 +308,7 @@ class Call {
         const std::string score = dtype(&Inputs::query), value = dtype(&Inputs::value), bias = dtype(&Inputs::bias);
         Problem p = parse_problem({attribute<std::string_view>("form"), attribute<std::string_view>("activation"),
                                    attribute<double>("negative_slope"), attribute<double>("scale"), caps, score, value,
-                                   bias, attribute<double>("dropout"), seed});
+                                   bias, attribute<double>("dropout"), 0, 0, seed});
         for (size_t i = 0; i < std::size(kForwardResults); ++i) {
             const auto& x = in_[operand_of_result(i)];
             if (kForwardResults[i].element == Element::grad && x) p.grad_dtype = parse_dtype(x->dtype(), "grad_out");

@@ -73,8 +73,8 @@ std::string_view dtype_name(Dtype dtype) {
 }
 
 Problem parse_problem(const ScoreSpec& spec) {
-    const auto& [form, activation, negative_slope, scale, caps, score_dtype, value_dtype, bias_dtype, dropout, seed] =
-        spec;
+    const auto& [form, activation, negative_slope, scale, caps, score_dtype, value_dtype, bias_dtype, dropout,
+                 first_row, all_rows, seed] = spec;
     Problem p;
     p.form = parse_choice(kForms, form, "form");
     p.activation = parse_choice(kActivations, activation, "activation");
@@ -95,6 +95,8 @@ Problem parse_problem(const ScoreSpec& spec) {
         throw std::invalid_argument("dropout: expected a number in [0, 1), got " + std::to_string(dropout));
     }
     p.dropout = dropout;
+    p.first_row = first_row;
+    p.all_rows = all_rows;
     p.seed = seed;
     return p;
 }

@@ -22,9 +22,10 @@ std::string_view dtype_name(Dtype dtype);
 
 using Caps = std::vector<std::pair<double, double>>;
 
-// form, activation, negative_slope, scale, caps, score_dtype, value_dtype, bias_dtype, dropout, seed
+// form, activation, negative_slope, scale, caps, score_dtype, value_dtype, bias_dtype, dropout, first_row, all_rows,
+// seed
 using ScoreSpec = std::tuple<std::string_view, std::string_view, double, double, Caps, std::string_view,
-                             std::string_view, std::string_view, double, uint64_t>;
+                             std::string_view, std::string_view, double, int64_t, int64_t, uint64_t>;
 
 // A problem with its score, and without arrays.
 Problem parse_problem(const ScoreSpec& score);

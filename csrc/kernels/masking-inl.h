@@ -139,7 +139,8 @@ struct Dropout {
     }
     // The hash of a row of a head.
     static uint32_t stream(const Problem& problem, const Head& head, int64_t row) {
-        const uint64_t all = static_cast<uint64_t>(head.index) * problem.query_len + row;
+        const int64_t rows = problem.all_rows > 0 ? problem.all_rows : problem.query_len;
+        const auto all = static_cast<uint64_t>(head.index * rows + problem.first_row + row);
         const uint32_t low = static_cast<uint32_t>(problem.seed), high = static_cast<uint32_t>(problem.seed >> 32);
         return hash32(hash32(static_cast<uint32_t>(all) + low) + static_cast<uint32_t>(all >> 32) + high);
     }

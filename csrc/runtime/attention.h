@@ -135,6 +135,9 @@ struct Problem {
     MatrixOutput matrix = MatrixOutput::none;
     double dropout = 0.0;  // probability that a weight is dropped; dropout.py defines which
     uint64_t seed = 0;
+    // Where the call is a chunk of another one: the first of its rows, and the rows of a matrix of that one (0: the
+    // same).
+    int64_t first_row = 0, all_rows = 0;
     // Whether the backward clears the gradients of queries, keys and values before it adds to them. All others are
     // cleared by the caller.
     bool clears_gradients = false;

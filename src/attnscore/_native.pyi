@@ -40,7 +40,7 @@ _Array: TypeAlias = NDArray[Any]
 _Optional: TypeAlias = _Array | None
 _Score: TypeAlias = tuple[Any, ...]
 """Form ("inner", "additive", "distance"), activation, negative slope, scale, caps, dtypes of query and key, of value
-and of bias, dropout, seed."""
+and of bias, dropout, the first row and all rows of a matrix (0: those of the call) where it is a chunk, seed."""
 _Inputs: TypeAlias = Sequence[_Optional]
 """query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, w_v, sink, scales."""
 

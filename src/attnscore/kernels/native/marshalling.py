@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,11 @@ import numpy as np
 from attnscore.backends import base
 from attnscore.backends.base import HALF_PRECISION, Array, HostArray, SeedHalves, sum_to
 from attnscore.base import thresholds
-from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import lowering
-from attnscore.problem.dropout import PairDropout
+from attnscore.problem.dropout import Dropout, PairDropout
 from attnscore.problem.normalizers import ONLY_SOFTMAX
 from attnscore.problem.problem import Problem
+from attnscore.problem.results import Result, RowGradients
 from attnscore.problem.statistics import TABLE
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm
 
@@ -105,29 +106,20 @@ ORDER = (
 """Arrays that the native module reads, in the order of its stub."""
 
 
-def marshal(problem: Problem, tiles: TilePlan) -> tuple[tuple[Any, ...], tuple[HostArray | None, ...]]:
-    """Return the arguments of the native module: the score's parameters, and the memory of the arrays in `ORDER`."""
-    ops, score_shape, value = problem.ops, problem.score_shape, problem.value
-    parts, evaluated = lowering.partition(tiles.rest)
-    of_mask = lowering.arrays(ops, score_shape, value, parts, with_evaluated=bool(evaluated)) if parts else {}
-    score, arrays = score_spec(problem, of_mask)
-    found = {name: problem.ops.memory(x) for name, x in arrays.items()}
-    if problem.has_relative_bias:
-        # Each query reads it from another place, of which a line of whole vectors is the fastest.
-        found["bias"] = np.ascontiguousarray(found["bias"])
-    if "mask" in found:
-        found["mask"] = found["mask"].view(np.uint8)
-    for name in ("query_ids", "key_ids"):
-        if name in found:
-            found[name] = found[name].astype(np.int64, copy=False)
-    if (w_v := found.get("w_v")) is not None and w_v.strides[-1] != w_v.itemsize:
-        found["w_v"] = np.ascontiguousarray(w_v)
-    if tiles.interval_set is not None:
-        found["start"], found["stop"] = tiles.interval_set.with_holes
-    return score, tuple(map(found.get, ORDER))
+MaskArrays = dict[str, Array]
+"""Arrays of a mask by the module's names: start, stop, mask, query_ids, key_ids."""
 
 
-def score_spec(problem: Problem, others: dict[str, Array]) -> tuple[tuple[Any, ...], dict[str, Array]]:
+@dataclass(frozen=True)
+class ChunkDropout(Dropout):
+    """Dropout of a chunk of queries, which counts the rows of the whole call."""
+
+    first_row: int
+    query_len: int
+    """Queries of the whole call."""
+
+
+def score_spec(problem: Problem, others: MaskArrays) -> tuple[tuple[Any, ...], dict[str, Array]]:
     """Return the score's parameters in the module's order, and the operands by name; `others` are those of the mask."""
     ops, bias, dropout, value_dtype = problem.ops, problem.bias, problem.dropout, problem.dtype
     sums = problem.accumulator
@@ -153,7 +145,9 @@ def score_spec(problem: Problem, others: dict[str, Array]) -> tuple[tuple[Any, .
     score = (
         *(kind, activation, slope, scale, caps, score_dtype, value_dtype),
         "float32" if bias is None else ops.dtype(bias),
-        *((0.0, 0) if dropout is None else (dropout.probability, dropout.seed)),
+        0.0 if dropout is None else dropout.probability,
+        *((dropout.first_row, dropout.query_len) if isinstance(dropout, ChunkDropout) else (0, 0)),
+        0 if dropout is None else dropout.seed,
     )
     arrays = {
         **{"query": query, "key": key, "value": problem.value, "query_bias": query_bias, "key_bias": key_bias},
@@ -179,12 +173,67 @@ BACKWARD_INPUTS = (
     *("out", "row_max", "log_denom", "entropy", "saved_scores", "attention_weights"),
     *("grad_out", "grad_log_sum_exp", "grad_entropy", "grad_attention_scores", "grad_attention_weights"),
 )
+# Arrays with a number for each pair of query and key.
+PAIRS = ("saved_scores", "attention_scores", "attention_weights")
 # The gradients that the module writes, in its order; those of `_ALWAYS` also where they are not wanted.
 GRADIENTS = ("query", "key", "value", "query_bias", "key_bias", "bias", "w_v", "sink", "scale")
 _ALWAYS = frozenset(("query", "key", "value", "w_v"))
 
+Shapes = dict[str, tuple[tuple[int, ...], str]]
+"""Shapes and dtypes of arrays by their names."""
 
-def gradient_shapes(problem: Problem, wanted: frozenset[str]) -> dict[str, tuple[int, ...]]:
+
+def output_shapes(problem: Problem, *, saves_scores: bool = False) -> Shapes:
+    """Return the shapes of the arrays that a forward fills, in the order of `FILLED`."""
+    matrices = ("saved_scores" if saves_scores else None, f"attention_{problem.matrix}")
+    filled = {"out", "row_max", "log_denom", *matrices, *problem.statistics} - {"log_sum_exp"}
+    columns = {"out": problem.layout.value_dim, **dict.fromkeys(PAIRS, problem.score_shape.key_len)}
+    dtypes = {"out": problem.dtype}
+    return {
+        name: ((*problem.score_shape.rows, columns.get(name, 1)), dtypes.get(name, problem.accumulator))
+        for name in FILLED
+        if name in filled
+    }
+
+
+def result_of(problem: Problem, outputs: dict[str, Array]) -> Result:
+    """Return the arrays of a forward, in the framework, as the result of `problem`."""
+    statistics = {name: x for name, x in outputs.items() if name in STATISTICS}
+    matrix, saved_scores = outputs.get(f"attention_{problem.matrix}"), outputs.get("saved_scores")
+    return Result(outputs["out"], outputs["row_max"], outputs["log_denom"], statistics, matrix, saved_scores)
+
+
+def outputs_of(problem: Problem, result: Result) -> dict[str, Array]:
+    """Return the arrays of a result by the names in `FILLED`."""
+    matrix = {} if result.matrix is None else {f"attention_{problem.matrix}": result.matrix}
+    return {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom, **matrix, **result.statistics}
+
+
+def backward_inputs(problem: Problem, result: Result, grads: RowGradients) -> dict[str, Array]:
+    """Return the arrays that a backward reads in addition to the operands, by the names in `BACKWARD_INPUTS`."""
+    ops, sums = problem.ops, problem.accumulator
+    arrays = {"row_max": result.row_max, "log_denom": result.log_denom, "saved_scores": result.scores}
+    arrays["grad_log_sum_exp"] = grads.log_sum_exp
+    if grads.entropy is not None:
+        arrays |= {"entropy": result.statistics["entropy"], "grad_entropy": grads.entropy}
+    if grads.matrix is not None:
+        arrays[f"grad_attention_{problem.matrix}"] = grads.matrix
+        if problem.matrix == "weights":
+            arrays["attention_weights"] = result.matrix
+    arrays = {name: ops.astype(x, sums) for name, x in arrays.items() if x is not None}
+    grad_out = ops.zeros(ops.shape(result.out), result.out, sums) if grads.out is None else grads.out
+    if ops.dtype(grad_out) not in DTYPES:
+        grad_out = ops.astype(grad_out, sums)
+    return arrays | {"out": result.out, "grad_out": grad_out}
+
+
+def result_and_gradients(problem: Problem, inputs: dict[str, Array]) -> tuple[Result, RowGradients]:
+    """Return the arguments from which `backward_inputs` has made these inputs."""
+    names = ("grad_out", "grad_log_sum_exp", "grad_entropy", f"grad_attention_{problem.matrix}")
+    return result_of(problem, inputs), RowGradients(*map(inputs.get, names))
+
+
+def gradient_shapes(problem: Problem, wanted: frozenset[str]) -> Shapes:
     """Return the shapes of the arrays in which gradients are accumulated, in the order of `GRADIENTS`."""
     score_shape, form = problem.score_shape, problem.form
     arrays = problem.operands()
@@ -204,7 +253,8 @@ def gradient_shapes(problem: Problem, wanted: frozenset[str]) -> dict[str, tuple
     for name in ("query_bias", "key_bias"):
         if name in shapes:
             shapes[name] = shapes[name][:-1]
-    return {name: shapes[name] for name in GRADIENTS if name in shapes and (name in wanted or name in _ALWAYS)}
+    filled = [name for name in GRADIENTS if name in shapes and (name in wanted or name in _ALWAYS)]
+    return {name: (shapes[name], problem.accumulator) for name in filled}
 
 
 def _shared(problem: Problem) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from attnscore.kernels.native.marshalling import (
     FILLED,
     GRADIENTS,
     ORDER,
+    PAIRS,
     STORED,
     aligned,
     gradient_shapes,
@@ -50,9 +51,6 @@ from attnscore.scores.gaussian import bandwidth_gradient, scale_of
 
 CallPlan: TypeAlias = Any
 """Class of the module: a call takes the arrays in order, a seed, and a number of threads."""
-
-# Arrays with a number for each pair of query and key. `attention_scores` has no plan: see `reusable_plan`.
-_PAIRS = ("saved_scores", "attention_weights")
 
 
 class OperandKind(NamedTuple):
@@ -324,7 +322,7 @@ class NativePlan(Plan):
             [self._example(name) if name in names else None for name in FILLED],
         )
         rows = self.layout.rows
-        columns = {"out": (self.layout.value_dim,), **dict.fromkeys(_PAIRS, (self.layout.score_shape.key_len,))}
+        columns = {"out": (self.layout.value_dim,), **dict.fromkeys(PAIRS, (self.layout.score_shape.key_len,))}
         places = [name for name in FILLED if name in names]
         filled = tuple(((*rows, *columns.get(name, ())), self._example(name).dtype) for name in places)
         # Only `out` and the statistics go to the caller's axes: saved arrays stay inside, and weights always have the
@@ -341,7 +339,7 @@ class NativePlan(Plan):
         shape = self.layout.score_shape
         if name == "out":
             return _c_order_example((*shape.rows, self.layout.value_dim), STORED.get(self.dtype, self.dtype))
-        return _c_order_example((*shape.rows, shape.key_len if name in _PAIRS else 1), self.accumulator)
+        return _c_order_example((*shape.rows, shape.key_len if name in PAIRS else 1), self.accumulator)
 
     @cached_property
     def _statistics_of(self) -> Callable[[tuple[Array | None, ...]], tuple[Array | None, ...]]:
@@ -527,9 +525,7 @@ class NativeOp(DifferentiableOp):
             return (None,) * len(arrays)
         wanted = wanted if wanted is not None else [True] * len(arrays)
         if ops.needs_grad(*arrays, *incoming) or not call.are_as_planned([*arrays, *outputs], incoming):
-            known = dict(zip(call.differentiable, outputs, strict=True))
-            named = dict(zip(call.differentiable, grads, strict=True))
-            return tuple(self._rebuilt(arrays, known, named, wanted))
+            return tuple(self._rebuilt(arrays, dict(zip(call.differentiable, grads, strict=True)), wanted))
         return tuple(call.backward(arrays, self.mask, (*outputs, *self.saved, *grads), self.seed, wanted))
 
     def _mask(self) -> Any:
@@ -540,50 +536,43 @@ class NativeOp(DifferentiableOp):
         return self.mask if self.call.reads_mask else self.call.mask
 
     def _rebuilt(
-        self, arrays: Sequence[Array], outputs: dict[str, Array], grads: dict[str, Array | None], wanted: Sequence[bool]
+        self, arrays: Sequence[Array], grads: dict[str, Array | None], wanted: Sequence[bool]
     ) -> Iterator[Array | None]:
-        """Yield the gradients that an `SinglePlan` computes on a newly built problem: autodiff may differentiate them.
+        """Yield the gradients that a `SinglePlan` computes on a newly built problem: autodiff may differentiate them.
 
-        `outputs` and `grads` are those of the differentiable outputs, by name.
+        `grads` are the gradients of the differentiable outputs, by name.
         """
         call, ops = self.call, self.call.ops
-        given = {operand.name: x for operand, x in zip(call.operands, arrays, strict=True)}
-        of_score = {x.kind.field: given.pop(x.name) for x in call.operands if x.kind.field is not None}
+        operands = {operand.name: x for operand, x in zip(call.operands, arrays, strict=True)}
+        of_score = {x.kind.field: operands.pop(x.name) for x in call.operands if x.kind.field is not None}
         score = dataclasses.replace(self.score, **of_score) if of_score else call.score
         problem, _ = build_problem(
-            **given, score=score, mask=self._mask(), dropout=call.dropout,
+            **operands, score=score, mask=self._mask(), dropout=call.dropout,
             seed=self.seed, head_axis=call.layout.head_axis, statistics=call.statistics,
             matrix="weights" if "attention_weights" in call.differentiable else None,
         )  # fmt: skip
-        op = SinglePlan(call.kernel, problem, tiling.plan(problem))
-        named, rows = op.operands(), problem.score_shape.rows
-        pairs = (*rows, problem.score_shape.key_len)
+        plan = SinglePlan(call.kernel, problem, tiling.plan(problem))
+        canonical_operands, pairs = plan.operands(), (*problem.score_shape.rows, problem.score_shape.key_len)
 
-        def canonical(x: Array | None, name: str) -> Array | None:
-            if x is None or name == "attention_weights":
-                return None if x is None else ops.reshape(x, pairs)
-            return problem.layout.output_to_canonical(ops, x if name == "out" else ops.expand_dims(x, -1))
+        def canonical(name: str) -> Array | None:
+            grad = grads.get(name)
+            if grad is None or name == "attention_weights":
+                return None if grad is None else ops.reshape(grad, pairs)
+            return problem.layout.output_to_canonical(ops, grad if name == "out" else ops.expand_dims(grad, -1))
 
-        incoming = [canonical(grads.get(name), name) for name in ("out", *DIFFERENTIABLE)]
-        incoming = incoming if "entropy" in call.statistics else incoming[:2]
-        if "attention_weights" in call.differentiable:
-            incoming.append(canonical(grads["attention_weights"], "attention_weights"))
-        is_recorded = ops.needs_grad(*arrays)
-        if is_recorded or not all(ops.has_cpu_buffer(x) for x in (*named.values(), *incoming) if x is not None):
-            op = op.streaming()
+        names = ["out", "log_sum_exp", *(x for x in ("entropy", "attention_weights") if x in call.differentiable)]
+        incoming, inputs = [canonical(name) for name in names], tuple(canonical_operands.values())
+        is_in_memory = all(ops.has_cpu_buffer(x) for x in (*inputs, *incoming) if x is not None)
+        if ops.needs_grad(*arrays) or not is_in_memory:
+            plan = plan.streaming()
         with ops.numeric_scope():
-            if is_recorded:
-                # The saved outputs carry no gradient here.
-                known = op.forward(tuple(named.values()))[: op.saved_outputs]
-            else:
-                row_max, log_denom = (ops.asarray(x.reshape((*rows, 1)), arrays[0]) for x in self.saved[:2])
-                others = [canonical(outputs[x], x) for x in ("entropy", "attention_weights") if x in outputs]
-                known = (canonical(outputs["out"], "out"), log_denom, *others, row_max)
-            found = dict(zip(named, op.backward(tuple(named.values()), known, incoming), strict=True))
+            # The forward runs again: its saved outputs carry no gradient here.
+            outputs = plan.forward(inputs)[: plan.saved_outputs]
+            gradients = dict(zip(canonical_operands, plan.backward(inputs, outputs, incoming), strict=True))
             if call.has_bandwidth:
-                found["scale"] = bandwidth_gradient(arrays[-1], sum_to(ops, found["scale"], (1, 1)))
+                gradients["scale"] = bandwidth_gradient(arrays[-1], sum_to(ops, gradients["scale"], (1, 1)))
         for x, operand, is_wanted in zip(arrays, call.operands, wanted, strict=True):
-            yield call.operand_gradient(found[operand.name], operand, x) if is_wanted else None
+            yield call.operand_gradient(gradients[operand.name], operand, x) if is_wanted else None
 
 
 def saves_scores(problem: Problem, tiles: TilePlan) -> bool:
@@ -596,11 +585,6 @@ def saves_scores(problem: Problem, tiles: TilePlan) -> bool:
         return False
     # An evaluated mask runs in chunks of queries, each of which would copy its part of the scores.
     return not lowering.partition(tiles.rest)[1]
-
-
-def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
-    """Return the plan of a call: of all calls like it, where the module can read the caller's arrays as they are."""
-    return reusable_plan(kernel, problem, tiles, arrays) or SinglePlan(kernel, problem, tiles)
 
 
 def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> NativePlan | None:
@@ -683,7 +667,7 @@ def _operands(problem: Problem, arrays: Mapping[OperandKind, Array]) -> Iterator
     ops, is_length_before_heads = problem.ops, problem.layout.is_length_before_heads
     shapes, canonical = gradient_shapes(problem, frozenset(kind.name for kind in arrays)), problem.operands()
     for kind, x in arrays.items():
-        shape, own, gradient = tuple(canonical[kind.name].shape), tuple(x.shape), shapes[kind.name]
+        shape, own, (gradient, _) = tuple(canonical[kind.name].shape), tuple(x.shape), shapes[kind.name]
         is_transposed = is_length_before_heads and kind.has_positions
         filled = own if gradient == shape and not is_transposed else gradient
         is_summed = kind.name == "w_v" and own[:-1] in ((), (1,))

@@ -1,4 +1,4 @@
-"""The native kernel as a custom call of a traced program, which runs without Python.
+"""The native module as a custom call of a traced program, which runs without Python.
 
 - Intervals with traced ends are computed in the program, as arrays: the call skips tiles by them, as by intervals that
   are known on the host. Other masks are evaluated in the program (``chunked_masks``).
@@ -11,105 +11,77 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnscore.backends.base import Array, SeedHalves
-from attnscore.kernels.native import chunked_masks, marshalling
-from attnscore.kernels.native.chunked_masks import Loop, MaskArrays
-from attnscore.kernels.native.marshalling import BACKWARD_INPUTS, GRADIENTS, STATISTICS, as_operand, gradient_shapes
+from attnscore.backends.base import Array, Backend, SeedHalves
+from attnscore.kernels.native.chunked_masks import Program
+from attnscore.kernels.native.marshalling import (
+    BACKWARD_INPUTS,
+    FILLED,
+    GRADIENTS,
+    ORDER,
+    MaskArrays,
+    Shapes,
+    score_spec,
+)
+from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import Mask, lowering
 from attnscore.masks.base import all_of
 from attnscore.masks.dynamic_intervals import traced_lens, traced_visibility
 from attnscore.problem.problem import Problem
-from attnscore.problem.results import Result, RowGradients
 
 # Orders of operands and results. For each name there is a bit in the attributes `given` (operands that are passed),
 # `transposed` (operands that are passed so) and `wanted` (results), see csrc/api/ffi.cc.
-_OPERANDS = (*marshalling.ORDER, "seed", *(name for name in BACKWARD_INPUTS if name != "saved_scores"))
-_FORWARD = ("out", "row_max", "log_denom", "attention_scores", "attention_weights", *STATISTICS)
+_OPERANDS = (*ORDER, "seed", *(name for name in BACKWARD_INPUTS if name != "saved_scores"))
+_FORWARD = tuple(name for name in FILLED if name not in ("saved_scores", "log_sum_exp"))
 _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
 
 
-def forward(problem: Problem) -> Result:
-    """Run the forward as a custom call, or as one for each chunk of queries."""
-    mask_arrays, mask = _mask_arrays(problem)
-    if mask is None:
-        return _forward(problem, mask_arrays)
-    return chunked_masks.staged_forward(Loop(problem, mask_arrays, mask), _forward)
+class XlaCall(Program):
+    """The module, called by operations of the program."""
 
+    def mask_arrays(self, problem: Problem, tiles: TilePlan) -> tuple[MaskArrays, Mask | None]:
+        ops, score_shape, value = problem.ops, problem.score_shape, problem.value
+        if (lens := traced_lens(ops, score_shape, value, problem.mask)) is not None:
+            return {"stop": lens}, None
+        ends, rest = traced_visibility(ops, score_shape, value, problem.mask)
+        direct, evaluated = lowering.partition_staged(ops, score_shape, value, rest)
+        arrays = lowering.arrays(ops, score_shape, value, direct, with_evaluated=bool(evaluated)) if direct else {}
+        if ends is not None:
+            arrays["start"], arrays["stop"] = ends
+        return arrays, all_of(evaluated)
 
-def _forward(problem: Problem, mask_arrays: MaskArrays) -> Result:
-    sums, rows = problem.accumulator, (*problem.score_shape.rows, 1)
-    wanted = [name for name in STATISTICS if name in problem.statistics]
-    shapes = {"out": ((*rows[:-1], problem.layout.value_dim), problem.dtype)}
-    shapes |= dict.fromkeys(("row_max", "log_denom", *wanted), (rows, sums))
-    if problem.matrix is not None:
-        shapes[f"attention_{problem.matrix}"] = ((*rows[:-1], problem.score_shape.key_len), sums)
-    found = _call("forward", problem, mask_arrays, shapes, _FORWARD)
-    matrix = found.pop(f"attention_{problem.matrix}", None)
-    return Result(found.pop("out"), found.pop("row_max"), found.pop("log_denom"), found, matrix)
+    def evaluate(self, problem: Problem, tiles: TilePlan, mask: Mask, start: Any, size: int) -> Array:
+        ops, score_shape = problem.ops, problem.score_shape
+        unmasked = lowering.evaluate(ops, score_shape, problem.value, mask, (start, size))
+        missing = len(score_shape.rows) + 1 - len(unmasked.shape)
+        return ops.reshape(unmasked, (*(1,) * missing, *unmasked.shape))
 
+    def buffers(self, problem: Problem, shapes: Shapes) -> tuple[Backend, dict[str, Array]]:
+        ops = problem.ops
+        return ops, {name: ops.zeros(shape, problem.value, dtype) for name, (shape, dtype) in shapes.items()}
 
-def backward(problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]) -> dict[str, Array]:
-    """Run the backward as a custom call, or as one for each chunk of queries."""
-    mask_arrays, mask = _mask_arrays(problem)
-    if mask is None:
-        return _backward(problem, mask_arrays, result, grads, wanted)
+    def forward(self, problem: Problem, mask_arrays: MaskArrays, shapes: Shapes) -> dict[str, Array]:
+        return _call("forward", problem, mask_arrays, shapes, _FORWARD)
 
-    def run_chunk(problem: Problem, mask_arrays: MaskArrays, result: Result, grads: RowGradients) -> dict[str, Array]:
-        return _backward(problem, mask_arrays, result, grads, wanted)
+    def backward(
+        self, problem: Problem, mask_arrays: MaskArrays, inputs: dict[str, Array], shapes: Shapes
+    ) -> dict[str, Array]:
+        return _call("backward", problem, mask_arrays | inputs, shapes, GRADIENTS)
 
-    return chunked_masks.staged_backward(Loop(problem, mask_arrays, mask), result, grads, wanted, run_chunk)
-
-
-def _mask_arrays(problem: Problem) -> tuple[MaskArrays, Mask | None]:
-    """Return the arrays of the mask by the module's names, and the part of it that has to be evaluated."""
-    ops, score_shape, value = problem.ops, problem.score_shape, problem.value
-    if (lens := traced_lens(ops, score_shape, value, problem.mask)) is not None:
-        return {"stop": lens}, None
-    ends, rest = traced_visibility(ops, score_shape, value, problem.mask)
-    direct, parts = lowering.partition_staged(ops, score_shape, value, rest)
-    mask_arrays = lowering.arrays(ops, score_shape, value, direct, with_evaluated=bool(parts)) if direct else {}
-    if ends is not None:
-        mask_arrays["start"], mask_arrays["stop"] = ends
-    return mask_arrays, all_of(parts)
-
-
-def _backward(
-    problem: Problem, mask_arrays: MaskArrays, result: Result, grads: RowGradients, wanted: frozenset[str]
-) -> dict[str, Array]:
-    ops, sums, value_dim = problem.ops, problem.accumulator, problem.layout.value_dim
-    known = {"row_max": result.row_max, "log_denom": result.log_denom, "grad_log_sum_exp": grads.log_sum_exp}
-    if grads.entropy is not None:
-        known |= {"entropy": result.statistics["entropy"], "grad_entropy": grads.entropy}
-    if grads.matrix is not None:
-        known[f"grad_attention_{problem.matrix}"] = grads.matrix
-        if problem.matrix == "weights":
-            known["attention_weights"] = result.matrix
-    known = {name: ops.astype(x, sums) for name, x in known.items() if x is not None}
-    grad = grads.out
-    if grad is None:
-        nothing = (*(1 for _ in problem.score_shape.rows[:-1]), problem.score_shape.query_len, value_dim)
-        grad = ops.zeros(nothing, result.out, sums)
-    known |= {"out": result.out, "grad_out": grad if ops.dtype(grad) in marshalling.DTYPES else ops.astype(grad, sums)}
-    shapes = {name: (shape, sums) for name, shape in gradient_shapes(problem, wanted).items()}
-    found, arrays = _call("backward", problem, mask_arrays | known, shapes, GRADIENTS), problem.operands()
-    return {name: as_operand(problem, x, name, arrays[name]) for name, x in found.items() if name in wanted}
+    def in_framework(self, problem: Problem, x: Array, dtype: str) -> Array:
+        return x
 
 
 def _call(
-    direction: str,
-    problem: Problem,
-    known: dict[str, Array],
-    results: dict[str, tuple[tuple[int, ...], str]],
-    places: tuple[str, ...],
+    direction: str, problem: Problem, others: dict[str, Array], shapes: Shapes, results: tuple[str, ...]
 ) -> dict[str, Array]:
     """Run the custom call "forward" or "backward", and return its results by name.
 
-    `known` are arrays in addition to the operands of the problem; `results` gives shapes and dtypes, in any order, and
-    `places` the order in which the module writes them.
+    `others` are arrays in addition to the operands of the problem; `results` are the names of all results that a call
+    may have, in the order in which the module writes them.
     """
     ops, dropout = problem.ops, problem.dropout
     seed = None if dropout is None or not isinstance(dropout.seed, SeedHalves) else dropout.seed
-    (*score, _, _, _, probability, known_seed), arrays = marshalling.score_spec(problem, known)
+    (*score, _, _, _, probability, _, _, known_seed), arrays = score_spec(problem, others)
     if seed is not None:
         arrays["seed"] = ops.concat([ops.reshape(half, (1,)) for half in seed], 0)
     names = [name for name in _OPERANDS if name in arrays]
@@ -126,12 +98,10 @@ def _call(
         "seed": known_seed if seed is None else 0,
         "given": _bits(_OPERANDS, names),
         "transposed": _bits(_OPERANDS, transposed.intersection(names)),
-        "wanted": _bits(places, results),
+        "wanted": _bits(results, shapes),
     }
-    ordered = [name for name in places if name in results]
-    shapes = [results[name] for name in ordered]
-    found = ops.custom_call(direction, shapes, [arrays[name] for name in names], attributes)
-    return dict(zip(ordered, found, strict=True))
+    outputs = ops.custom_call(direction, list(shapes.values()), [arrays[name] for name in names], attributes)
+    return dict(zip(shapes, outputs, strict=True))
 
 
 def _transposed(problem: Problem) -> frozenset[str]:

@@ -21,7 +21,15 @@ from attnscore.base.layout import AxisLayout, CanonicalLayout
 from attnscore.base.sizes import broadcast, is_unknown
 from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel
+from attnscore.kernels.native.marshalling import (
+    backward_inputs,
+    output_shapes,
+    outputs_of,
+    result_and_gradients,
+    result_of,
+)
 from attnscore.kernels.native.plan import NativePlan, reusable_plan
+from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import ValidLens
 from attnscore.masks.base import check_shapes
 from attnscore.masks.cached import intervals_of
@@ -169,97 +177,79 @@ class BoundPlan(NamedTuple):
     bounds: tuple[HostArray, HostArray] | None
     seed: int
 
-    def forward(self) -> Result:
-        """Run the forward; statistics get the last axis of 1 that they have on the canonical axes."""
+    def forward(self) -> dict[str, HostArray]:
+        """Return the outputs by name; statistics get the last axis of 1 that they have on the canonical axes."""
         plan = self.plan
         outputs, saved = plan.forward(self.operands, self.bounds, self.seed, saves=True)
-        found = dict(zip((*plan.returned, *plan.saved), (*outputs, *saved), strict=True))
-        out, matrix = found.pop("out"), found.pop("attention_weights", None)
-        numbers = {name: x[..., None] for name, x in found.items()}
-        return Result(out, numbers.pop("row_max"), numbers.pop("log_denom"), numbers, matrix)
+        named = dict(zip((*plan.returned, *plan.saved), (*outputs, *saved), strict=True))
+        return {name: x if name in ("out", "attention_weights") else x[..., None] for name, x in named.items()}
 
-    def backward(self, result: Result, grads: RowGradients, wanted: Collection[str]) -> dict[str, HostArray]:
-        """Return the gradients by name."""
-        known = {
-            "out": result.out,
-            **{"row_max": np.ascontiguousarray(result.row_max), "log_denom": np.ascontiguousarray(result.log_denom)},
-            **{"entropy": result.statistics.get("entropy"), "attention_weights": result.matrix},
-            **{"grad_out": grads.out, "grad_log_sum_exp": grads.log_sum_exp, "grad_entropy": grads.entropy},
-            "grad_attention_weights": grads.matrix,
-        }
+    def backward(self, inputs: dict[str, HostArray], wanted: Collection[str]) -> dict[str, HostArray]:
+        """Return the gradients by name, from `marshalling.backward_inputs`."""
+        saved = {name: np.ascontiguousarray(inputs[name]) for name in self.plan.saved}
         names = [operand.name for operand in self.plan.operands]
-        chosen = [name in wanted for name in names]
-        given = [known[name] for name in self.plan.known]
-        found = self.plan.backward(self.operands, self.bounds, given, self.seed, chosen)
-        return {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
+        is_wanted = [name in wanted for name in names]
+        arrays = [{**inputs, **saved}.get(name) for name in self.plan.known]
+        gradients = self.plan.backward(self.operands, self.bounds, arrays, self.seed, is_wanted)
+        return {name: grad for name, grad in zip(names, gradients, strict=True) if grad is not None}
 
 
-def forward(kernel: Kernel, problem: Problem) -> Result:
-    """Stage `kernel.forward` as a host callback."""
-    sums, rows = problem.accumulator, (*problem.score_shape.rows, 1)
-    names = tuple(name for name in problem.statistics if name != "log_sum_exp")
-    on_host, in_program = _checked_on_host(problem), _rebuilder(problem, problem.ops)
-    plans = _Plans.of(kernel, problem, on_host)
+@dataclass(frozen=True)
+class HostCallback:
+    """A kernel of eager calls, staged as a host callback."""
 
-    def outputs(found: Result) -> tuple[Array, ...]:
-        matrix = () if found.matrix is None else (found.matrix,)
-        return found.out, found.row_max, found.log_denom, *(found.statistics[name] for name in names), *matrix
+    kernel: Kernel
 
-    def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-        if plans is not None and (planned := plans.bound(arrays)) is not None:
-            return outputs(planned.forward())
-        rebuilt = on_host(arrays)
-        return outputs(kernel.forward(rebuilt, tiling.plan(rebuilt)))
+    def forward(self, problem: Problem, tiles: TilePlan) -> Result:
+        """Stage the forward."""
+        on_host, in_program = _checked_on_host(problem), _rebuilder(problem, problem.ops)
+        plans, shapes = _Plans.of(self.kernel, problem, on_host), output_shapes(problem)
 
-    results = [((*rows[:-1], problem.layout.value_dim), problem.dtype), *(((rows, sums),) * (2 + len(names)))]
-    if problem.matrix is not None:
-        results.append(((*rows[:-1], problem.score_shape.key_len), sums))
+        def outputs(kernel: Kernel, rebuilt: Problem) -> tuple[Array, ...]:
+            named = outputs_of(rebuilt, kernel.forward(rebuilt, tiling.plan(rebuilt)))
+            return tuple(named[name] for name in shapes)
 
-    def alternative(*arrays: Array) -> tuple[Array, ...]:
-        rebuilt = in_program(arrays)
-        return outputs(kernel.differentiable.forward(rebuilt, tiling.plan(rebuilt)))
+        def run(*arrays: HostArray) -> tuple[HostArray, ...]:
+            if plans is None or (planned := plans.bound(arrays)) is None:
+                return outputs(self.kernel, on_host(arrays))
+            named = planned.forward()
+            return tuple(named[name] for name in shapes)
 
-    out, row_max, log_denom, *numbers = problem.ops.host_callback(run, results, _passed(problem), alternative)
-    matrix = None if problem.matrix is None else numbers.pop()
-    return Result(out, row_max, log_denom, dict(zip(names, numbers, strict=True)), matrix)
+        def alternative(*arrays: Array) -> tuple[Array, ...]:
+            return outputs(self.kernel.differentiable, in_program(arrays))
 
+        arrays = problem.ops.host_callback(run, list(shapes.values()), _passed(problem), alternative)
+        return result_of(problem, dict(zip(shapes, arrays, strict=True)))
 
-def backward(
-    kernel: Kernel, problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]
-) -> dict[str, Array]:
-    """Stage `kernel.backward` as a host callback."""
-    on_host, in_program = _on_host(problem), _rebuilder(problem, problem.ops)
-    entropy = result.statistics.get("entropy")
-    weights = result.matrix if problem.matrix == "weights" and grads.matrix is not None else None
-    optional = [grads.out, grads.log_sum_exp, grads.entropy, grads.matrix, entropy, weights]
-    rows = [result.out, result.row_max, result.log_denom, *(x for x in optional if x is not None)]
-    given, count = [x is not None for x in optional], len(rows)
-    names = [name for name in problem.operands() if name in wanted]
+    def backward(
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+    ) -> dict[str, Array]:
+        """Stage the backward."""
+        on_host, in_program = _on_host(problem), _rebuilder(problem, problem.ops)
+        plans, inputs = _Plans.of(self.kernel, problem, on_host), backward_inputs(problem, result, grads)
+        # The functions hold no array.
+        names, count = tuple(inputs), len(inputs)
+        shapes = {
+            name: (tuple(x.shape), problem.accumulator) for name, x in problem.operands().items() if name in wanted
+        }
 
-    plans = _Plans.of(kernel, problem, on_host)
+        def gradients(kernel: Kernel, rebuilt: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
+            arguments = result_and_gradients(rebuilt, dict(zip(names, rows, strict=True)))
+            named = kernel.backward(rebuilt, tiling.plan(rebuilt), *arguments, frozenset(shapes))
+            return tuple(named[name] for name in shapes)
 
-    def read(rows: Sequence[Array]) -> tuple[Result, RowGradients]:
-        left = iter(rows)
-        out, row_max, log_denom = next(left), next(left), next(left)
-        *incoming, entropy, matrix = (next(left) if is_here else None for is_here in given)
-        known = Result(out, row_max, log_denom, {} if entropy is None else {"entropy": entropy}, matrix)
-        return known, RowGradients(*incoming)
+        def run(*arrays: HostArray) -> tuple[HostArray, ...]:
+            rows, others = arrays[:count], arrays[count:]
+            if plans is None or (planned := plans.bound(others)) is None:
+                return gradients(self.kernel, on_host(others), rows)
+            named = planned.backward(dict(zip(names, rows, strict=True)), shapes)
+            return tuple(named[name] for name in shapes)
 
-    def gradients(kernel: Kernel, rebuilt: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
-        found = kernel.backward(rebuilt, tiling.plan(rebuilt), *read(rows), frozenset(names))
-        return tuple(found[name] for name in names)
+        def alternative(*arrays: Array) -> tuple[Array, ...]:
+            rows, others = arrays[:count], arrays[count:]
+            return gradients(self.kernel.differentiable, in_program(others), rows)
 
-    def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-        rows, others = arrays[:count], arrays[count:]
-        if plans is None or (planned := plans.bound(others)) is None:
-            return gradients(kernel, on_host(others), rows)
-        found = planned.backward(*read(rows), names)
-        return tuple(found[name] for name in names)
-
-    shapes = [(tuple(x.shape), problem.accumulator) for name, x in problem.operands().items() if name in wanted]
-
-    def alternative(*arrays: Array) -> tuple[Array, ...]:
-        return gradients(kernel.differentiable, in_program(arrays[count:]), arrays[:count])
-
-    found = problem.ops.host_callback(run, shapes, [*rows, *_passed(problem)], alternative)
-    return dict(zip(names, found, strict=True))
+        arrays = problem.ops.host_callback(
+            run, list(shapes.values()), [*inputs.values(), *_passed(problem)], alternative
+        )
+        return dict(zip(shapes, arrays, strict=True))
