@@ -5,7 +5,7 @@ from __future__ import annotations
 from attnscore.base.arguments import check_choice
 from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels import tiling
-from attnscore.kernels.base import Kernel, Plan, SinglePlan
+from attnscore.kernels.base import Kernel, Plan, SinglePlan, preferred
 from attnscore.kernels.dense import Dense
 from attnscore.kernels.formula import FewKeys, OneTile
 from attnscore.kernels.fused import Fused
@@ -46,11 +46,7 @@ def choose(name: str, problem: Problem) -> Kernel:
     """
     check_choice("kernel", name, names())
     if name == "auto":
-        return next(
-            kernel
-            for kernel in _TABLE.values()
-            if not kernel.reasons_not_automatic(problem) and not kernel.reasons_against(problem)
-        )
+        return preferred(_TABLE.values(), problem)
     reasons = _TABLE[name].reasons_against(problem)
     if reasons:
         raise KernelUnavailable(message("kernel", f"a problem that {name!r} can run", "; ".join(reasons)))

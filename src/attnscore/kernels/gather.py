@@ -20,7 +20,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
-from typing import Any, NamedTuple, cast, final
+from typing import NamedTuple, cast, final
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from attnscore.base import thresholds
 from attnscore.base.layout import CanonicalLayout
 from attnscore.base.sizes import is_unknown
 from attnscore.kernels import tiling
-from attnscore.kernels.base import Kernel
+from attnscore.kernels.base import Kernel, preferred
 from attnscore.kernels.native.kernel import Native
 from attnscore.kernels.native.marshalling import aligned
 from attnscore.kernels.streaming import Streaming
@@ -54,8 +54,8 @@ class Gather(Kernel):
     name = "gather"
     summary = "gathered neighbours, O(edges) time and memory"
     has_vjp = True
-    of_blocks: tuple[Kernel, ...] = (Native(), Streaming())
-    """Kernels of the blocks, in the order of preference; the last one runs any."""
+    block_kernels: tuple[Kernel, ...] = (Native(), Streaming())
+    """Rows of the table of kernels from which each block takes one, in the order of preference; the last runs any."""
 
     @property
     def differentiable(self) -> Kernel:
@@ -88,59 +88,51 @@ class Gather(Kernel):
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         call = self._call(problem)
         results = [kernel.forward(part, part_tiles) for _, part, part_tiles, kernel in self._parts(call)]
-        numbers = [call.in_whole(one.statistics, block) for one, block in zip(results, call.blocks, strict=True)]
-        of_rows = {name: call.join_rows([one[name] for one in numbers]) for name in numbers[0]}
+        of_blocks = [
+            {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
+            | call.in_whole(result.statistics, block)
+            for result, block in zip(results, call.blocks, strict=True)
+        ]
+        rows = {name: call.join_rows([x[name] for x in of_blocks]) for name in of_blocks[0]}
         matrix = None
         if problem.matrix is not None:
-            matrix = call.join_matrix([one.matrix for one in results], 0.0 if problem.matrix == "weights" else NEG_INF)
-        rows = {
-            name: call.join_rows([getattr(one, name) for one in results]) for name in ("out", "row_max", "log_denom")
-        }
-        return Result(**rows, statistics=of_rows, matrix=matrix)
+            outside = 0.0 if problem.matrix == "weights" else NEG_INF
+            matrix = call.join_matrix([result.matrix for result in results], outside)
+        return Result(rows.pop("out"), rows.pop("row_max"), rows.pop("log_denom"), statistics=rows, matrix=matrix)
 
     def backward(
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> dict[str, Array]:
         call = self._call(problem)
-        rows = {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
-        incoming = {"out": grads.out, "log_sum_exp": grads.log_sum_exp, "entropy": grads.entropy}
-        known = {name: call.rows_of(x) for name, x in rows.items()}
-        given = {name: call.rows_of(x) for name, x in incoming.items() if x is not None}
-        entropy = {name: call.rows_of(x) for name, x in result.statistics.items() if name == "entropy"}
-        matrix, grad_matrix = (None if x is None else call.matrix_of(x) for x in (result.matrix, grads.matrix))
-        of_blocks: list[dict[str, Array]] = []
+        saved = {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
+        incoming = {"grad_out": grads.out, "grad_log_sum_exp": grads.log_sum_exp, "grad_entropy": grads.entropy}
+        rows = {**saved, **incoming, "entropy": result.statistics.get("entropy")}
+        matrices = {"matrix": result.matrix, "grad_matrix": grads.matrix}
+        cuts = {name: call.rows_of(x) for name, x in rows.items() if x is not None}
+        cuts |= {name: call.matrix_of(x) for name, x in matrices.items() if x is not None}
+        gradients: list[dict[str, Array]] = []
         memory = _KeyMemory(call)
         for block, part, part_tiles, kernel in self._parts(call):
-
-            def cut(x: Any, block: _Block = block) -> Any:
-                return None if x is None else x(block)
-
-            saved = Result(
-                **{name: cut(x) for name, x in known.items()},
-                statistics={name: cut(x) for name, x in entropy.items()},
-                matrix=cut(matrix),
-            )
-            of_block = RowGradients(
-                given["out"](block) if "out" in given else None,
-                cut(given.get("log_sum_exp")), cut(given.get("entropy")), cut(grad_matrix),
-            )  # fmt: skip
+            arrays = {name: cut(block) for name, cut in cuts.items()}
+            statistics = {"entropy": arrays["entropy"]} if "entropy" in arrays else {}
+            part_result = Result(*(arrays[name] for name in saved), statistics, arrays.get("matrix"))
+            part_grads = RowGradients(*(arrays.get(name) for name in (*incoming, "grad_matrix")))
             if isinstance(kernel, Native):
-                of_blocks.append(kernel.backward(part, part_tiles, saved, of_block, wanted, memory.zeros))
+                of_block = kernel.backward(part, part_tiles, part_result, part_grads, wanted, memory.zeros)
             else:
-                of_blocks.append(kernel.backward(part, part_tiles, saved, of_block, wanted))
-        return call.join_gradients({name: [one[name] for one in of_blocks] for name in wanted}, memory)
+                of_block = kernel.backward(part, part_tiles, part_result, part_grads, wanted)
+            gradients.append(of_block)
+        return call.join_gradients({name: [x[name] for x in gradients] for name in wanted}, memory)
 
     def _call(self, problem: Problem) -> _GatheredCall:
-        native = self.of_blocks[0]
-        return _GatheredCall(problem, isinstance(native, Native) and not native.reasons_against(problem))
+        # Its problem stands for those of the blocks, which are not gathered yet.
+        return _GatheredCall(problem, preferred(self.block_kernels, problem))
 
     def _parts(self, call: _GatheredCall) -> Iterator[tuple[_Block, Problem, TilePlan, Kernel]]:
-        """Yield each block with its problem, the plan of that and the kernel that runs it."""
+        """Yield each block with its problem, the tiles of that and the kernel that runs it."""
         for block in call.blocks:
             part = call.problem_of(block)
-            # The hash of the dropout reads the positions of the whole call, which the native kernel does not know.
-            kernels = self.of_blocks[-1:] if part.dropout is not None else self.of_blocks
-            yield block, part, tiling.plan(part), next(x for x in kernels if not x.reasons_against(part))
+            yield block, part, tiling.plan(part), preferred(self.block_kernels, part)
 
 
 def _parted(mask: Mask | None) -> tuple[Neighbours | None, Mask | None]:
@@ -183,39 +175,40 @@ class _Block(NamedTuple):
     stop: HostArray
 
     @property
-    def is_own(self) -> HostArray:
+    def has_edge(self) -> HostArray:
         """Whether an entry is an edge of a member, not padding: (batch, entry)."""
-        is_own: HostArray = np.arange(self.slots.shape[1]) < self.stop.max(-1, initial=0, keepdims=True)
-        return is_own
+        has_edge: HostArray = np.arange(self.slots.shape[1]) < self.stop.max(-1, initial=0, keepdims=True)
+        return has_edge
 
 
-def _in_edge_order(start: HostArray, lens: HostArray, most: int) -> list[_Block]:
-    """Return neighbouring queries in blocks of one batch row, each of at most `most` edges or a single query."""
+def _in_edge_order(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
+    """Return neighbouring queries in blocks of one batch row, each of at most `limit` edges or a single query."""
     stop, blocks, first = start + lens, [], 0
     while first < len(lens):
-        last = max(first + 1, int(np.searchsorted(stop, start[first] + most, "right")))
+        last = max(first + 1, int(np.searchsorted(stop, start[first] + limit, "right")))
         members, edges = np.arange(first, last)[None], np.arange(start[first], stop[last - 1])[None]
         blocks.append(_Block(members, edges, start[members] - start[first], stop[members] - start[first]))
         first = last
     return blocks
 
 
-def _by_degree(start: HostArray, lens: HostArray, most: int) -> list[_Block]:
-    """Return queries of similar degree in blocks of one query a batch row, of at most `most` entries or one query."""
+def _by_degree(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
+    """Return queries of similar degree in blocks of one query a batch row, of at most `limit` entries or one query."""
     order = np.argsort(-lens, kind="stable")
     falling, blocks, first = lens[order], [], 0
     used = np.append(0, np.cumsum(falling))
     while first < len(order):
         longest = int(falling[first])
-        count = max(1, min(len(order) - first, most // max(1, longest)))
+        count = max(1, min(len(order) - first, limit // max(1, longest)))
         edges = used[first + 1 : first + count + 1] - used[first]
         padded = longest * np.arange(1, count + 1) - edges
         # The first query has no padding; from the first one with too much on, the block ends.
         too_much = padded > thresholds.PADDED_SHARE * edges + thresholds.PADDED_ENTRIES
         members = order[first : first + (int(too_much.argmax()) if too_much.any() else count), None]
         slots = start[members] + np.arange(longest)
-        own = lens[members]
-        blocks.append(_Block(members, np.where(np.arange(longest) < own, slots, 0), np.zeros_like(own), own))
+        degrees = lens[members]
+        slots = np.where(np.arange(longest) < degrees, slots, 0)
+        blocks.append(_Block(members, slots, np.zeros_like(degrees), degrees))
         first += len(members)
     return blocks
 
@@ -235,20 +228,20 @@ class _Sums:
     """The entries in the order of their ids."""
     gathered: Sequence[_Block]
     """The blocks of the entries."""
-    most: int
+    limit: int
     _of_matrices: dict[int, tuple[HostArray, HostArray]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, edges: tuple[HostArray, HostArray], count: int, gathered: Sequence[_Block], most: int) -> _Sums:
+    def of(cls, edges: tuple[HostArray, HostArray], count: int, gathered: Sequence[_Block], limit: int) -> _Sums:
         """Plan the sums from the ids of edges, each below `count`, and their places among the entries of the blocks."""
         ids, places = edges
         ends = np.append(0, np.cumsum(np.bincount(ids, minlength=count)))
-        return cls(ends, places[np.argsort(ids, kind="stable")], gathered, most)
+        return cls(ends, places[np.argsort(ids, kind="stable")], gathered, limit)
 
     @cached_property
     def blocks(self) -> list[_Block]:
         """Blocks of the ids."""
-        return _by_degree(self.ends[:-1], np.diff(self.ends), self.most)
+        return _by_degree(self.ends[:-1], np.diff(self.ends), self.limit)
 
     @cached_property
     def inverse(self) -> HostArray:
@@ -277,7 +270,7 @@ class _Sums:
             if not slots.size:
                 sums.append(ops.zeros((len(slots), x.shape[1]), x))
                 continue
-            rows = _take(ops, x, np.where(block.is_own, self.places[slots], x.shape[0] - 1).reshape(-1))
+            rows = _take(ops, x, np.where(block.has_edge, self.places[slots], x.shape[0] - 1).reshape(-1))
             sums.append(ops.sum(ops.reshape(rows, (*slots.shape, x.shape[1])), axis=1))
         return _take(ops, ops.concat(sums, 0), self.inverse)
 
@@ -314,7 +307,7 @@ class _KeyMemory:
 class _GatheredCall:
     """A problem, the blocks of its queries, and the way of arrays into the blocks and back."""
 
-    def __init__(self, problem: Problem, native: bool) -> None:
+    def __init__(self, problem: Problem, block_kernel: Kernel) -> None:
         self.problem, self.ops, self.score_shape = problem, problem.ops, problem.score_shape
         neighbours, rest = _parted(problem.mask)
         self.table = cast(NeighbourTable, cast(Neighbours, neighbours).table(self.score_shape.key_len))
@@ -324,12 +317,14 @@ class _GatheredCall:
         sizes = (self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
         self.intervals = None if rest is None else rest.interval_set(*sizes)
         width = problem.form.key.shape[-1] + problem.value.shape[-1]
-        self.most = max(1, thresholds.GATHERED_NUMBERS // max(1, math.prod(self.score_shape.rows[:-1]) * width))
-        # In order, a matrix or a further mask of all pairs of a block would have the square of its edges.
-        in_order = native and problem.matrix is None and problem.dropout is None and rest is None
+        self.limit = max(1, thresholds.GATHERED_NUMBERS // max(1, math.prod(self.score_shape.rows[:-1]) * width))
+        # A matrix or a further mask of all pairs of a block in edge order would have the square of its edges.
+        in_order = (
+            isinstance(block_kernel, Native) and problem.matrix is None and problem.dropout is None and rest is None
+        )
         self.split = _in_edge_order if in_order else _by_degree
         self.blocks: list[_Block] = self.table.planned(
-            ("blocks", self.split, self.most), lambda: self.split(self.table.start, self.table.lens, self.most)
+            ("blocks", self.split, self.limit), lambda: self.split(self.table.start, self.table.lens, self.limit)
         )
 
     # The problem of a block
@@ -382,7 +377,7 @@ class _GatheredCall:
         for ends in zip(self.intervals.start, self.intervals.stop, strict=True):
             start, stop = (end[:, block.members[:, 0]].T[..., None] for end in ends)
             unmasked = unmasked | ((keys[:, None] >= start) & (keys[:, None] < stop))
-        unmasked = unmasked & block.is_own[:, None]
+        unmasked = unmasked & block.has_edge[:, None]
         between = tuple(range(2, 3 + len(self.score_shape.lead)))
         return Dense(np.expand_dims(unmasked, between))
 
@@ -426,8 +421,10 @@ class _GatheredCall:
 
         def cut(block: _Block) -> Array:
             of_block = pairs(block)
-            is_own = self.ops.asarray(block.is_own, of_block)
-            return self.ops.where(self.ops.reshape(is_own, (is_own.shape[0], *ones, is_own.shape[1])), of_block, 0.0)
+            has_edge = self.ops.asarray(block.has_edge, of_block)
+            return self.ops.where(
+                self.ops.reshape(has_edge, (has_edge.shape[0], *ones, has_edge.shape[1])), of_block, 0.0
+            )
 
         return cut
 
@@ -450,12 +447,12 @@ class _GatheredCall:
         if self.score_shape.is_relative(tuple(x.shape)):
             return keys - rows + self.score_shape.query_len - 1
         queries, count = x.shape[-2:]
-        places: HostArray = (rows if queries > 1 else 0 * rows) * count + (keys if count > 1 else 0 * keys)
-        return places
+        indices: HostArray = (rows if queries > 1 else 0 * rows) * count + (keys if count > 1 else 0 * keys)
+        return indices
 
     # From blocks back to the canonical axes
 
-    def in_whole(self, found: dict[str, Array], block: _Block) -> dict[str, Array]:
+    def in_whole(self, statistics: dict[str, Array], block: _Block) -> dict[str, Array]:
         """Return the statistics of a block with indices of keys in place of those of entries."""
         ops, keys = self.ops, self._keys(block)
 
@@ -463,31 +460,31 @@ class _GatheredCall:
             first = ops.asarray(np.arange(len(keys)) * keys.shape[1], x, ops.dtype(x))
             return ops.where(x < 0, x, x + ops.reshape(first, (-1, *(1 for _ in x.shape[1:]))))
 
-        moved = {name: of_all_rows(x) if name in KEYS else x for name, x in found.items()}
+        moved = {name: of_all_rows(x) if name in KEYS else x for name, x in statistics.items()}
         return in_whole(ops, moved, lambda: ops.asarray(keys.reshape(-1), self.problem.value))
 
     def join_rows(self, parts: Sequence[Array]) -> Array:
         """Return an array with an axis of queries from those of the blocks."""
         rows = self.ops.concat([_flat(self.ops, x) for x in parts], 0)
         if self.split is not _in_edge_order:
-            inverse = self.table.planned(("inverse", self.most), lambda: _inverse(self.blocks))
+            inverse = self.table.planned(("inverse", self.limit), lambda: _inverse(self.blocks))
             rows = _take(self.ops, rows, inverse)
         return _rows_back(self.ops, rows, tuple(parts[0].shape[1:-2]), parts[0].shape[-1])
 
     def join_keys(self, parts: Sequence[Array], whole: Array | None = None) -> Array:
         """Return an array with an axis of keys as the sum over the entries of the blocks; `whole`: see `_summed`."""
         key_len = self.score_shape.key_len
-        plan = ("sums", self.split, self.most)
+        plan = ("sums", self.split, self.limit)
         return self._summed(
             parts,
-            self.table.planned(plan, lambda: _Sums.of(self._of_own(self._keys), key_len, self.blocks, self.most)),
+            self.table.planned(plan, lambda: _Sums.of(self._edge_ids(self._keys), key_len, self.blocks, self.limit)),
             whole,
         )
 
     def join_pairs(self, parts: Sequence[Array], like: Array) -> Array:
         """Return an array of pairs, of the shape of `like` but for its leading axes, as the sum over the blocks."""
         size = like.shape[-2] * like.shape[-1]
-        sums = _Sums.of(self._of_own(lambda block: self._pair_ids(like, block)), size, self.blocks, self.most)
+        sums = _Sums.of(self._edge_ids(lambda block: self._pair_ids(like, block)), size, self.blocks, self.limit)
         totals = self._summed([self.ops.matrix_transpose(x) for x in parts], sums)
         return self.ops.reshape(totals, (*totals.shape[:-2], *like.shape[-2:]))
 
@@ -497,8 +494,8 @@ class _GatheredCall:
         is_edge = np.zeros(shape, bool)
         is_edge[self.table.rows, self.table.indices] = True
         # -inf in a block, from its rest of the mask, may be added to the zeros of other edges alone.
-        ids = self._of_own(lambda block: block.members * shape[1] + self._keys(block))
-        sums = _Sums.of(ids, math.prod(shape), self.blocks, self.most)
+        ids = self._edge_ids(lambda block: block.members * shape[1] + self._keys(block))
+        sums = _Sums.of(ids, math.prod(shape), self.blocks, self.limit)
         totals = self._summed([ops.matrix_transpose(x) for x in parts], sums)
         matrix = ops.reshape(totals, (*totals.shape[:-2], *shape))
         return matrix if outside == 0 else ops.where(ops.asarray(is_edge, matrix), matrix, outside)
@@ -523,11 +520,11 @@ class _GatheredCall:
         form = self.problem.form
         return "key" if name == "value" else form.role(name) if name in form.arrays() else "shared"
 
-    def _of_own(self, ids: Callable[[_Block], HostArray]) -> tuple[HostArray, HostArray]:
+    def _edge_ids(self, ids: Callable[[_Block], HostArray]) -> tuple[HostArray, HostArray]:
         """Return the ids of all edges, block after block, and their places among the entries of the blocks."""
-        is_own = np.concatenate([block.is_own.reshape(-1) for block in self.blocks])
+        has_edge = np.concatenate([block.has_edge.reshape(-1) for block in self.blocks])
         every = np.concatenate([np.broadcast_to(ids(block), block.slots.shape).reshape(-1) for block in self.blocks])
-        return every[is_own], np.flatnonzero(is_own)
+        return every[has_edge], np.flatnonzero(has_edge)
 
     def _summed(self, parts: Sequence[Array], sums: _Sums, whole: Array | None = None) -> Array:
         """Return (*lead, id, dim) from blocks (batch, *lead, entry, dim), all rows of which are `whole` if given."""
@@ -535,8 +532,8 @@ class _GatheredCall:
         if dim and sums.places.size and ops.can_sum_rows(*parts):
             if whole is None:
                 whole = ops.concat([ops.reshape(x, (-1, dim)) for x in parts], 0)
-            found = ops.sums_of_rows(whole, *sums.of_matrices(math.prod(lead)))
-            return ops.reshape(found, (*lead, len(sums.ends) - 1, dim))
+            totals = ops.sums_of_rows(whole, *sums.of_matrices(math.prod(lead)))
+            return ops.reshape(totals, (*lead, len(sums.ends) - 1, dim))
         rows = [_flat(ops, x) for x in parts]
         rows.append(ops.zeros((1, rows[0].shape[1]), rows[0]))
         return _rows_back(ops, sums.run(ops, ops.concat(rows, 0)), lead, dim)
