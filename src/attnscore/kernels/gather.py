@@ -115,7 +115,8 @@ class Gather(Kernel):
         for block, part, part_tiles, kernel in self._parts(call):
             arrays = {name: cut(block) for name, cut in cuts.items()}
             statistics = {"entropy": arrays["entropy"]} if "entropy" in arrays else {}
-            part_result = Result(*(arrays[name] for name in saved), statistics, arrays.get("matrix"))
+            out, row_max, log_denom = (arrays[name] for name in saved)
+            part_result = Result(out, row_max, log_denom, statistics, arrays.get("matrix"))
             part_grads = RowGradients(*(arrays.get(name) for name in (*incoming, "grad_matrix")))
             if isinstance(kernel, Native):
                 of_block = kernel.backward(part, part_tiles, part_result, part_grads, wanted, memory.zeros)

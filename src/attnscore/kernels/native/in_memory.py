@@ -113,7 +113,9 @@ class InMemory(Program):
 def _marshal(problem: Problem, mask_arrays: MaskArrays) -> tuple[tuple[Any, ...], tuple[HostArray | None, ...]]:
     """Return the arguments of the native module: the score's parameters, and the memory of the arrays in `ORDER`."""
     score, arrays = score_spec(problem, mask_arrays)
-    memory = {name: x if isinstance(x, np.ndarray) else problem.ops.memory(x) for name, x in arrays.items()}
+    # Arrays of a mask may be NumPy's in every framework.
+    in_numpy = {name for name, x in mask_arrays.items() if isinstance(x, np.ndarray)}
+    memory = {name: x if name in in_numpy else problem.ops.memory(x) for name, x in arrays.items()}
     # Of a relative bias each query reads another part, of which one in C order is the fastest.
     in_c_order = ("start", "stop", *(("bias",) if problem.has_relative_bias else ()))
     memory |= {name: np.ascontiguousarray(memory[name]) for name in in_c_order if name in memory}
