@@ -48,12 +48,12 @@ def aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) ->
 
 def arrays_of(problem: Problem) -> list[Array]:
     """Return all arrays that a call reads: the operands, the arrays of the mask, a traced seed."""
-    found = [*problem.operands().values()]
+    arrays = [*problem.operands().values()]
     if problem.mask is not None:
-        found += problem.mask.leaves()
+        arrays += problem.mask.leaves()
     if problem.dropout is not None and isinstance(problem.dropout.seed, SeedHalves):
-        found += problem.dropout.seed
-    return found
+        arrays += problem.dropout.seed
+    return arrays
 
 
 def reasons(problem: Problem) -> list[str]:
@@ -61,35 +61,37 @@ def reasons(problem: Problem) -> list[str]:
     ops, form = problem.ops, problem.form
     if type(form) not in _FORMS:
         return [f"the score is computed in Python ({type(form).__name__})"]
-    found = [] if problem.normalizer is None else [ONLY_SOFTMAX]
+    reasons = [] if problem.normalizer is None else [ONLY_SOFTMAX]
     arrays = {**form.arrays(), "value": problem.value}
     dtypes = {ops.dtype(x) for x in arrays.values()}
     # Sums are in the dtype of the value: arrays of the score may be wider, but none narrower than a float64 value.
     if not dtypes <= DTYPES or (len(dtypes) > 1 and problem.dtype == "float64"):
-        found.append(f"dtypes {', '.join(sorted(dtypes))}")
+        reasons.append(f"dtypes {', '.join(sorted(dtypes))}")
     if isinstance(problem.dropout, PairDropout):
-        found.append("dropout of pairs that are part of another call")
+        reasons.append("dropout of pairs that are part of another call")
     seed = None if problem.dropout is None else problem.dropout.seed
     if isinstance(seed, SeedHalves) and not ops.needs_host_callback(*seed):
-        found.append("dropout with a seed for each example of a vmap")
+        reasons.append("dropout with a seed for each example of a vmap")
     for name in ("bias", "sink"):
         if (x := getattr(problem, name)) is not None:
             arrays[name] = x
             if ops.dtype(x) not in DTYPES:
-                found.append(f"{name} of dtype {ops.dtype(x)}")
+                reasons.append(f"{name} of dtype {ops.dtype(x)}")
     if problem.has_relative_bias and 0 in problem.score_shape.user_shape[-2:]:
-        found.append("a bias by relative position without queries or keys")
+        reasons.append("a bias by relative position without queries or keys")
     if unreadable := [name for name, x in arrays.items() if not ops.has_cpu_buffer(x)]:
         # The checks below would read the arrays.
         causes = "on a device, traced, with tangents, byte-swapped, misaligned, lazily negated or conjugated"
-        return [*found, f"{', '.join(unreadable)}: arrays whose memory the CPU cannot read ({causes})"]
+        return [*reasons, f"{', '.join(unreadable)}: arrays whose memory the CPU cannot read ({causes})"]
     rest = None if problem.mask is None else problem.visibility[1]
     if rest is None:
-        return found
+        return reasons
     if not isinstance(rest, lowering.DIRECT) and _is_staged(problem):
-        known, has_dropout = problem.visibility[0], problem.dropout is not None
-        found += lowering.staged_reasons(ops, problem.score_shape, problem.value, rest, known, has_dropout=has_dropout)
-    return found + lowering.unreadable_reasons(ops, problem.value, rest)
+        interval_set, has_dropout = problem.visibility[0], problem.dropout is not None
+        reasons += lowering.staged_reasons(
+            ops, problem.score_shape, problem.value, rest, interval_set, has_dropout=has_dropout
+        )
+    return reasons + lowering.unreadable_reasons(ops, problem.value, rest)
 
 
 def _is_staged(problem: Problem) -> bool:

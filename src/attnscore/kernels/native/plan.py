@@ -79,31 +79,56 @@ _OPERANDS = (
 )
 
 
+class Output(NamedTuple):
+    """Output of a forward."""
+
+    position: int
+    """Index in `Forward.filled`."""
+    dtype: str
+    swapped_axis: int | None
+    """Axis to swap with the next one to get the caller's axes; None where the array has them already."""
+
+
 class Forward(NamedTuple):
     """Plan of a forward."""
 
     plan: CallPlan
     filled: tuple[tuple[tuple[int, ...], Any], ...]
     """Shape and dtype of each array that the module fills: in C order, heads in front of queries."""
-    outputs: tuple[tuple[int, str, int | None], ...]
-    """Of each output: its index in `filled`, its dtype, and the axis that is swapped with the next one to get the
-    caller's axes (None: it has them already)."""
+    outputs: tuple[Output, ...]
     saved: tuple[int, ...]
     """Indices in `filled` of the arrays that are saved for a backward."""
+
+
+class Input(NamedTuple):
+    """Array that a backward reads after the operands."""
+
+    position: int
+    """Index in `NativePlan.backward_inputs`."""
+    swapped_axis: int | None
+    """Axis to swap with the next one to get the module's axes; None where the array has them already."""
+    is_in_c_order: bool
+    """Whether it is an array of NumPy in C order, after the axes are swapped."""
+
+
+class Gradient(NamedTuple):
+    """Gradient of an operand."""
+
+    position: int | None
+    """Index in `Backward.filled`; None where it is not wanted."""
+    unfinished: Operand | None
+    """The operand, where the filled array is not yet the gradient."""
 
 
 class Backward(NamedTuple):
     """Plan of a backward."""
 
     plan: CallPlan
-    reads: tuple[tuple[int, int | None, bool], ...]
-    """Of each array that it reads after the operands: its index in `NativePlan.known`, the axis to swap with the next
-    one, as in `Forward`, and whether it is already an array of NumPy in C order."""
+    inputs: tuple[Input, ...]
     filled: tuple[tuple[int, ...], ...]
     """Shape of each gradient that the module fills."""
-    results: tuple[tuple[int | None, Operand | None], ...]
-    """Of each operand: the index of its gradient in `filled`, None where it is not wanted; and the operand where what
-    is filled is not yet the gradient."""
+    gradients: tuple[Gradient, ...]
+    """Gradient of each operand."""
 
 
 class Operand(NamedTuple):
@@ -225,7 +250,7 @@ class NativePlan(Plan):
         return ("row_max", "log_denom", *(("saved_scores",) if self.saves_scores else ()))
 
     @cached_property
-    def known(self) -> tuple[str, ...]:
+    def backward_inputs(self) -> tuple[str, ...]:
         """Names of the arrays that `backward` takes: differentiable outputs, saved arrays, gradients of those outputs.
 
         Where the log-sum-exp is no output, its gradient comes last and may be left out: a staged program computes it as
@@ -248,7 +273,7 @@ class NativePlan(Plan):
         `mask` is a boolean mask, or valid lengths or their bounds, which the plan reads.
         """
         ops, lens, in_memory = self.ops, (), mask
-        plan, layouts, outputs, places = self._forwards.get(saves) or self._build_forward(saves)
+        plan, layouts, outputs, saved = self._forwards.get(saves) or self._build_forward(saves)
         if self.reads_lens and type(mask) is not tuple:
             lens, in_memory = (mask,) if type(mask) is np.ndarray else tuple(ops.buffers((mask,))), None
         buffers = self._buffers(arrays, in_memory)
@@ -256,30 +281,30 @@ class NativePlan(Plan):
         filled = plan.allocate_and_run(buffers, lens, empty, layouts, seed, self.threads())
         if filled is None:
             ValidLens(mask).check(ops, self.layout.score_shape)
-        found, from_memory, like = [], ops.from_memory, arrays[2]
-        for place, dtype, axis in outputs:
-            x = from_memory(filled[place], dtype, like)
-            found.append(x if axis is None else ops.swap_axes(x, axis, axis + 1))
-        return tuple(found), [filled[place] for place in places]
+        results, from_memory, like = [], ops.from_memory, arrays[2]
+        for position, dtype, axis in outputs:
+            x = from_memory(filled[position], dtype, like)
+            results.append(x if axis is None else ops.swap_axes(x, axis, axis + 1))
+        return tuple(results), [filled[position] for position in saved]
 
     def _buffers(self, arrays: Sequence[Array], mask: Any) -> tuple[Array, ...]:
         """Return the memory of operands and mask, in the order of the module's inputs (`ORDER`)."""
         ops = self.ops
-        found = tuple(ops.buffers(arrays))
+        buffers = tuple(ops.buffers(arrays))
         if self.copies_bias:
-            found = (*found[:3], *ops.buffers((ops.in_c_order(arrays[3]),)), *found[4:])
+            buffers = (*buffers[:3], *ops.buffers((ops.in_c_order(arrays[3]),)), *buffers[4:])
         if self.has_bandwidth:
             with np.errstate(all="ignore"):  # of a tiny bandwidth it is infinite
                 scale = scale_of(np.float64(ops.number(arrays[-1])))
-                found = (*found[:-1], np.full((1, 1), scale, self.accumulator))
-        of_mask = mask if self.reads_lens else (_memory(ops, mask),) if self.reads_mask else self._known_bounds
+                buffers = (*buffers[:-1], np.full((1, 1), scale, self.accumulator))
+        of_mask = mask if self.reads_lens else (_memory(ops, mask),) if self.reads_mask else self._planned_bounds
         if of_mask is None:
-            return found
+            return buffers
         before_mask = 4 if self.operands[3:] and self.operands[3].name == "bias" else 3
-        return (*found[:before_mask], *of_mask, *found[before_mask:])
+        return (*buffers[:before_mask], *of_mask, *buffers[before_mask:])
 
     @cached_property
-    def _known_bounds(self) -> tuple[HostArray, HostArray] | None:
+    def _planned_bounds(self) -> tuple[HostArray, HostArray] | None:
         """The bounds (start, stop) of the intervals that the plan holds."""
         start, stop = (self.inputs[ORDER.index(name)] for name in ("start", "stop"))
         return None if start is None or stop is None else (start, stop)
@@ -323,14 +348,14 @@ class NativePlan(Plan):
         )
         rows = self.layout.rows
         columns = {"out": (self.layout.value_dim,), **dict.fromkeys(PAIRS, (self.layout.score_shape.key_len,))}
-        places = [name for name in FILLED if name in names]
-        filled = tuple(((*rows, *columns.get(name, ())), self._example(name).dtype) for name in places)
+        filled_names = [name for name in FILLED if name in names]
+        filled = tuple(((*rows, *columns.get(name, ())), self._example(name).dtype) for name in filled_names)
         # Only `out` and the statistics go to the caller's axes: saved arrays stay inside, and weights always have the
         # heads in front of the queries.
         axes = {"out": -3, **dict.fromkeys(self.statistics, -2)} if self.layout.is_length_before_heads else {}
         dtypes = {"out": self.dtype}
-        outputs = [(places.index(x), dtypes.get(x, self.accumulator), axes.get(x)) for x in self.returned]
-        saved = tuple(places.index(x) for x in self.saved if saves)
+        outputs = [Output(filled_names.index(x), dtypes.get(x, self.accumulator), axes.get(x)) for x in self.returned]
+        saved = tuple(filled_names.index(x) for x in self.saved if saves)
         forward = self._forwards[saves] = Forward(plan, filled, tuple(outputs), saved)
         return forward
 
@@ -345,29 +370,29 @@ class NativePlan(Plan):
     def _statistics_of(self) -> Callable[[tuple[Array | None, ...]], tuple[Array | None, ...]]:
         """Function that takes the fields of `AttentionStats` from the outputs and a None behind them."""
         fields = AttentionStats._fields
-        found = operator.itemgetter(*(self.returned.index(x) if x in self.statistics else -1 for x in fields))
+        fields_of = operator.itemgetter(*(self.returned.index(x) if x in self.statistics else -1 for x in fields))
         if not {*self.statistics} & {*KEYS}:
-            return found
+            return fields_of
         return lambda outputs: tuple(
-            x if x is None else returned(self.ops, name, x) for name, x in zip(fields, found(outputs), strict=True)
+            x if x is None else returned(self.ops, name, x) for name, x in zip(fields, fields_of(outputs), strict=True)
         )
 
     @cached_property
-    def _place_of_weights(self) -> int:
+    def _index_of_weights(self) -> int:
         return self.returned.index("attention_weights")
 
     def present(self, outputs: Sequence[Array]) -> Any:
         """Return the output, and the wanted weights and statistics."""
         if len(outputs) == 1:
             return outputs[0]
-        found: list[Any] = [outputs[0]]
+        results: list[Any] = [outputs[0]]
         if self.returns_weights:
-            weights = outputs[self._place_of_weights]
-            found.append(weights if self.dtype == self.accumulator else self.ops.astype(weights, self.dtype))
+            weights = outputs[self._index_of_weights]
+            results.append(weights if self.dtype == self.accumulator else self.ops.astype(weights, self.dtype))
         if self.statistics:
             # As `CallArguments`, without the constructor: 0.4 us of a tiny call's 35.
-            found.append(tuple.__new__(AttentionStats, self._statistics_of((*outputs, None))))
-        return tuple(found)
+            results.append(tuple.__new__(AttentionStats, self._statistics_of((*outputs, None))))
+        return tuple(results)
 
     def keep_layouts(self, arrays: Sequence[Array], outputs: Sequence[Array]) -> None:
         """Remember the layouts of the operands and outputs of a forward: all calls of this plan have the same ones."""
@@ -380,42 +405,42 @@ class NativePlan(Plan):
         The saved operands and outputs must have the layouts of the forward, which hooks on saved tensors may change.
         All arrays must be plain (`Backend.is_plain`).
         """
-        expected, found = self._layouts[0], self.ops.signature([*saved, *incoming])
-        return expected is not None and found is not None and found[: len(expected)] == expected
+        expected, actual = self._layouts[0], self.ops.signature([*saved, *incoming])
+        return expected is not None and actual is not None and actual[: len(expected)] == expected
 
     def backward(
-        self, arrays: Sequence[Array], mask: Any, known: Sequence[Array | None], seed: int, wanted: Sequence[bool]
+        self, arrays: Sequence[Array], mask: Any, inputs: Sequence[Array | None], seed: int, wanted: Sequence[bool]
     ) -> list[Array | None]:
-        """Return the gradient of each operand, None where not wanted; `known`: the arrays of `NativePlan.known`."""
+        """Return the gradient of each operand, None where not wanted, from `NativePlan.backward_inputs`."""
         ops = self.ops
-        key = (*wanted, *[x is None for x in known])
+        key = (*wanted, *[x is None for x in inputs])
         backward = self._backwards.get(key)
         if backward is None:
-            given = [name for name, x in zip(self.known, known, strict=False) if x is not None]
-            incoming = {name.removeprefix("grad_") for name in given if name.startswith("grad_")}
+            names = [name for name, x in zip(self.backward_inputs, inputs, strict=False) if x is not None]
+            incoming = {name.removeprefix("grad_") for name in names if name.startswith("grad_")}
             backward = self._backwards[key] = self._build_backward(incoming, wanted)
-        read: list[Array] = []
-        for place, axis, is_saved in backward.reads:
-            x = known[place]
+        in_memory: list[Array] = []
+        for position, axis, is_in_c_order in backward.inputs:
+            x = inputs[position]
             if x is None:  # the gradient of the output, which the module always reads
-                out: Any = known[0]
+                out: Any = inputs[0]
                 x = ops.zeros(out.shape, out)
             if axis is not None:
                 x = _with_heads_first(ops, x, axis)
-            read.append(x if is_saved else ops.buffer_in_c_order(x))
+            in_memory.append(x if is_in_c_order else ops.buffer_in_c_order(x))
         empty = _aligned_empty if ops.wants_aligned else np.empty
         filled = [empty(shape, self.accumulator) for shape in backward.filled]
-        backward.plan((*self._buffers(arrays, mask), *read, *filled), seed, self.threads())
-        found: list[Array | None] = []
+        backward.plan((*self._buffers(arrays, mask), *in_memory, *filled), seed, self.threads())
+        gradients: list[Array | None] = []
         from_memory, dtype, like = ops.from_memory, self.accumulator, arrays[2]
-        for at, operand in backward.results:
-            if at is None:
-                found.append(None)
+        for filled_at, operand in backward.gradients:
+            if filled_at is None:
+                gradients.append(None)
             elif operand is None:
-                found.append(from_memory(filled[at], dtype, like))
+                gradients.append(from_memory(filled[filled_at], dtype, like))
             else:
-                found.append(self._finished(filled[at], operand, arrays[len(found)], like))
-        return found
+                gradients.append(self._finished(filled[filled_at], operand, arrays[len(gradients)], like))
+        return gradients
 
     def _finished(self, rows: HostArray, operand: Operand, x: Array, like: Array) -> Array:
         """Return the gradient of an operand `x` from what the module has filled."""
@@ -452,21 +477,18 @@ class NativePlan(Plan):
         )
         names = [name for name in GRADIENTS if name in operands]
         axis_of = {name: axes.get(name.removeprefix("grad_")) for name in BACKWARD_INPUTS}
-        return Backward(
-            plan,
-            tuple(
-                (self.known.index(x), axis_of[x], axis_of[x] is not None or x in self.saved)
-                for x in BACKWARD_INPUTS
-                if x in reads
-            ),
-            tuple(operands[name].filled for name in names),
-            tuple(
-                (names.index(x.name), None if x.is_final and not x.is_summed and x.name != "scale" else x)
-                if is_wanted
-                else (None, None)
-                for x, is_wanted in zip(self.operands, wanted, strict=True)
-            ),
-        )
+        inputs = [
+            Input(self.backward_inputs.index(x), axis_of[x], axis_of[x] is not None or x in self.saved)
+            for x in BACKWARD_INPUTS
+            if x in reads
+        ]
+        gradients = [
+            Gradient(names.index(x.name), None if x.is_final and not x.is_summed and x.name != "scale" else x)
+            if is_wanted
+            else Gradient(None, None)
+            for x, is_wanted in zip(self.operands, wanted, strict=True)
+        ]
+        return Backward(plan, tuple(inputs), tuple(operands[name].filled for name in names), tuple(gradients))
 
     def operand_gradient(self, grad: Array, operand: Operand, x: Array) -> Array:
         """Return the gradient of `x`, in its shape and dtype, from `grad` on the canonical axes."""
@@ -604,9 +626,9 @@ def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Map
     if 0 in problem.score_shape.rows or problem.matrix == "scores":
         return None
     spec, lowered = score_spec(problem, {})
-    found = {kind: arrays[kind.field or kind.name] for kind in _OPERANDS if (kind.field or kind.name) in arrays}
+    operands = {kind: arrays[kind.field or kind.name] for kind in _OPERANDS if (kind.field or kind.name) in arrays}
     # The module must read no array that lowering computed, such as query_bias: the next call would read it too.
-    if lowered.keys() != {kind.input for kind in found}:
+    if lowered.keys() != {kind.input for kind in operands}:
         return None
     inputs = _inputs(problem, tiles, arrays, lowered)
     if inputs is None:
@@ -615,9 +637,9 @@ def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Map
     return NativePlan(
         _native, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
         problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
-        None if any(kind.field for kind in found) else problem.score,
+        None if any(kind.field for kind in operands) else problem.score,
         None if reads_mask or reads_lens else problem.mask, reads_mask, reads_lens,
-        tuple(_operands(problem, found)), (*spec[:-1], 0),
+        tuple(_operands(problem, operands)), (*spec[:-1], 0),
         inputs, saves_scores(problem, tiles), "bandwidth" in arrays, copies_bias,
     )  # fmt: skip
 
@@ -627,39 +649,41 @@ def _inputs(
 ) -> tuple[HostArray | None, ...] | None:
     """Return examples of the inputs of the module, or None where it cannot read one of the arrays as it is.
 
-    A call passes the addresses of the caller's arrays, to be read with the strides found here. `lowered` are the
+    A call passes the addresses of the caller's arrays, to be read with the strides of these examples. `lowered` are the
     operands of the problem by the names of the module.
     """
     ops, layout, host = problem.ops, problem.layout, backends.load("numpy")
     # Examples of the caller's arrays are moved to the canonical axes, which takes no copy.
-    found: dict[str, HostArray] = {
+    examples: dict[str, HostArray] = {
         kind.input: layout.to_canonical(host, _example(ops.memory(arrays[kind.name])), is_query=kind.name == "query")
         for kind in _OPERANDS
         if kind.has_positions
     }
     if "bias" in arrays:
         bias = ops.in_c_order(arrays["bias"]) if problem.has_relative_bias else arrays["bias"]
-        found["bias"] = layout.pairs_to_canonical(host, _example(ops.memory(bias)))
+        examples["bias"] = layout.pairs_to_canonical(host, _example(ops.memory(bias)))
     if "mask" in arrays:
-        found["mask"] = layout.pairs_to_canonical(host, _example(_memory(ops, arrays["mask"]))).view(np.uint8)
+        examples["mask"] = layout.pairs_to_canonical(host, _example(_memory(ops, arrays["mask"]))).view(np.uint8)
     if "w_v" in arrays:
         w_v = ops.memory(lowered["w_v"])
         is_copy = w_v.size > 0 and w_v.ctypes.data != ops.memory(arrays["w_v"]).ctypes.data
         if is_copy or w_v.strides[-1] != w_v.itemsize:
             return None
-        found["w_v"] = _example(w_v)
+        examples["w_v"] = _example(w_v)
     if "sink" in arrays:
         if ops.dtype(arrays["sink"]) != problem.accumulator:
             return None
-        found["sink"] = _example(ops.memory(arrays["sink"])).reshape(tuple(lowered["sink"].shape))
+        examples["sink"] = _example(ops.memory(arrays["sink"])).reshape(tuple(lowered["sink"].shape))
     if "bandwidth" in arrays:
-        found["scales"] = np.zeros((1, 1), problem.accumulator)
+        examples["scales"] = np.zeros((1, 1), problem.accumulator)
     if "valid_lens" in arrays:
         lens, shape = np.asarray(backends.host(arrays["valid_lens"])), problem.score_shape
-        found["start"], found["stop"] = np.zeros((2, *lens_per_query(lens, shape.query_len, shape.batch).shape), int)
+        examples["start"], examples["stop"] = np.zeros(
+            (2, *lens_per_query(lens, shape.query_len, shape.batch).shape), int
+        )
     elif tiles.interval_set is not None:
-        found["start"], found["stop"] = tiles.interval_set.with_holes
-    return tuple(map(found.get, ORDER))
+        examples["start"], examples["stop"] = tiles.interval_set.with_holes
+    return tuple(map(examples.get, ORDER))
 
 
 def _operands(problem: Problem, arrays: Mapping[OperandKind, Array]) -> Iterator[Operand]:
@@ -667,11 +691,11 @@ def _operands(problem: Problem, arrays: Mapping[OperandKind, Array]) -> Iterator
     ops, is_length_before_heads = problem.ops, problem.layout.is_length_before_heads
     shapes, canonical = gradient_shapes(problem, frozenset(kind.name for kind in arrays)), problem.operands()
     for kind, x in arrays.items():
-        shape, own, (gradient, _) = tuple(canonical[kind.name].shape), tuple(x.shape), shapes[kind.name]
+        shape, caller_shape, (gradient, _) = tuple(canonical[kind.name].shape), tuple(x.shape), shapes[kind.name]
         is_transposed = is_length_before_heads and kind.has_positions
-        filled = own if gradient == shape and not is_transposed else gradient
-        is_summed = kind.name == "w_v" and own[:-1] in ((), (1,))
-        is_final = (is_summed or filled == own) and ops.dtype(x) == problem.accumulator
+        filled = caller_shape if gradient == shape and not is_transposed else gradient
+        is_summed = kind.name == "w_v" and caller_shape[:-1] in ((), (1,))
+        is_final = (is_summed or filled == caller_shape) and ops.dtype(x) == problem.accumulator
         yield Operand(kind, shape, gradient, filled, is_transposed, is_final, is_summed)
 
 

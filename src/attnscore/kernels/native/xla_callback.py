@@ -39,12 +39,12 @@ from attnscore.problem.results import Result, RowGradients
 
 def _passed(problem: Problem) -> list[Array]:
     """Return the arrays passed to the callback: the operands, unknown arrays of the mask, a traced seed."""
-    found = [*problem.operands().values()]
+    arrays = [*problem.operands().values()]
     if problem.mask is not None:
-        found += [x for x in problem.mask.leaves() if backends.host(x) is None]
+        arrays += [x for x in problem.mask.leaves() if backends.host(x) is None]
     if problem.dropout is not None and isinstance(problem.dropout.seed, SeedHalves):
-        found += problem.dropout.seed
-    return found
+        arrays += problem.dropout.seed
+    return arrays
 
 
 def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Problem]:
@@ -122,7 +122,7 @@ class _Plans:
     """Whether the only array of the mask is that of its valid lengths."""
     seed: int | None
     """The seed of the dropout; None where the callback gets it as two arrays."""
-    _known: BoundedCache[NativePlan | None] = field(default_factory=lambda: BoundedCache(16))
+    _plans: BoundedCache[NativePlan | None] = field(default_factory=lambda: BoundedCache(16))
 
     @classmethod
     def of(cls, kernel: Kernel, problem: Problem, rebuild: Callable[[Sequence[HostArray]], Problem]) -> _Plans | None:
@@ -138,7 +138,7 @@ class _Plans:
     def bound(self, arrays: Sequence[HostArray]) -> BoundPlan | None:
         """Return the plan for these layouts, bound to these arrays; None where the module cannot read them so."""
         key = tuple((x.shape, x.strides) for x in arrays)
-        plan = self._known.get_or_compute(key, lambda: self._build(arrays))
+        plan = self._plans.get_or_compute(key, lambda: self._build(arrays))
         if plan is None:
             return None
         named, left = dict(zip(self.names, arrays, strict=False)), iter(arrays[len(self.names) :])
@@ -151,9 +151,9 @@ class _Plans:
 
     def _build(self, arrays: Sequence[HostArray]) -> NativePlan | None:
         problem = self.rebuild(arrays)
-        mask, given = problem.mask, dict(zip(self.names, arrays, strict=False))
+        mask, caller_arrays = problem.mask, dict(zip(self.names, arrays, strict=False))
         if self.has_lens:
-            given["valid_lens"] = arrays[len(self.names)]
+            caller_arrays["valid_lens"] = arrays[len(self.names)]
         elif mask is not None:
             intervals = intervals_of(mask, problem.score_shape)
             mask = mask if intervals is None else intervals
@@ -165,7 +165,7 @@ class _Plans:
             mask=mask,
             statistics=tuple(name for name in problem.statistics if name != "log_sum_exp"),
         )
-        plan = reusable_plan(self.kernel, planned, tiling.plan(planned), given)
+        plan = reusable_plan(self.kernel, planned, tiling.plan(planned), caller_arrays)
         return None if plan is None else dataclasses.replace(plan, saves_scores=False)
 
 
@@ -189,7 +189,7 @@ class BoundPlan(NamedTuple):
         saved = {name: np.ascontiguousarray(inputs[name]) for name in self.plan.saved}
         names = [operand.name for operand in self.plan.operands]
         is_wanted = [name in wanted for name in names]
-        arrays = [{**inputs, **saved}.get(name) for name in self.plan.known]
+        arrays = [{**inputs, **saved}.get(name) for name in self.plan.backward_inputs]
         gradients = self.plan.backward(self.operands, self.bounds, arrays, self.seed, is_wanted)
         return {name: grad for name, grad in zip(names, gradients, strict=True) if grad is not None}
 
