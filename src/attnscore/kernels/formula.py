@@ -60,8 +60,8 @@ class _Formula(Kernel):
         raise NotImplementedError
 
 
-def _is_plain(problem: Problem) -> bool:
-    """Whether a call has known sizes, none of them 0, and nothing that needs tiled attention."""
+def _has_scores_and_mask_alone(problem: Problem) -> bool:
+    """Return whether a call has a built-in score, perhaps a mask and dropout, and static sizes, none of them 0."""
     if type(problem.form) not in _FORMS:
         return False
     sizes = (*problem.score_shape.rows, problem.score_shape.key_len, problem.layout.value_dim)
@@ -90,14 +90,18 @@ class OneTile(_Formula):
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         ops, shape = problem.ops, problem.score_shape
-        if ops.has_slow_callbacks and ops.needs_host_callback(*problem.operands().values()) and _is_plain(problem):
+        if (
+            ops.has_slow_callbacks
+            and ops.needs_host_callback(*problem.operands().values())
+            and _has_scores_and_mask_alone(problem)
+        ):
             tiles = tiling.plan(problem)
             if (tiles.query_tile >= shape.query_len and tiles.key_tile >= shape.key_len) or _is_product(problem):
                 return ()
         return ("no small call of a graph",)
 
     def reasons_not_automatic(self, problem: Problem) -> tuple[str, ...]:
-        if not problem.ops.has_slow_callbacks or not _is_plain(problem):
+        if not problem.ops.has_slow_callbacks or not _has_scores_and_mask_alone(problem):
             return ("no small call of a graph",)
         numbers = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
         pairs, per_pair = (
@@ -118,16 +122,18 @@ class OneTile(_Formula):
     def _forward(self, problem: Problem, tiles: TilePlan, is_product: bool) -> Result:
         ops, tile = problem.ops, _tile(problem, tiles, is_product, with_vjp=False)
         matrix = () if problem.matrix is None else (tile.weights,)
-        out = ops.matmul(tile.kept, tile.value)
-        found: tuple[Array, ...] = (ops.astype(out, problem.dtype), *matrix)
+        out = ops.matmul(tile.dropped_weights, tile.value)
+        outputs: tuple[Array, ...] = (ops.astype(out, problem.dtype), *matrix)
 
         def otherwise(_: Any) -> tuple[Array, ...]:
             result = self._forward(problem, tiles, False) if is_product else tiled.forward(problem, tiles)
             return (result.out,) if problem.matrix is None else (result.out, result.matrix)
 
         if (is_wrong := _is_wrong(ops, tile, out)) is not None:
-            found = ops.cond_rarely(is_wrong, otherwise, found)
-        return Result(found[0], *_row_numbers(ops, tile.scores), {}, found[1] if problem.matrix is not None else None)
+            outputs = ops.cond_rarely(is_wrong, otherwise, outputs)
+        return Result(
+            outputs[0], *_row_numbers(ops, tile.scores), {}, outputs[1] if problem.matrix is not None else None
+        )
 
     def gradients(self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
         return self._gradients(problem, tiles, result, grads, _is_product(problem))
@@ -138,11 +144,11 @@ class OneTile(_Formula):
         ops, dtype = problem.ops, problem.accumulator
         tile = _tile(problem, tiles, is_product, with_vjp=True)
         grad_out, out = (ops.astype(x, dtype) for x in (grads.out, result.out))
-        # Forward: out = (p * keep) @ value
+        # Forward: out = (p * dropout_factors) @ value
         grad_weights = ops.matmul(grad_out, ops.matrix_transpose(tile.value))
-        grad_value = ops.matmul(ops.matrix_transpose(tile.kept), grad_out)
-        if tile.keep is not None:
-            grad_weights = grad_weights * tile.keep
+        grad_value = ops.matmul(ops.matrix_transpose(tile.dropped_weights), grad_out)
+        if tile.dropout_factors is not None:
+            grad_weights = grad_weights * tile.dropout_factors
         # sum_j p_j dp_j = dout . out
         total = ops.sum(out * grad_out, axis=-1, keepdims=True)
         if grads.matrix is not None:
@@ -154,10 +160,11 @@ class OneTile(_Formula):
         if tile.unmasked is not None:
             grad_scores = ops.where(tile.unmasked, grad_scores, 0.0)
         of_form = tile.scores_vjp(sum_to(ops, grad_scores, tuple(tile.raw.shape)))
-        found = {**dict(zip(problem.form.arrays(), of_form, strict=True)), "value": grad_value}
-        # In the dtype of sums, as those of the other branch.
-        found = {
-            name: ops.astype(sum_to(ops, found[name], tuple(x.shape)), dtype) for name, x in problem.operands().items()
+        gradients = {**dict(zip(problem.form.arrays(), of_form, strict=True)), "value": grad_value}
+        # In the dtype of sums, like the gradients of the other branch.
+        gradients = {
+            name: ops.astype(sum_to(ops, gradients[name], tuple(x.shape)), dtype)
+            for name, x in problem.operands().items()
         }
 
         def otherwise(_: Any) -> dict[str, Array]:
@@ -167,7 +174,7 @@ class OneTile(_Formula):
             return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
 
         is_wrong = _is_wrong(ops, tile, grad_weights)
-        return found if is_wrong is None else dict(ops.cond_rarely(is_wrong, otherwise, found))
+        return gradients if is_wrong is None else dict(ops.cond_rarely(is_wrong, otherwise, gradients))
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,20 +185,19 @@ class _Tile:
     """Scores before the mask."""
     scores: Array
     is_exact: Array | None
-    """Whether they are finite and as accurate as those of the form; None where they are those."""
+    """Whether the scores are finite and as accurate as the form's own; None where they are the form's own."""
     unmasked: Array | None
     weights: Array
     """Before dropout; 0 where masked."""
-    keep: Array | None
-    """Factors of dropout."""
+    dropout_factors: Array | None
     value: Array
     scores_vjp: Callable[[Array], tuple[Array, ...]]
-    """From a gradient of `raw` to those of the form's arrays, in their order; to none for a forward."""
+    """Maps a gradient of `raw` to the gradients of the form's arrays, in their order; to none for a forward."""
 
     @property
-    def kept(self) -> Array:
+    def dropped_weights(self) -> Array:
         """The weights after dropout."""
-        return self.weights if self.keep is None else self.weights * self.keep
+        return self.weights if self.dropout_factors is None else self.weights * self.dropout_factors
 
 
 def _no_gradients(_: Array) -> tuple[Array, ...]:
@@ -205,33 +211,33 @@ def _is_product(problem: Problem) -> bool:
         return False
     pairs = math.prod(problem.score_shape.rows) * problem.score_shape.key_len
     vectors, terms = sum(math.prod(x.shape[:-1]) for x in (form.query, form.key)), pairs * form.query.shape[-1]
-    least, most = thresholds.ONE_TILE_DISTANCE
-    return pairs <= thresholds.TILE_SCORES and least < terms <= most and pairs > vectors
+    fewest, limit = thresholds.ONE_TILE_DISTANCE
+    return pairs <= thresholds.TILE_SCORES and fewest < terms <= limit and pairs > vectors
 
 
 def _tile(problem: Problem, tiles: TilePlan, is_product: bool, with_vjp: bool) -> _Tile:
     ops, dtype, score_shape = problem.ops, problem.accumulator, problem.score_shape
     spans = (0, score_shape.query_len), (0, score_shape.key_len)
-    form, arrays = problem.form, problem.form.arrays()
+    form, names = problem.form, tuple(problem.form.arrays())
 
-    def scores_of(*given: Array) -> Array:
-        cast = {name: ops.astype(x, dtype) for name, x in zip(arrays, given, strict=True)}
-        return ops.astype(form.with_arrays(cast).scores(ops), dtype)
+    def scores_of(*arrays: Array) -> Array:
+        in_sums = {name: ops.astype(x, dtype) for name, x in zip(names, arrays, strict=True)}
+        return ops.astype(form.with_arrays(in_sums).scores(ops), dtype)
 
     vjp: Callable[[Array], tuple[Array, ...]] = _no_gradients
     is_exact = None
     if is_product or (with_vjp and isinstance(form, InnerForm)):
         # The framework's own would transpose the gradient of the keys.
-        cast: Any = form.part(lambda x, _: ops.astype(x, dtype))
+        form_in_sums: Any = form.part(lambda x, _: ops.astype(x, dtype))
         if is_product:
-            raw, is_exact, of_form = _as_product(ops, cast)
+            raw, is_exact, of_form = _as_product(ops, form_in_sums)
         else:
-            raw, of_form = cast.scores_and_pullback(ops)
-        vjp = lambda grad: tuple(map(of_form(grad).__getitem__, arrays))  # noqa: E731
+            raw, of_form = form_in_sums.scores_and_pullback(ops)
+        vjp = lambda grad: tuple(map(of_form(grad).__getitem__, names))  # noqa: E731
     elif with_vjp:
-        raw, vjp = ops.vjp(scores_of, tuple(arrays.values()))
+        raw, vjp = ops.vjp(scores_of, tuple(form.arrays().values()))
     else:
-        raw = scores_of(*arrays.values())
+        raw = scores_of(*form.arrays().values())
     whole = (*score_shape.rows, score_shape.key_len)
     # Heads that share query and key.
     scores = raw if tuple(raw.shape) == whole else ops.broadcast_to(raw, whole)
@@ -243,10 +249,10 @@ def _tile(problem: Problem, tiles: TilePlan, is_product: bool, with_vjp: bool) -
     if unmasked is not None:
         # The softmax of a fully masked query is NaN.
         weights = ops.where(unmasked, weights, 0.0)
-    value, keep = ops.astype(problem.value, dtype), None
+    value, dropout_factors = ops.astype(problem.value, dtype), None
     if problem.dropout is not None:
-        keep = dropouts.kept(ops, problem.dropout, score_shape, value, *spans, dtype)
-    return _Tile(raw, scores, is_exact, unmasked, weights, keep, value, vjp)
+        dropout_factors = dropouts.kept(ops, problem.dropout, score_shape, value, *spans, dtype)
+    return _Tile(raw, scores, is_exact, unmasked, weights, dropout_factors, value, vjp)
 
 
 def _is_wrong(ops: Backend, tile: _Tile, result: Array) -> Array | None:
@@ -276,11 +282,11 @@ def _as_product(ops: Backend, form: DistanceForm) -> tuple[Array, Array, FormPul
         # Forward: squared_ij = sum_c (q_ic - k_jc)^2
         twice = grad * (-2 * scale)
         transposed = ops.matrix_transpose(twice)
-        found = {
+        gradients = {
             name: x * ops.sum(grads, axis=-1, keepdims=True) - ops.matmul(grads, other)
             for name, x, grads, other in (("query", query, twice, key), ("key", key, transposed, query))
         }
-        return {**found, "scale": -grad * squared}
+        return {**gradients, "scale": -grad * squared}
 
     return -scale * squared, ops.equal(large, 0.0), vjp
 
@@ -302,8 +308,8 @@ class FewKeys(_Formula):
         ops, rows = problem.ops, problem.score_shape.rows
         scores, unmasked, weights, _ = _weights(problem, tiles)
         out = _weighted_sum(ops, unmasked, weights, _by_rows(problem, problem.value, "key"))
-        found = (ops.astype(out, problem.dtype), *_row_numbers(ops, scores), weights)
-        out, row_max, log_denom, matrix = (ops.reshape(x, (*rows, x.shape[-1])) for x in found)
+        outputs = (ops.astype(out, problem.dtype), *_row_numbers(ops, scores), weights)
+        out, row_max, log_denom, matrix = (ops.reshape(x, (*rows, x.shape[-1])) for x in outputs)
         return Result(out, row_max, log_denom, {}, None if problem.matrix is None else matrix)
 
     def gradients(self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
@@ -318,17 +324,19 @@ class FewKeys(_Formula):
         # Forward: p = softmax(where(unmasked, scores, -inf))
         total = ops.sum(_isolated(ops, unmasked, weights * grad_weights), axis=-1, keepdims=True)
         grad_scores = _isolated(ops, unmasked, weights * (grad_weights - total))
-        found = {**scores_vjp(grad_scores), "value": _times(ops, unmasked, weights, grad_out)}
+        gradients = {**scores_vjp(grad_scores), "value": _times(ops, unmasked, weights, grad_out)}
         if query_len > 1:
             for name in ("key", "value"):
-                found[name] = ops.sum(ops.reshape(found[name], (-1, query_len, *found[name].shape[1:])), axis=1)
-        return {name: ops.reshape(found[name], x.shape) for name, x in problem.operands().items()}
+                gradients[name] = ops.sum(
+                    ops.reshape(gradients[name], (-1, query_len, *gradients[name].shape[1:])), axis=1
+                )
+        return {name: ops.reshape(gradients[name], x.shape) for name, x in problem.operands().items()}
 
 
 def _has_few_keys(problem: Problem) -> bool:
     """Whether a call has single queries over few keys, in a program whose compiler fuses its operations."""
     score_shape, form = problem.score_shape, problem.form
-    if not _is_plain(problem) or 0 in form.key.shape:
+    if not _has_scores_and_mask_alone(problem) or 0 in form.key.shape:
         return False
     if problem.dropout is not None or form.caps or not {"query_bias", "key_bias"}.isdisjoint(form.arrays()):
         return False
