@@ -309,7 +309,7 @@ def value_gradient(
 
 
 def gradients(
-    given: Operands,
+    operands: Operands,
     grad_out: Operand,
     rows: RowGrads,
     grad_bias: Operand | None,
@@ -322,11 +322,11 @@ def gradients(
     (batch, head, 1, key, value_dim), of w_v (head, group, h). `grad_bias` is filled, where it has a number for each
     pair.
     """
-    n_q, n_k, hidden, value_dim, heads, groups = given.sizes
-    sides: Any = given.additive
-    intervals, tile, device = given.interval_count, given.tile("store_gradients"), grad_out.data.device
+    n_q, n_k, hidden, value_dim, heads, groups = operands.sizes
+    sides: Any = operands.additive
+    intervals, tile, device = operands.interval_count, operands.tile("store_gradients"), grad_out.data.device
     block, channels = TILE if runner.architecture(grad_out.data) else INTERPRETED_TILE
-    inputs, kv_heads = given.inputs(tile), given.batch * heads
+    inputs, kv_heads = operands.inputs(tile), operands.batch * heads
     # The tiles of each interval, which are those of any query of the tile: two intervals may have the same ones.
     tiles, pitch = triton.cdiv(n_q, tile.queries), intervals * triton.cdiv(n_k, tile.keys) * tile.keys
 
@@ -336,19 +336,19 @@ def gradients(
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=device)
 
-    found = {
-        "query": zeros(given.batch, heads, groups, n_q, hidden),
-        "key": zeros(given.batch, heads, key_groups, n_k, hidden),
-        "value": zeros(given.batch, heads, 1, n_k, value_dim),
+    totals = {
+        "query": zeros(operands.batch, heads, groups, n_q, hidden),
+        "key": zeros(operands.batch, heads, key_groups, n_k, hidden),
+        "value": zeros(operands.batch, heads, 1, n_k, value_dim),
     }
-    of_weights = zeros(given.batch, heads, groups, triton.cdiv(n_q, block), hidden)
+    of_weights = zeros(operands.batch, heads, groups, triton.cdiv(n_q, block), hidden)
     pairs_of_tile = groups * tile.queries * pitch
     most_kv = max(1, min(kv_heads, thresholds.GRADIENT_PAIRS // (tiles * pairs_of_tile)))
     most_tiles = tiles if most_kv > 1 else max(1, min(tiles, thresholds.GRADIENT_PAIRS // pairs_of_tile))
     ds, weights = torch.empty((2, most_kv * most_tiles * pairs_of_tile), dtype=torch.float32, device=device)
     shape: dict[str, Any] = {"INTERVALS": intervals, "BM": tile.queries, "BN": tile.keys}
-    scores = {"ACTIVATION": given.function, "CAPS": given.caps, "RELATIVE": given.is_relative}
-    values = {"DV": padded(value_dim), "PRECISION": given.precision}
+    scores = {"ACTIVATION": operands.function, "CAPS": operands.caps, "RELATIVE": operands.is_relative}
+    values = {"DV": padded(value_dim), "PRECISION": operands.precision}
     sums = {"BLOCK": block, **shape, "num_warps": 4}
     columns = triton.cdiv(hidden, channels)
     query, key = sides.query_table, sides.key_table
@@ -357,28 +357,28 @@ def gradients(
         chunk = Chunk(ds, weights, pitch, kv, first, count, tiles)
         runner.run(
             store_gradients, (count, kvs * groups),
-            inputs, grad_out, rows, chunk, grad_bias, given.sizes, given.slope,
+            inputs, grad_out, rows, chunk, grad_bias, operands.sizes, operands.slope,
             **scores, **shape, **values, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if wanted & {"query", "w_v"}:
             runner.run(
                 side_gradient, (count * tile.queries // block, columns, kvs * groups),
                 sides.query, sides.key, query.powers, key.powers, query.sizes, key.largest, sides.w_v, chunk,
-                found["query"], of_weights, inputs.masking, n_q, n_k, hidden, heads, groups, 0, groups, given.slope,
-                ACTIVATION=given.function, IS_QUERY=True, CHANNELS=channels, **sums,
+                totals["query"], of_weights, inputs.masking, n_q, n_k, hidden, heads, groups, 0, groups, operands.slope,
+                ACTIVATION=operands.function, IS_QUERY=True, CHANNELS=channels, **sums,
             )  # fmt: skip
         for group in range(groups if "key" in wanted else 0):
             runner.run(
                 side_gradient, (triton.cdiv(n_k, block), columns, kvs),
                 sides.key, sides.query, key.powers, query.powers, key.sizes, query.largest, sides.w_v, chunk,
-                found["key"], None, inputs.masking, n_k, n_q, hidden, heads, groups, group, key_groups, given.slope,
-                ACTIVATION=given.function, IS_QUERY=False, CHANNELS=channels, **sums,
+                totals["key"], None, inputs.masking, n_k, n_q, hidden, heads, groups, group, key_groups, operands.slope,
+                ACTIVATION=operands.function, IS_QUERY=False, CHANNELS=channels, **sums,
             )  # fmt: skip
         if "value" in wanted and value_dim:
             runner.run(
                 value_gradient, (triton.cdiv(n_k, block), kvs),
-                inputs, grad_out, chunk, found["value"], given.sizes,
-                RELATIVE=given.is_relative, **values, **sums,
+                inputs, grad_out, chunk, totals["value"], operands.sizes,
+                RELATIVE=operands.is_relative, **values, **sums,
             )  # fmt: skip
-    found["w_v"] = of_weights.sum((0, 3))
-    return {name: x for name, x in found.items() if name in wanted}
+    totals["w_v"] = of_weights.sum((0, 3))
+    return {name: x for name, x in totals.items() if name in wanted}

@@ -103,33 +103,33 @@ class Triton(Kernel):
 def _reasons(problem: Problem) -> list[str]:
     """Return why the kernel cannot run a problem of PyTorch tensors on a GPU."""
     form: Any = problem.form
-    found = [] if problem.normalizer is None else [ONLY_SOFTMAX]
+    reasons = [] if problem.normalizer is None else [ONLY_SOFTMAX]
     if isinstance(form, TileForm):
         if triton_tile_of(form.score) is None:
-            found.append(f"{type(form.score).__name__} is computed in Python: it has no method triton_tile")
+            reasons.append(f"{type(form.score).__name__} is computed in Python: it has no method triton_tile")
         elif form.query.shape[-1] != form.key.shape[-1]:
-            found.append("queries and keys of different dimensions, by a custom score")
+            reasons.append("queries and keys of different dimensions, by a custom score")
     elif not isinstance(form, (InnerForm, DistanceForm, AdditiveForm)):
-        found.append(f"the score is computed in Python ({type(form).__name__})")
+        reasons.append(f"the score is computed in Python ({type(form).__name__})")
     if problem.dtype == "float64":
-        found.append("float64, of which GPUs have few units")
+        reasons.append("float64, of which GPUs have few units")
     if problem.matrix is not None:
-        found.append("the matrix of all pairs is wanted")
+        reasons.append("the matrix of all pairs is wanted")
     matrices = math.prod(problem.score_shape.rows[:-1])
     if matrices > MOST_MATRICES:
-        found.append(f"{matrices} heads of the batch, above the {MOST_MATRICES} of a grid's second axis")
+        reasons.append(f"{matrices} heads of the batch, above the {MOST_MATRICES} of a grid's second axis")
     # Channels of an additive score are summed one after the other.
     dims = max(0 if isinstance(form, AdditiveForm) else int(form.query.shape[-1]), problem.layout.value_dim)
     if dims > MOST_DIM:
-        found.append(f"a dimension of {dims}, above {MOST_DIM}")
+        reasons.append(f"a dimension of {dims}, above {MOST_DIM}")
     if not problem.ops.has_values(*problem.operands().values()):
-        found.append("arrays without values yet (traced, with tangents)")
+        reasons.append("arrays without values yet (traced, with tangents)")
     elif problem.value.is_cuda:
         from attnscore.kernels.triton import launch
 
         if (architecture := launch.RUNNER.architecture(problem.value)) < OLDEST:
-            found.append(f"a GPU of compute capability {architecture / 10}, below {OLDEST / 10}")
+            reasons.append(f"a GPU of compute capability {architecture / 10}, below {OLDEST / 10}")
     dropout = problem.dropout
     if isinstance(dropout, PairDropout) or (dropout is not None and isinstance(dropout.seed, SeedHalves)):
-        found.append("dropout whose seed is an array")
-    return found
+        reasons.append("dropout whose seed is an array")
+    return reasons

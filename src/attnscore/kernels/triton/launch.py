@@ -319,17 +319,17 @@ def _masking(problem: Problem, tiles: TilePlan) -> tuple[DeviceIntervals | None,
             start, stop = (_per_merged_batch(x, shape.batch, batch, axis=1) for x in (start, stop))
             intervals = DeviceIntervals(start, stop, None)
     direct, evaluated = lowering.partition(rest)
-    found = lowering.arrays(ops, shape, like, direct, with_evaluated=bool(evaluated))
+    mask_arrays = lowering.arrays(ops, shape, like, direct, with_evaluated=bool(evaluated))
     for part in evaluated:
         unmasked = lowering.evaluate(ops, shape, like, part)
-        found["mask"] = unmasked if "mask" not in found else ops.logical_and(found["mask"], unmasked)
+        mask_arrays["mask"] = unmasked if "mask" not in mask_arrays else ops.logical_and(mask_arrays["mask"], unmasked)
     masking = Masking()
-    if "mask" in found:
-        mask = operand(found["mask"].view(torch.uint8), shape.lead, shape.heads, shape.groups, shape.query_len)
+    if "mask" in mask_arrays:
+        mask = operand(mask_arrays["mask"].view(torch.uint8), shape.lead, shape.heads, shape.groups, shape.query_len)
         masking = masking._replace(array=_over_keys(mask, shape.key_len))
     for name in ("query_ids", "key_ids"):
-        if name in found:
-            ids = _per_merged_batch(found[name].to(torch.int64).contiguous(), shape.batch, batch)
+        if name in mask_arrays:
+            ids = _per_merged_batch(mask_arrays[name].to(torch.int64).contiguous(), shape.batch, batch)
             stride = 0 if len(ids) == 1 else ids.shape[1]
             masking = masking._replace(**{name: ids, f"{name}_batch": stride})
     if intervals is not None:
@@ -364,29 +364,30 @@ def forward(problem: Problem, tiles: TilePlan, runner: Runner = RUNNER) -> Resul
     needed = {"row_max", "log_denom", *problem.statistics} - {"log_sum_exp"}
     rows = {name: out.new_empty((*shape.rows, 1), dtype=torch.float32) for name in Rows._fields if name in needed}
     with device_scope(out):
-        given = operands_of(problem, tiles, runner)
-        if given.matrices * shape.query_len:
-            tile = given.tile("forward")
+        operands = operands_of(problem, tiles, runner)
+        if operands.matrices * shape.query_len:
+            tile = operands.tile("forward")
             run_forward(
-                given, tile, given.inputs(tile), operand(out, shape.lead, shape.heads, shape.groups, shape.query_len),
-                Rows(*map(rows.get, Rows._fields)), forward_constants(given, tile),
+                operands, tile, operands.inputs(tile),
+                operand(out, shape.lead, shape.heads, shape.groups, shape.query_len),
+                Rows(*map(rows.get, Rows._fields)), forward_constants(operands, tile),
             )  # fmt: skip
-    found = {name: x for name, x in rows.items() if name in TABLE}
-    return Result(out, rows["row_max"], rows["log_denom"], found)
+    statistics = {name: x for name, x in rows.items() if name in TABLE}
+    return Result(out, rows["row_max"], rows["log_denom"], statistics)
 
 
-def forward_constants(given: Operands, tile: Tile) -> dict[str, Any]:
+def forward_constants(operands: Operands, tile: Tile) -> dict[str, Any]:
     """Return what the forward is compiled for."""
-    own = {"TESTED": given.is_tested, "RELATIVE": given.is_relative, "LANES": given.lanes(tile)}
-    return own | given.constants(tile)
+    of_forward = {"TESTED": operands.is_tested, "RELATIVE": operands.is_relative, "LANES": operands.lanes(tile)}
+    return of_forward | operands.constants(tile)
 
 
 def run_forward(
-    given: Operands, tile: Tile, inputs: Inputs, out: Operand, rows: Any, constants: dict[str, Any]
+    operands: Operands, tile: Tile, inputs: Inputs, out: Operand, rows: Any, constants: dict[str, Any]
 ) -> None:
-    """Launch the forward; `inputs` are those of `given`, or others of the same layout."""
-    grid = triton.cdiv(given.sizes[0], tile.queries), given.matrices
-    given.runner.run(forward_kernels.forward, grid, inputs, given.sink, out, rows, *given.numbers, **constants)
+    """Launch the forward; `inputs` are the inputs of `operands`, or others of the same layout."""
+    grid = triton.cdiv(operands.sizes[0], tile.queries), operands.matrices
+    operands.runner.run(forward_kernels.forward, grid, inputs, operands.sink, out, rows, *operands.numbers, **constants)
 
 
 def device_scope(x: torch.Tensor) -> Any:
@@ -400,8 +401,8 @@ def backward(
 ) -> dict[str, Array]:  # fmt: skip
     """Run the backward: the gradients of the operands in `wanted` at least, by name."""
     with device_scope(problem.value):
-        given = operands_of(problem, tiles, runner, has_backward=True)
-        return _Backward(problem, given, result, grads, wanted).run()
+        operands = operands_of(problem, tiles, runner, has_backward=True)
+        return _Backward(problem, operands, result, grads, wanted).run()
 
 
 RELATIVE_SHARES = 16
@@ -412,24 +413,24 @@ class _Backward:
     """One backward: its operands, and the kernels that it launches."""
 
     def __init__(
-        self, problem: Problem, given: Operands, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, operands: Operands, result: Result, grads: RowGradients, wanted: frozenset[str]
     ) -> None:
-        self.problem, self.given, self.wanted = problem, given, wanted
-        self.operands = problem.operands()
+        self.problem, self.operands, self.wanted = problem, operands, wanted
+        self.arrays = problem.operands()
         self.score_constants: dict[str, Any] = {
-            "DERIVATIVE": given.derivative, "TESTED": given.is_tested, "RELATIVE": given.is_relative,
+            "DERIVATIVE": operands.derivative, "TESTED": operands.is_tested, "RELATIVE": operands.is_relative,
         }  # fmt: skip
-        self.found: dict[str, Array] = {}
-        queries, _, _, value_dim, heads, groups = given.sizes
-        self.is_empty = not given.matrices * queries
+        self.gradients: dict[str, Array] = {}
+        queries, _, _, value_dim, heads, groups = operands.sizes
+        self.is_empty = not operands.matrices * queries
         grad_out = result.out.new_zeros(()).expand(result.out.shape) if grads.out is None else grads.out
         # The products with the value are in its dtype.
         self.grad_out = self.placed(grad_out, queries)
         delta = self.new_rows()
         if not self.is_empty:
             block = 32
-            given.runner.run(
-                backward_kernels.row_sums, (triton.cdiv(queries, block), given.matrices),
+            operands.runner.run(
+                backward_kernels.row_sums, (triton.cdiv(queries, block), operands.matrices),
                 self.placed(result.out, queries), self.grad_out, _row_array(grads.log_sum_exp), delta,
                 queries, value_dim, heads, groups, BM=block, DV=padded(value_dim),
             )  # fmt: skip
@@ -439,38 +440,38 @@ class _Backward:
 
     def run(self) -> dict[str, Array]:
         """Return the gradients by name."""
-        if self.is_empty or not self.given.sizes[1]:
-            self.found = {name: x.new_zeros(x.shape) for name, x in self.operands.items()}
+        if self.is_empty or not self.operands.sizes[1]:
+            self.gradients = {name: x.new_zeros(x.shape) for name, x in self.arrays.items()}
             if self.problem.sink is not None and not self.is_empty:  # without keys it has all the weight
-                self.found["sink"] = self.d_sink(self.problem.sink)
-            return self.found
-        if self.given.additive is None:
+                self.gradients["sink"] = self.d_sink(self.problem.sink)
+            return self.gradients
+        if self.operands.additive is None:
             self.d_query()
             self.d_key()
             self.d_parameters()
         else:
             self.d_additive()
-        if self.problem.bias is not None and "bias" in self.wanted and "bias" not in self.found:
+        if self.problem.bias is not None and "bias" in self.wanted and "bias" not in self.gradients:
             self.d_bias(self.problem.bias)
         if self.problem.sink is not None:
-            self.found["sink"] = self.d_sink(self.problem.sink)
+            self.gradients["sink"] = self.d_sink(self.problem.sink)
         return {
-            name: x if x.shape == self.operands[name].shape else sum_to(self.problem.ops, x, self.operands[name].shape)
-            for name, x in self.found.items()
+            name: x if x.shape == self.arrays[name].shape else sum_to(self.problem.ops, x, self.arrays[name].shape)
+            for name, x in self.gradients.items()
         }
 
     def placed(self, x: torch.Tensor, row: int) -> Operand:
         """Return an array on the canonical axes as an operand."""
-        return operand(x, self.problem.score_shape.lead, *self.given.sizes[4:], row)
+        return operand(x, self.problem.score_shape.lead, *self.operands.sizes[4:], row)
 
     def launch(
         self, kernel: Any, grid: tuple[int, ...], tile: Tile, inputs: Inputs, *outputs: Any, **constants: Any
     ) -> None:
         """Launch a kernel over tiles of pairs; `constants` are its own, and those in place of what all have."""
-        given = self.given
-        given.runner.run(
-            kernel, grid, inputs, self.grad_out, self.rows, *outputs, *given.numbers,
-            **(given.constants(tile) | constants),
+        operands = self.operands
+        operands.runner.run(
+            kernel, grid, inputs, self.grad_out, self.rows, *outputs, *operands.numbers,
+            **(operands.constants(tile) | constants),
         )  # fmt: skip
 
     def new_rows(self) -> torch.Tensor:
@@ -480,128 +481,133 @@ class _Backward:
 
     def gradient(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the array of a gradient: in the operand's dtype where nothing is summed afterwards."""
-        x = self.operands[name]
+        x = self.arrays[name]
         is_final = tuple(x.shape) == shape and x.dtype in _KERNEL_DTYPES
         grad = torch.empty(shape, dtype=x.dtype if is_final else torch.float32, device=x.device)
-        self.found[name] = grad
+        self.gradients[name] = grad
         return grad
 
     def d_query(self) -> None:
         """Compute the gradients that have an axis of queries."""
-        given, tile = self.given, self.given.tile("d_query")
+        operands, tile = self.operands, self.operands.tile("d_query")
         rows = self.problem.score_shape.rows
-        queries, _, dim, *_ = given.sizes
+        queries, _, dim, *_ = operands.sizes
         grad_query = self.gradient("query", (*rows, dim))
         grad_bias, grad_query_bias, grad_scale = self.bias_gradient(), None, None
-        if "query_bias" in self.operands:
-            grad_query_bias = self.found["query_bias"] = self.new_rows()
-        if "scale" in self.operands:
+        if "query_bias" in self.arrays:
+            grad_query_bias = self.gradients["query_bias"] = self.new_rows()
+        if "scale" in self.arrays:
             grad_scale = self.new_rows()
-            self.found["scale"] = grad_scale
+            self.gradients["scale"] = grad_scale
         self.launch(
-            backward_kernels.d_query, (triton.cdiv(queries, tile.queries), given.matrices), tile, given.inputs(tile),
-            self.placed(grad_query, queries), grad_query_bias, grad_scale, grad_bias, **self.score_constants,
+            backward_kernels.d_query, (triton.cdiv(queries, tile.queries), operands.matrices), tile,
+            operands.inputs(tile), self.placed(grad_query, queries), grad_query_bias, grad_scale, grad_bias,
+            **self.score_constants,
         )  # fmt: skip
 
     def d_additive(self) -> None:
         """Compute the gradients of an additive score, of its values, and of a bias that has a number for each pair."""
         grad_bias = self.bias_gradient()
-        found = additive_gradients.gradients(
-            self.given, self.grad_out, self.rows, grad_bias, self.given.runner, self.wanted
+        gradients = additive_gradients.gradients(
+            self.operands, self.grad_out, self.rows, grad_bias, self.operands.runner, self.wanted
         )
         lead = self.problem.score_shape.lead  # one axis there
-        self.found |= {name: x if name == "w_v" else x.reshape(*lead, *x.shape[1:]) for name, x in found.items()}
+        self.gradients |= {
+            name: x if name == "w_v" else x.reshape(*lead, *x.shape[1:]) for name, x in gradients.items()
+        }
 
     def bias_gradient(self) -> Operand | None:
         """Return the array of the gradient of a bias that has a number for each pair; None where there is none."""
         bias, rows = self.problem.bias, self.problem.score_shape.rows
-        if bias is None or tuple(bias.shape) != (*rows, self.given.sizes[1]):
+        if bias is None or tuple(bias.shape) != (*rows, self.operands.sizes[1]):
             return None
-        self.found["bias"] = torch.zeros_like(bias, memory_format=torch.contiguous_format)
-        return self.placed(self.found["bias"], rows[-1])
+        self.gradients["bias"] = torch.zeros_like(bias, memory_format=torch.contiguous_format)
+        return self.placed(self.gradients["bias"], rows[-1])
 
     def d_key(self) -> None:
         """Compute the gradients that have an axis of keys."""
-        given, tile = self.given, self.given.tile("d_key")
-        _, keys, dim, value_dim, heads, groups = given.sizes
+        operands, tile = self.operands, self.operands.tile("d_key")
+        _, keys, dim, value_dim, heads, groups = operands.sizes
         of_keys = ("key", "value", "key_bias")
-        shared = all(self.operands[name].shape[-3] == 1 for name in of_keys if name in self.operands)
+        shared = all(self.arrays[name].shape[-3] == 1 for name in of_keys if name in self.arrays)
         lead = (*self.problem.score_shape.lead, heads, 1 if shared else groups)
         grad_key = self.gradient("key", (*lead, keys, dim))
         grad_value = self.gradient("value", (*lead, keys, value_dim))
         grad_key_bias = None
-        if "key_bias" in self.operands:
-            self.found["key_bias"] = grad_value.new_empty((*lead, keys, 1), dtype=torch.float32)
-            grad_key_bias = self.placed(self.found["key_bias"], keys)
-        inputs = given.inputs(tile)
+        if "key_bias" in self.arrays:
+            self.gradients["key_bias"] = grad_value.new_empty((*lead, keys, 1), dtype=torch.float32)
+            grad_key_bias = self.placed(self.gradients["key_bias"], keys)
+        inputs = operands.inputs(tile)
         tiles, count = None, triton.cdiv(keys, tile.keys)
-        if given.intervals is not None:
+        if operands.intervals is not None:
 
             def query_tiles_by_key_tile() -> torch.Tensor:
                 # (batch or 1, key tile, 4), in the order of `ends`.
                 ends = inputs.masking.ends
                 intervals, batch, query_tiles, _ = ends.shape
                 made: torch.Tensor = ends.new_empty((batch, count, 4))
-                given.runner.run(ranges.tiles_of_queries, (count, batch), ends, made, intervals, query_tiles, BLOCK=128)
+                operands.runner.run(
+                    ranges.tiles_of_queries, (count, batch), ends, made, intervals, query_tiles, BLOCK=128
+                )
                 return made
 
-            key = "tiles of queries", count, given.ends_key(tile)
-            tiles = given.intervals.table(given.runner, key, query_tiles_by_key_tile)
+            key = "tiles of queries", count, operands.ends_key(tile)
+            tiles = operands.intervals.table(operands.runner, key, query_tiles_by_key_tile)
         self.launch(
-            backward_kernels.d_key, (count, given.matrices // groups if shared else given.matrices), tile, inputs,
+            backward_kernels.d_key, (count, operands.matrices // groups if shared else operands.matrices), tile, inputs,
             tiles, self.placed(grad_key, keys), self.placed(grad_value, keys), grad_key_bias,
             SHARED=shared, **self.score_constants,
         )  # fmt: skip
 
     def d_parameters(self) -> None:
         """Compute the gradients of the parameters of a custom score."""
-        given, custom = self.given, self.given.custom
+        operands, custom = self.operands, self.operands.custom
         if custom is None or not self.wanted.intersection(custom.learned):
             return
-        tile = given.tile("d_query")
-        inputs = given.inputs(tile)
-        queries, _, dim, _, heads, groups = given.sizes
+        tile = operands.tile("d_query")
+        inputs = operands.inputs(tile)
+        queries, _, dim, _, heads, groups = operands.sizes
         tiles = triton.cdiv(queries, tile.queries)
-        shape = (given.batch, heads, groups, tiles, dim if given.form == CHANNELS else 1)
+        shape = (operands.batch, heads, groups, tiles, dim if operands.form == CHANNELS else 1)
         for which, name in enumerate(custom.learned):
             if name in self.wanted:
                 sums = self.rows.delta.new_empty(shape)
                 self.launch(
-                    backward_kernels.d_parameter, (tiles, given.matrices), tile, inputs, sums,
+                    backward_kernels.d_parameter, (tiles, operands.matrices), tile, inputs, sums,
                     WHICH=which, **self.score_constants,
                 )  # fmt: skip
-                self.found[name] = parameter_gradient(self.problem, custom, name, sums)
+                self.gradients[name] = parameter_gradient(self.problem, custom, name, sums)
 
     def d_bias(self, bias: torch.Tensor) -> None:
         """Compute the gradient of a bias that several pairs share."""
-        given, tile = self.given, self.given.tile("d_query")
-        queries, keys, *_ = given.sizes
+        operands, tile = self.operands, self.operands.tile("d_query")
+        queries, keys, *_ = operands.sizes
         *lead, kv_heads, group_count, row, column = bias.shape
         # Leading axes of which some are shared are summed afterwards.
-        batches = 1 if math.prod(lead) == 1 else given.batch
+        batches = 1 if math.prod(lead) == 1 else operands.batch
         matrices = batches * kv_heads * group_count
         lead = [1] * len(lead) if batches == 1 else [*self.problem.score_shape.lead]
-        counts = (given.batch, batches, kv_heads, group_count)
-        inputs = given.inputs(tile)
-        if given.is_relative:
+        counts = (operands.batch, batches, kv_heads, group_count)
+        inputs = operands.inputs(tile)
+        if operands.is_relative:
             shares = max(1, min(RELATIVE_SHARES, triton.cdiv(queries, tile.queries)))
-            found = bias.new_zeros((shares, *lead, kv_heads, group_count, 1, column), dtype=torch.float32)
+            sums = bias.new_zeros((shares, *lead, kv_heads, group_count, 1, column), dtype=torch.float32)
             # The diagonals of a tile are summed in a line of queries + keys, which must be a power of 2.
             size = min(tile.queries, tile.keys)
             kernel = backward_kernels.d_relative_bias
-            self.launch(kernel, (shares, matrices), tile, inputs, found, *counts, BM=size, BN=size)
-            self.found["bias"] = found.sum(0)
+            self.launch(kernel, (shares, matrices), tile, inputs, sums, *counts, BM=size, BN=size)
+            self.gradients["bias"] = sums.sum(0)
             return
         tiles = triton.cdiv(queries, tile.queries), triton.cdiv(keys, tile.keys)
         of_rows, of_columns = (whole > 1 and n == whole for n, whole in ((row, queries), (column, keys)))
         shape = (queries if of_rows else tiles[0], keys if of_columns else tiles[1])
-        found = bias.new_empty((*lead, kv_heads, group_count, *shape), dtype=torch.float32)
+        sums = bias.new_empty((*lead, kv_heads, group_count, *shape), dtype=torch.float32)
         self.launch(
-            backward_kernels.d_bias, (*tiles, matrices), tile, inputs, found, *counts,
+            backward_kernels.d_bias, (*tiles, matrices), tile, inputs, sums, *counts,
             OF_ROWS=of_rows, OF_COLUMNS=of_columns,
         )  # fmt: skip
         axes = [axis for axis, is_whole in ((-2, of_rows), (-1, of_columns)) if not is_whole]
-        self.found["bias"] = found.sum(axes, keepdim=True) if axes else found
+        self.gradients["bias"] = sums.sum(axes, keepdim=True) if axes else sums
 
     def d_sink(self, sink: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the sink: a score whose value is 0, so p (delta - ...) without a product."""
@@ -612,8 +618,8 @@ class _Backward:
         grad = p * rows.delta
         if rows.grad_entropy is not None:
             grad = grad - p * (torch.where(p == 0, 0.0, log_p) + rows.entropy) * rows.grad_entropy
-        found: torch.Tensor = sum_to(self.problem.ops, grad, (*sink.shape, 1, 1)).reshape(sink.shape)
-        return found
+        grad_sink: torch.Tensor = sum_to(self.problem.ops, grad, (*sink.shape, 1, 1)).reshape(sink.shape)
+        return grad_sink
 
 
 def _row_array(x: torch.Tensor | None) -> Any:

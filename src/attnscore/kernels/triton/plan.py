@@ -34,7 +34,7 @@ class TritonPlan(Plan, DifferentiableOp):
     """The plan. It holds the shapes and strides of the caller's tensors, and no memory of theirs."""
 
     op: SinglePlan
-    given: launch.Operands
+    operands: launch.Operands
     tile: Tile
     architecture: int
     out: Operand
@@ -45,7 +45,7 @@ class TritonPlan(Plan, DifferentiableOp):
     @property
     def heads(self) -> int:
         """As many as take the memory that the intervals of the mask do."""
-        intervals = self.given.intervals
+        intervals = self.operands.intervals
         return 1 if intervals is None else 1 + intervals.start.numel() // 64
 
     @property
@@ -61,16 +61,16 @@ class TritonPlan(Plan, DifferentiableOp):
 
     def forward(self, arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return output, on the caller's axes, log-denominator and maximum of each query."""
-        query, value, given, rows = arrays[0], arrays[2], self.given, self.op.problem.score_shape.rows
+        query, value, operands, rows = arrays[0], arrays[2], self.operands, self.op.problem.score_shape.rows
         out = value.new_empty(self.out_shape)
         row_max, log_denom = (value.new_empty((*rows, 1), dtype=torch.float32) for _ in range(2))
         with launch.device_scope(query):
-            inputs = given.inputs(self.tile)
+            inputs = operands.inputs(self.tile)
             sides = {name: getattr(inputs, name)._replace(data=x) for name, x in zip(SIDES, arrays, strict=True)}
             # The user may have allowed TF32 meanwhile, or forbidden it.
             constants = self.compiled_for | {"PRECISION": launch.precision_of(query, self.architecture)}
             launch.run_forward(
-                given, self.tile, inputs._replace(**sides), self.out._replace(data=out), Rows(row_max, log_denom),
+                operands, self.tile, inputs._replace(**sides), self.out._replace(data=out), Rows(row_max, log_denom),
                 constants,
             )  # fmt: skip
         return out, log_denom, row_max
@@ -89,10 +89,10 @@ class TritonPlan(Plan, DifferentiableOp):
         out, *rows = outputs
         grad_out = None if grads[0] is None else layout.output_to_canonical(ops, grads[0])
         saved = layout.output_to_canonical(ops, out), *rows
-        found = self.op.backward(views, saved, (grad_out, *grads[1:]), wanted)
+        gradients = self.op.backward(views, saved, (grad_out, *grads[1:]), wanted)
         return tuple(
             None if grad is None else layout.gradient_from_canonical(ops, grad, x.shape)
-            for grad, x in zip(found, arrays, strict=True)
+            for grad, x in zip(gradients, arrays, strict=True)
         )
 
 
@@ -103,16 +103,16 @@ def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Map
         return None
     if form.caps or not {"query_bias", "key_bias"}.isdisjoint(form.arrays()):
         return None
-    given_beside = (problem.dropout, problem.normalizer, problem.matrix, *problem.statistics)
-    if any(x is not None for x in given_beside) or not (problem.mask is None or type(problem.mask) is CachedMask):
+    other_options = (problem.dropout, problem.normalizer, problem.matrix, *problem.statistics)
+    if any(x is not None for x in other_options) or not (problem.mask is None or type(problem.mask) is CachedMask):
         return None
-    given = launch.operands_of(problem, tiles, launch.RUNNER)
-    sides = {name: getattr(given.arrays, name) for name in SIDES}
+    operands = launch.operands_of(problem, tiles, launch.RUNNER)
+    sides = {name: getattr(operands.arrays, name) for name in SIDES}
     if any(x.data.data_ptr() != arrays[name].data_ptr() for name, x in sides.items()):
         return None  # copied, as no single stride describes its leading axes
-    if not given.matrices * math.prod(given.sizes[:2]):
+    if not operands.matrices * math.prod(operands.sizes[:2]):
         return None
-    tile, like = given.tile("forward"), problem.value
+    tile, like = operands.tile("forward"), problem.value
     out = torch.empty((*shape.rows, layout.value_dim), dtype=like.dtype, device="meta")
     without_memory = {name: x._replace(data=_without_memory(x.data)) for name, x in sides.items()}
     template = {name: _without_memory(x) for name, x in {**form.arrays(), "value": like}.items()}
@@ -121,12 +121,12 @@ def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Map
     op = SinglePlan(kernel, dataclasses.replace(problem, query=form.query, key=form.key, value=value, form=form), tiles)
     return TritonPlan(
         op=op,
-        given=dataclasses.replace(given, arrays=given.arrays._replace(**without_memory)),
+        operands=dataclasses.replace(operands, arrays=operands.arrays._replace(**without_memory)),
         tile=tile,
-        architecture=given.runner.architecture(like),
+        architecture=operands.runner.architecture(like),
         out=operand(out, shape.lead, shape.heads, shape.groups, shape.query_len),
         out_shape=tuple(layout.from_canonical(problem.ops, out).shape),
-        compiled_for=launch.forward_constants(given, tile),
+        compiled_for=launch.forward_constants(operands, tile),
     )
 
 
