@@ -79,12 +79,10 @@ class InMemory(Program):
         return unmasked
 
     def buffers(self, problem: Problem, shapes: Shapes) -> tuple[Backend, dict[str, Array]]:
-        stored = {name: (shape, STORED.get(dtype, dtype)) for name, (shape, dtype) in shapes.items()}
-        return backends.load("numpy"), {name: aligned(np.zeros, *shape) for name, shape in stored.items()}
+        return backends.load("numpy"), _allocated(np.zeros, shapes)
 
     def forward(self, problem: Problem, mask_arrays: MaskArrays, shapes: Shapes) -> dict[str, Array]:
-        stored = {name: (shape, STORED.get(dtype, dtype)) for name, (shape, dtype) in shapes.items()}
-        outputs = {name: aligned(np.empty, *shape) for name, shape in stored.items()}
+        outputs = _allocated(np.empty, shapes)
         threads = thread_counter(_native, problem.ops)()
         # The log-sum-exp is filled by execution plans alone.
         _native.forward(*_marshal(problem, mask_arrays), [outputs.get(name) for name in FILLED], threads)
@@ -108,6 +106,10 @@ class InMemory(Program):
 
     def in_framework(self, problem: Problem, x: Array, dtype: str) -> Array:
         return problem.ops.from_memory(x, dtype, problem.value)
+
+
+def _allocated(make: Callable[..., HostArray], shapes: Shapes) -> dict[str, HostArray]:
+    return {name: aligned(make, shape, STORED.get(dtype, dtype)) for name, (shape, dtype) in shapes.items()}
 
 
 def _marshal(problem: Problem, mask_arrays: MaskArrays) -> tuple[tuple[Any, ...], tuple[HostArray | None, ...]]:

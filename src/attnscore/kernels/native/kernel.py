@@ -80,13 +80,13 @@ class Native(Kernel):
         return (f"{mask!r} is evaluated, {chunked_masks.chunk_size(problem, mask)} queries at a time",)
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
-        way = self._way(problem, ())
-        if not isinstance(way, Program):
-            return way.forward(problem, tiles)
-        saves_scores = self.saves_scores and isinstance(way, InMemory)
+        runner = self._runner(problem, ())
+        if not isinstance(runner, Program):
+            return runner.forward(problem, tiles)
+        saves_scores = self.saves_scores and isinstance(runner, InMemory)
         shapes = marshalling.output_shapes(problem, saves_scores=saves_scores)
-        outputs = chunked_masks.forward(way, problem, tiles, shapes)
-        in_framework = {name: way.in_framework(problem, x, shapes[name][1]) for name, x in outputs.items()}
+        outputs = chunked_masks.forward(runner, problem, tiles, shapes)
+        in_framework = {name: runner.in_framework(problem, x, shapes[name][1]) for name, x in outputs.items()}
         return marshalling.result_of(problem, in_framework)
 
     def backward(
@@ -101,20 +101,22 @@ class Native(Kernel):
         """Return the gradients; ``zeros(name, shape, dtype)`` gives the memory of each where the module computes it."""
         operands = problem.operands()
         incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
-        way = self._way(problem, incoming)
-        if not isinstance(way, Program):
-            return way.backward(problem, tiles, result, grads, wanted)
-        if zeros is not None and isinstance(way, InMemory):
-            way = InMemory(zeros)
+        runner = self._runner(problem, incoming)
+        if not isinstance(runner, Program):
+            return runner.backward(problem, tiles, result, grads, wanted)
+        if zeros is not None and isinstance(runner, InMemory):
+            runner = InMemory(zeros)
         inputs = marshalling.backward_inputs(problem, result, grads)
-        gradients = chunked_masks.backward(way, problem, tiles, inputs, wanted)
+        gradients = chunked_masks.backward(runner, problem, tiles, inputs, wanted)
         in_framework = {
-            name: way.in_framework(problem, x, problem.accumulator) for name, x in gradients.items() if name in wanted
+            name: runner.in_framework(problem, x, problem.accumulator)
+            for name, x in gradients.items()
+            if name in wanted
         }
         return {name: marshalling.as_operand(problem, x, name, operands[name]) for name, x in in_framework.items()}
 
-    def _way(self, problem: Problem, incoming: Sequence[Array]) -> Program | HostCallback | Streaming:
-        """Return how the program that computes these arrays reaches the module."""
+    def _runner(self, problem: Problem, incoming: Sequence[Array]) -> Program | HostCallback | Streaming:
+        """Return what runs the kernel in the program that computes these arrays."""
         ops, operands = problem.ops, problem.operands().values()
         if ops.needs_host_callback(*marshalling.arrays_of(problem), *incoming):
             return XlaCall() if ops.custom_calls() else HostCallback(self)

@@ -48,17 +48,22 @@ def _passed(problem: Problem) -> list[Array]:
 
 
 def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Problem]:
-    """Return a function that builds the problem from arrays in the order of `_passed`, for the backend `ops`."""
+    """Return a function that builds the problem from arrays in the order of `_passed`, for the backend `ops`.
+
+    On the host it checks the shapes of the mask against lengths that the graph did not know.
+    """
     names, dropout = tuple(problem.operands()), problem.dropout
     seeded = dropout is not None and isinstance(dropout.seed, SeedHalves)
     unknown = any(map(is_unknown, (*problem.score_shape.rows, problem.score_shape.key_len)))
-    # The function holds no operand, as a framework may never release it. It holds known arrays of the mask.
+    specs = () if problem.mask is None else problem.mask.shapes(problem.score_shape)
+    is_checked = ops is not problem.ops and not all(spec.is_known for spec in specs)
+    # The function holds no operand, as a framework may never release it. It holds static arrays of the mask.
     form, mask = problem.form.with_arrays(dict.fromkeys(problem.form.arrays())), problem.mask
     # Copied, as a caller may write to an array of NumPy between two runs of the program.
     leaves = [] if mask is None else mask.leaves()
-    known = [np.array(x) if isinstance(x, np.ndarray) else backends.host(x) for x in leaves]
+    static_leaves = [np.array(x) if isinstance(x, np.ndarray) else backends.host(x) for x in leaves]
     if mask is not None:
-        mask = mask.with_leaves(iter([np.zeros(0)] * len(known)))
+        mask = mask.with_leaves(iter([np.zeros(0)] * len(static_leaves)))
     absent = dict.fromkeys(("score", "query", "key", "value", "bias", "sink", "dropout", "mask"))
     layout = _measured(problem.layout, (0,) * len(problem.score_shape.lead), 0, 0) if unknown else problem.layout
     empty = dataclasses.replace(problem, ops=ops, form=form, layout=layout, **absent)  # type: ignore[arg-type]
@@ -69,7 +74,7 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
         fields: dict[str, Any] = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
         fields["form"] = new_form = form.with_arrays(named)
         if mask is not None:
-            fields["mask"] = mask.with_leaves(iter([next(left) if x is None else x for x in known]))
+            fields["mask"] = mask.with_leaves(iter([next(left) if x is None else x for x in static_leaves]))
         fields["dropout"] = dropout
         if dropout is not None and seeded:
             low, high = left
@@ -81,7 +86,10 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
             )
             lead = broadcast(query[:-4], key[:-4], value[:-4])
             fields["layout"] = _measured(layout, lead, query[-2], key[-2])
-        return dataclasses.replace(empty, **fields)
+        rebuilt = dataclasses.replace(empty, **fields)
+        if is_checked and rebuilt.mask is not None:
+            check_shapes(rebuilt.mask, rebuilt.score_shape)
+        return rebuilt
 
     return rebuild
 
@@ -93,21 +101,6 @@ def _measured(layout: AxisLayout, lead: tuple[Any, ...], query_len: Any, key_len
 
 def _on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
     return _rebuilder(problem, problem.ops.at_run_time(backends.load("numpy")))
-
-
-def _checked_on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
-    """Return `_on_host`, with a check of mask shapes against lengths where the graph did not know them."""
-    on_host = _on_host(problem)
-    if problem.mask is None or all(part.is_known for part in problem.mask.shapes(problem.score_shape)):
-        return on_host
-
-    def checked(arrays: Sequence[HostArray]) -> Problem:
-        rebuilt = on_host(arrays)
-        if rebuilt.mask is not None:
-            check_shapes(rebuilt.mask, rebuilt.score_shape)
-        return rebuilt
-
-    return checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,18 +195,20 @@ class HostCallback:
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         """Stage the forward."""
-        on_host, in_program = _checked_on_host(problem), _rebuilder(problem, problem.ops)
+        on_host, in_program = _on_host(problem), _rebuilder(problem, problem.ops)
         plans, shapes = _Plans.of(self.kernel, problem, on_host), output_shapes(problem)
+        # The functions hold no tensor, and sizes in shapes may be tensors.
+        names = tuple(shapes)
 
         def outputs(kernel: Kernel, rebuilt: Problem) -> tuple[Array, ...]:
             named = outputs_of(rebuilt, kernel.forward(rebuilt, tiling.plan(rebuilt)))
-            return tuple(named[name] for name in shapes)
+            return tuple(named[name] for name in names)
 
         def run(*arrays: HostArray) -> tuple[HostArray, ...]:
             if plans is None or (planned := plans.bound(arrays)) is None:
                 return outputs(self.kernel, on_host(arrays))
             named = planned.forward()
-            return tuple(named[name] for name in shapes)
+            return tuple(named[name] for name in names)
 
         def alternative(*arrays: Array) -> tuple[Array, ...]:
             return outputs(self.kernel.differentiable, in_program(arrays))
@@ -227,23 +222,23 @@ class HostCallback:
         """Stage the backward."""
         on_host, in_program = _on_host(problem), _rebuilder(problem, problem.ops)
         plans, inputs = _Plans.of(self.kernel, problem, on_host), backward_inputs(problem, result, grads)
-        # The functions hold no array.
-        names, count = tuple(inputs), len(inputs)
         shapes = {
             name: (tuple(x.shape), problem.accumulator) for name, x in problem.operands().items() if name in wanted
         }
+        # As in `forward`.
+        input_names, names, count = tuple(inputs), tuple(shapes), len(inputs)
 
         def gradients(kernel: Kernel, rebuilt: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
-            arguments = result_and_gradients(rebuilt, dict(zip(names, rows, strict=True)))
-            named = kernel.backward(rebuilt, tiling.plan(rebuilt), *arguments, frozenset(shapes))
-            return tuple(named[name] for name in shapes)
+            arguments = result_and_gradients(rebuilt, dict(zip(input_names, rows, strict=True)))
+            named = kernel.backward(rebuilt, tiling.plan(rebuilt), *arguments, frozenset(names))
+            return tuple(named[name] for name in names)
 
         def run(*arrays: HostArray) -> tuple[HostArray, ...]:
             rows, others = arrays[:count], arrays[count:]
             if plans is None or (planned := plans.bound(others)) is None:
                 return gradients(self.kernel, on_host(others), rows)
-            named = planned.backward(dict(zip(names, rows, strict=True)), shapes)
-            return tuple(named[name] for name in shapes)
+            named = planned.backward(dict(zip(input_names, rows, strict=True)), names)
+            return tuple(named[name] for name in names)
 
         def alternative(*arrays: Array) -> tuple[Array, ...]:
             rows, others = arrays[:count], arrays[count:]
