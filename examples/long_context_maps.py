@@ -45,8 +45,9 @@ def main(tokens, picture=None):
     print(f"4 largest weights of each query on the sink or 64 neighbours: {near[4:].mean():.0%}")
 
     pooled = ats.pooled_weights(query, key, bins=(64, 64), **causal)
-    of_bin = topic[np.arange(64) * tokens // 64]
-    far = np.tril(np.ones((64, 64), bool), -2) & (np.arange(64) > 0)
+    of_bin = topic[:: -(-tokens // 64)]
+    bins = np.arange(len(of_bin))
+    far = (bins[:, None] - bins > 1) & (bins > 0)
     same = of_bin[:, None] == of_bin
     ratio = pooled[far & same].mean() / pooled[far & ~same].mean()
     print("a bin far away on the same topic weighs more than twice one on another:", bool(ratio > 2))

@@ -511,6 +511,22 @@ def test_look_prints_the_heaviest_keys(capsys, tmp_path):
     assert first[2] == f"{mass.max() / 4:.1%}"
 
 
+@pytest.mark.parametrize("length", [7, 200, 1001])
+def test_look_says_that_uniform_weights_are_tied(capsys, tmp_path, length):
+    query, key = np.ones((2, length, 3)), np.zeros((2, length, 3))
+    key[1, 5] = 9.0  # a sink in the second of two
+    np.savez(tmp_path / "one.npz", query=query[0], key=key[0])
+    _, out, _ = run(capsys, "look", tmp_path / "one.npz", "--plot", tmp_path / "map.png")
+    rows = [line.split() for line in out.splitlines() if "%" in line]
+    if length > 8:
+        assert rows == [["each", "of", f"{length:,}", "tied", "1.00", f"{1 / length:.1%}"]]
+    else:
+        assert sorted(row[0] for row in rows) == list("0123456") and {row[1] for row in rows} == {"1.00"}
+    np.savez(tmp_path / "two.npz", query=query, key=key)
+    rows = [line.split() for line in run(capsys, "look", tmp_path / "two.npz")[1].splitlines() if "%" in line]
+    assert rows[0][:5] == ["0", "each", "of", f"{length:,}", "tied"] and rows[1][:2] == ["1", "5"]
+
+
 def test_look_names_every_head(capsys, tmp_path):
     rng = np.random.default_rng(1)
     np.savez(tmp_path / "in.npz", query=rng.normal(size=(1, 5, 20, 4)), key=rng.normal(size=(1, 5, 7, 4)))
@@ -581,7 +597,7 @@ def test_look_at_matrices_without_weights(capsys, tmp_path):
     rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
     assert not err and rows == [
         ["0", "4", "3.00", "100.0%", "0.0%"],
-        ["1", "1", "0.400", "25.0%", "nan"],
+        ["1", "each", "of", "4", "tied", "0.400", "25.0%", "nan"],
         ["2", "none", "nan", "nan", "nan"],
         ["3", "none", "0", "nan", "nan"],
         ["2", "of", "4", "matrices", "have", "weights", "that", "are", "NaN."],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -60,13 +61,23 @@ def test_key_mass_is_the_sum_over_the_queries(name: str, framework: str) -> None
 @pytest.mark.parametrize("bins", [(1, 1), (3, 4), (11, 13), (64, 64)])
 def test_pooled_weights_are_sums_of_blocks(name: str, bins: tuple[int, int], framework: str) -> None:
     found = host(ats.pooled_weights(*arrays(framework), bins, **given(name, framework)))
-    whole, (rows, columns) = matrix(name), (min(bins[0], 11), min(bins[1], 13))
-    wanted = np.zeros((2, 6, rows, columns))
+    whole, (height, width) = matrix(name), (math.ceil(11 / bins[0]), math.ceil(13 / bins[1]))
+    wanted = np.zeros((2, 6, math.ceil(11 / height), math.ceil(13 / width)))
     for i in range(11):
         for j in range(13):
-            wanted[..., i * rows // 11, j * columns // 13] += whole[..., i, j]
+            wanted[..., i // height, j // width] += whole[..., i, j]
     assert found.shape == wanted.shape
     assert np.allclose(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("bins", [7, 16, 64])
+@pytest.mark.parametrize("length", [1, 7, 100, 1000, 1001])
+def test_uniform_weights_fill_all_bins_but_the_last_alike(length: int, bins: int) -> None:
+    pooled = ats.pooled_weights(np.zeros((length, 2)), np.zeros((length, 2)), (bins, bins))
+    width = math.ceil(length / bins)
+    assert max(pooled.shape) <= bins and np.isclose(pooled.sum(), length)
+    np.testing.assert_allclose(pooled[:-1, :-1], width * width / length, rtol=1e-12)
+    np.testing.assert_allclose(pooled.sum(-1)[:-1], width, rtol=1e-12)
 
 
 @frameworks
@@ -259,7 +270,7 @@ def test_no_queries_no_keys_and_one(queries: int, keys: int, framework: str) -> 
     assert ats.key_mass(query, key).shape == (2, keys)
     assert np.allclose(host(ats.key_mass(query, key)), queries / max(1, keys))
     pooled = ats.pooled_weights(query, key, (4, 7))
-    assert pooled.shape == (2, max(1, min(4, queries)), max(1, min(7, keys)))
+    assert pooled.shape == (2, {0: 1, 1: 1, 5: 3}[queries], max(1, keys)), "5 queries are in bins of 2, 2 and 1"
     assert np.isclose(host(pooled).sum(), 2 * queries * (keys > 0))
     if keys:
         assert ats.top_weights(query, key, 1).index.shape == (2, queries, 1)

@@ -22,7 +22,7 @@ from attnscore.plotting import (
     show_pooled_weights,
     show_top_weights,
 )
-from attnscore.plotting.drawing import GREY, short_number, two_decimals
+from attnscore.plotting.drawing import GREY, heaviest_keys, short_number, two_decimals
 
 RNG = np.random.default_rng(0)
 TOKENS = ["[CLS]", "the", "cats", ",", "worth", "$", "5", "or", "$", "6", ",", "sat", "[SEP]"]
@@ -334,7 +334,7 @@ def test_pooled_map_counts_tokens_and_shows_what_a_query_gives():
     image = axis.images[0]
     assert axis.get_xlim() == (0, 300) and axis.get_ylim() == (300, 0)
     shown = image.get_array()
-    np.testing.assert_allclose(shown.filled(0).sum(-1), 1)  # a row of bins is what one query gives
+    np.testing.assert_allclose(10 * shown.filled(0).sum(-1), 1)  # what one query gives: means of bins of 10 keys
     assert np.array_equal(shown.mask, np.triu(np.ones((30, 30), bool), 1)), "what the mask hides is grey"
     assert type(image.norm).__name__ == "LogNorm" and axis.get_title() == "a head"
     linear = show_pooled_weights(pooled, query_len=300, key_len=300, logarithmic=False)
@@ -342,12 +342,89 @@ def test_pooled_map_counts_tokens_and_shows_what_a_query_gives():
 
 
 def test_pooled_maps_of_uneven_bins_and_of_several_heads():
-    pooled = ats.pooled_weights(np.zeros((2, 7, 3)), np.zeros((2, 11, 3)), (3, 4))
+    pooled = ats.pooled_weights(np.zeros((2, 7, 3)), np.zeros((2, 11, 3)), (3, 4))  # 3, 3, 1 and 3, 3, 3, 2
     figure = show_pooled_weights(pooled, query_len=7, key_len=11, titles=["one", "two"])
     assert [axis.get_title() for axis in panels(figure)] == ["one", "two"]
     for axis in panels(figure):
-        np.testing.assert_allclose(axis.images[0].get_array().filled(0), np.array([[3, 3, 3, 2]] * 3) / 11)
+        np.testing.assert_allclose(axis.images[0].get_array().filled(0), np.full((3, 4), 1 / 11))
+        assert axis.images[0].get_extent() == [0, 12, 9, 0], "bins of one width reach beyond the last position"
+        assert axis.get_xlim() == (0, 11) and axis.get_ylim() == (7, 0)
     assert not overlapping(figure)
+
+
+@pytest.mark.parametrize("bins", [7, 16, 64])
+@pytest.mark.parametrize("length", [1, 7, 100, 1000, 1001])
+@pytest.mark.slow_rows("1-*", "100-*", "7-16", "1000-16")
+def test_uniform_attention_is_one_flat_colour_without_sinks(length, bins):
+    key = 1e-7 * RNG.normal(size=(length, 2))  # even to rounding
+    query = RNG.normal(size=(length, 2))
+    pooled = ats.pooled_weights(query, key, (bins, bins))
+    for figure in (
+        show_pooled_weights(pooled, query_len=length, key_len=length),
+        show_long_attention(query, key, bins=(bins, bins)),
+    ):
+        image = figure.axes[0].images[0]
+        colours = image.to_rgba(image.get_array()).reshape(-1, 4)
+        assert len(np.unique(colours, axis=0)) == 1
+    _, near, line, bars, points = figure.axes[:5]
+    block = near.images[0]
+    assert len(np.unique(block.to_rgba(block.get_array()).reshape(-1, 4), axis=0)) == 1
+    assert len(points.collections[0].get_offsets()) == (1 if length == 1 else 0)
+    assert points.get_title() == (
+        "1 strongest keys of 1 queries"
+        if length == 1
+        else f"4 strongest keys of {min(length, 256)} queries, ties left out"
+    )
+    assert points.collections[0].get_clim() == (0, 1)
+    if length > 8:
+        assert labels(bars.get_yticklabels()) == [f"{length:,} keys, tied"] and not line.lines[-1].get_xdata().size
+    else:
+        assert sorted(labels(bars.get_yticklabels())) == [str(i) for i in range(length)]
+    assert len({text.split(".")[0] for text in labels(bars.texts)}) == 1, "all receive the same weight"
+
+
+def test_a_sink_is_seen_beside_uniform_weights():
+    query, key = np.ones((1001, 2)), np.zeros((1001, 2))
+    key[500] = 6
+    figure = show_long_attention(query, key, bins=(64, 64), links=2)
+    whole, _, line, bars, points = figure.axes[:5]
+    darkest = np.argmax(whole.images[0].get_array(), axis=-1)
+    assert set(darkest.tolist()) == {500 // 16}
+    assert labels(bars.get_yticklabels()) == ["500", "1,000 keys, tied"]
+    assert line.lines[-1].get_xdata().tolist() == [500.5]
+    assert {x for x, _ in points.collections[0].get_offsets().tolist()} == {500.5}
+    assert points.get_title() == "2 strongest keys of 256 queries, ties left out"
+
+
+def test_edges_have_the_colours_of_their_weights_from_0_to_1():
+    alone, beside = (
+        [tuple(line.get_color()) for line in show_top_weights((weights, [[0], [1]])).axes[0].lines]
+        for weights in ([[0.004], [0.0]], [[0.004], [1.0]])
+    )
+    assert alone == beside[:1] != beside[1:], "a small weight is as pale alone as beside a large one"
+    many = show_top_weights(([[0.004]] * 100, [[0]] * 100))
+    assert many.axes[0].collections[0].get_clim() == (0, 1)
+
+
+def test_queries_with_tied_weights_are_counted_and_not_drawn():
+    query = np.zeros((5, 2))
+    query[4] = 3
+    key = np.zeros((5, 2))
+    key[2] = 1
+    axis = show_top_weights(ats.top_weights(query, key, 2)).axes[0]
+    assert {tuple(line.get_ydata()) for line in axis.lines if line.get_ydata()[1] == 2} == {(4, 2)}
+    assert axis.get_xlabel() == "not drawn: 4 queries whose largest weights are tied"
+    every = show_top_weights(ats.top_weights(query, key, 5)).axes[0]
+    assert len(every.lines) == 25 and every.get_xlabel() == ""
+
+
+def test_heaviest_keys_are_tied_or_not():
+    mass = np.array([2.0, np.nan, 3.0, 2.0, 0.0, 3.0 * (1 - 1e-6), np.inf])
+    assert [keys.tolist() for keys in heaviest_keys(mass, 5)] == [[6], [2], [5], [0], [3]]
+    assert [keys.tolist() for keys in heaviest_keys(mass, 4)] == [[6], [2], [5], [0, 3]]
+    assert [keys.tolist() for keys in heaviest_keys(mass, 2)] == [[6], [2, 5]]
+    assert [keys.tolist() for keys in heaviest_keys(mass, 1)] == [[6]]
+    assert heaviest_keys(mass, 0) == heaviest_keys(np.zeros(3), 2) == []
 
 
 @pytest.mark.slow
@@ -373,7 +450,7 @@ def test_long_pictures_of_any_array(kind):
     }[kind]
     pooled = np.array([[2.0, 0.0], [1.0, 1.0]])
     (axis,) = panels(show_pooled_weights(made(pooled), query_len=4, key_len=4))
-    assert axis.images[0].get_array().filled(0).tolist() == [[1, 0], [0.5, 0.5]]
+    assert axis.images[0].get_array().filled(0).tolist() == [[0.5, 0], [0.25, 0.25]]
     bars = show_key_mass(made(np.array([1.0, 3.0]))).axes[1]
     assert labels(bars.get_yticklabels()) == ["1", "0"]
     links = show_top_weights((made(np.array([[1.0], [0.5]])), [[0], [1]]))
@@ -386,7 +463,7 @@ def test_key_mass_names_the_heaviest_and_keeps_one_key_among_many_visible():
     mass[[0, 77_777]] = 5000.0, 40.0
     figure = show_key_mass(mass, heaviest=3)
     line, bars = figure.axes
-    assert labels(bars.get_yticklabels()) == ["0", "77,777", "1"]
+    assert labels(bars.get_yticklabels()) == ["0", "77,777", "100,001 keys, tied"]
     assert labels(bars.texts) == [" 5000", " 40.0", " 1.00"]
     stairs = [patch for patch in line.patches if type(patch).__name__ == "StepPatch"]
     values = stairs[-1].get_data().values
@@ -509,6 +586,8 @@ def test_one_head_of_several_is_chosen():
             ["query_len", "(3)", "2"],
         ),
         (lambda: show_pooled_weights(np.ones((3, 3)), query_len=3, key_len=3.5), ArgumentError, ["key_len", "3.5"]),
+        (lambda: show_pooled_weights(np.ones((1, 64)), query_len=3, key_len=100), ArgumentError, ["key_len", "width"]),
+        (lambda: show_pooled_weights(np.ones((1, 1)), query_len=3, key_len=-1), ArgumentError, ["key_len", "-1"]),
         (
             lambda: show_pooled_weights(np.ones((3, 3)), query_len=3, key_len=3, titles=["a", "b"]),
             ShapeError,

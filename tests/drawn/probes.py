@@ -82,11 +82,11 @@ def summaries(case: Case, framework: Any, c: Choice) -> Checks:
     mass = framework.host(ats.key_mass(**given))
     yield "key_mass", mass, weights.sum(-2), tolerance * max(1, n)
     bins = c.int(1, 5), c.int(1, 70)
-    down, across = max(1, min(bins[0], n)), max(1, min(bins[1], m))
-    pooled = np.zeros((*weights.shape[:-2], down, across))
+    height, width = max(1, -(-n // bins[0])), max(1, -(-m // bins[1]))
+    pooled = np.zeros((*weights.shape[:-2], max(1, -(-n // height)), max(1, -(-m // width))))
     for i in range(n):
         for j in range(m):
-            pooled[..., i * down // n, j * across // m] += weights[..., i, j]
+            pooled[..., i // height, j // width] += weights[..., i, j]
     yield f"pooled_weights{bins}", framework.host(ats.pooled_weights(**given, bins=bins)), pooled, tolerance * max(1, n)
     if m:
         k = c.int(1, m)

@@ -15,7 +15,7 @@ import numpy as np
 from attnscore import backends, kernels
 from attnscore.analysis import topk
 from attnscore.analysis.weights import matrix_of, problem_without_value, sliced
-from attnscore.backends.base import Array
+from attnscore.backends.base import Array, HostArray
 from attnscore.base import thresholds
 from attnscore.base.arguments import is_whole, shown
 from attnscore.base.sizes import is_unknown
@@ -133,7 +133,8 @@ def pooled_weights(
     query, key, score, mask, valid_lens, bias, sink, head_axis
         As in `attend`.
     bins : (rows, columns)
-        Position i is in bin ``i * bins // length``; there is at most one bin per position.
+        At most so many. All bins along an axis hold ``width = ceil(length / bins)`` positions, so that uniform weights
+        fill them alike; the last bin may hold fewer. Position i is in bin ``i // width``.
 
     Returns
     -------
@@ -159,29 +160,27 @@ def pooled_weights(
         if not isinstance(bins, (tuple, list)) or len(bins) != 2 or not all(is_whole(n) and n >= 1 for n in bins):
             raise ArgumentError(message("bins", "two positive whole numbers (rows, columns)", shown(bins)))
         score_shape = problem.score_shape
-        down, across = (
-            max(1, min(int(n), m)) for n, m in zip(bins, (score_shape.query_len, score_shape.key_len), strict=True)
-        )
-        value = ops.asarray(
-            _in_bins(0, score_shape.key_len, score_shape.key_len, across), problem.value, problem.accumulator
-        )
+        query_bins, key_bins = map(bin_sizes, (score_shape.query_len, score_shape.key_len), map(int, bins))
+        bin_of_query, bin_of_key = (np.repeat(np.arange(len(sizes)), sizes) for sizes in (query_bins, key_bins))
+        down, across = len(query_bins), len(key_bins)
+        value = ops.asarray(_one_hot(bin_of_key, across), problem.value, problem.accumulator)
         # Some queries at a time: each has as many numbers as there are bins of keys.
         step = max(thresholds.POOLED_QUERIES, thresholds.POOLED_WEIGHTS // (_matrices(problem) * across))
-        found = ops.zeros((*score_shape.rows[:-1], down, across), problem.value, problem.accumulator)
-        for first in range(0, max(1, score_shape.query_len), step):
+        sums = ops.zeros((*score_shape.rows[:-1], down, across), problem.value, problem.accumulator)
+        for first in range(0, score_shape.query_len, step):
             last = min(first + step, score_shape.query_len)
             rows = problem if last - first == score_shape.query_len else sliced(problem, slice(first, last), None)
-            by_bin = _run(rows, value).out
+            by_key_bin = _run(rows, value).out
             # Only the bins of these queries: all would be a matrix of queries x bins.
-            top, bottom = (i * down // max(1, score_shape.query_len) for i in (first, max(first, last - 1)))
-            of_bin = _in_bins(first, last, score_shape.query_len, down).T[top : bottom + 1].copy()
-            of_bin = ops.asarray(of_bin, by_bin, ops.dtype(by_bin))
+            top, bottom = bin_of_query[first], bin_of_query[last - 1]
+            members = _one_hot(bin_of_query[first:last] - top, bottom - top + 1).T.copy()
+            members = ops.asarray(members, by_key_bin, ops.dtype(by_key_bin))
             # matmul would propagate the NaN of one query to the bins of all others: 0 * NaN is NaN.
-            is_nan = ops.isnan(by_bin)
-            part = ops.matmul(of_bin, ops.where(is_nan, 0.0, by_bin))
-            part = ops.where(ops.matmul(of_bin, ops.astype(is_nan, ops.dtype(by_bin))) > 0, float("nan"), part)
-            found = ops.add_at(found, -2, top, part)
-        return problem.layout.scores_from_canonical(ops, found)
+            is_nan = ops.isnan(by_key_bin)
+            block = ops.matmul(members, ops.where(is_nan, 0.0, by_key_bin))
+            has_nan = ops.matmul(members, ops.astype(is_nan, ops.dtype(by_key_bin))) > 0
+            sums = ops.add_at(sums, -2, int(top), ops.where(has_nan, float("nan"), block))
+        return problem.layout.scores_from_canonical(ops, sums)
 
 
 def key_mass(
@@ -250,8 +249,16 @@ def _run(problem: Problem, value: Array) -> Result:
     return kernels.choose("auto", problem).forward(problem, tiling.plan(problem))
 
 
-def _in_bins(first: int, last: int, length: int, count: int) -> np.ndarray[Any, Any]:
-    """Return the one-hot bins of positions first to last among `length`: (positions, count)."""
-    found = np.zeros((last - first, count), np.float32)
-    found[np.arange(last - first), np.arange(first, last) * count // max(1, length)] = 1
-    return found
+def bin_sizes(length: int, most: int) -> HostArray:
+    """Return the number of positions in each bin of `pooled_weights`, of which there are `most` or fewer.
+
+    >>> bin_sizes(100, 7).tolist()
+    [15, 15, 15, 15, 15, 15, 10]
+    """
+    width = max(1, -(-length // most))
+    return np.diff(np.append(np.arange(0, max(1, length), width), length))
+
+
+def _one_hot(places: HostArray, count: int) -> HostArray:
+    """Return a row for each place, 1 there and 0 at the others: (places, count)."""
+    return np.asarray(places[:, None] == np.arange(count), np.float32)

@@ -18,7 +18,7 @@ from attnscore.cli.console import console, error_console, table
 from attnscore.cli.options import CallOptions, option, takes_call
 from attnscore.errors import ArgumentError, FileError, message
 from attnscore.io import Array, check_destination, check_holds, check_writable, replacing, write_arrays
-from attnscore.plotting.drawing import short_number
+from attnscore.plotting.drawing import heaviest_keys, short_number
 
 _PICTURES = (".png", ".svg", ".pdf")
 _NAMED = 8
@@ -146,8 +146,7 @@ def say(mass: Array) -> None:
         console().print("Weights that are NaN." if np.isnan(mass).any() else "No query sees a key.")
     elif matrices == 1:
         whole = mass.reshape(-1)
-        heaviest = [int(i) for i in np.argsort(-whole, kind="stable")[:_NAMED] if whole[i] > 0]
-        rows = [(f"{i:,}", *_parts(whole, i)) for i in heaviest]
+        rows = [(_name(group), *_parts(whole, int(group[0]))) for group in heaviest_keys(whole, _NAMED)]
         console().print(table(f"Heaviest of {keys:,} keys", ("key", "weight received", "of all"), rows))
         if undefined := int(np.isnan(whole).sum()):
             console().print(f"{undefined:,} keys receive weights that are NaN.")
@@ -165,8 +164,14 @@ def say(mass: Array) -> None:
 
 def _heaviest(mass: Array) -> tuple[str, str, str]:
     """Format the key of the largest mass that is a number, its mass and its share."""
-    key = int(np.argmax(np.where(np.isnan(mass), -1, mass)))
-    return (f"{key:,}" if mass[key] > 0 else "none", *_parts(mass, key))
+    for group in heaviest_keys(mass, 1):
+        return _name(group), *_parts(mass, int(group[0]))
+    return "none", *_parts(mass, 0)
+
+
+def _name(group: Array) -> str:
+    """Return the number of a key, or say how many keys are tied."""
+    return f"{int(group[0]):,}" if len(group) == 1 else f"each of {len(group):,} tied"
 
 
 def _parts(mass: Array, key: int) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from attnscore.analysis.summaries import bin_sizes
 from attnscore.base.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.io import require
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 Matrix = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Limits = tuple[float, float]
+Span = tuple[int, int]
 Tokens = Sequence[str] | None
 
 GREY = "#d9d9d9"
@@ -62,6 +64,8 @@ _MOST_POINTS = 40_000
 # Columns of the line along the keys: about one a pixel.
 _COLUMNS = 1200
 _LONGEST_NAME = 16
+# Weights and masses are tied from this part of the larger one on: float32 rounds sums over many keys by less.
+TIED = 1 - 1e-4
 
 
 # ---------------------------------------------------------------- arrays and arguments
@@ -299,13 +303,15 @@ def limits_of(values: Matrix) -> Limits:
 
 
 def decade_limits(values: Matrix) -> Limits:
-    """Return the limits of a logarithmic scale over at most four powers of ten below the largest number."""
+    """Return the limits of a logarithmic scale over one to four powers of ten below the largest number.
+
+    With less than one the rounding of equal weights would be as colourful as real differences.
+    """
     positive = values[np.isfinite(values) & (values > 0)]
     if not positive.size:
         return 0.1, 1.0
     high = float(positive.max())
-    low = max(float(positive.min()), high / 1e4)
-    return (low, high) if high > low else (high / 10, high)
+    return min(max(float(positive.min()), high / 1e4), high / 10), high
 
 
 def _norm(limits: Limits, *, logarithmic: bool = False) -> Normalize:
@@ -393,11 +399,30 @@ def draw_head_map(
 # ---------------------------------------------------------------- long contexts
 
 
-def mean_over_queries(pooled: Matrix, query_len: int) -> Matrix:
-    """Turn sums over the queries of each bin into means: the weight that one of them gives to each bin of keys."""
-    bins = pooled.shape[-2]
-    sizes = np.bincount(np.arange(query_len) * bins // max(1, query_len), minlength=bins)
-    return pooled / np.maximum(1, sizes)[:, None]
+def mean_of_pairs(pooled: Matrix, lengths: tuple[int, int]) -> Matrix:
+    """Turn the sum of the weights of each bin of `pooled_weights` into the mean of its pairs of query and key."""
+    queries, keys = map(bin_sizes, lengths, np.maximum(1, pooled.shape[-2:]))
+    return np.asarray(pooled / np.maximum(1, queries[:, None] * keys))
+
+
+def heaviest_keys(mass: Matrix, count: int) -> list[Indices]:
+    """Return the keys of the largest masses above 0, one by one in falling order, in at most `count` groups.
+
+    Tied keys that do not all fit are one group, the last, because to name some of them would invent a difference.
+
+    >>> [keys.tolist() for keys in heaviest_keys(np.array([1.0, 5.0, 1.0, 1.0]), 3)]
+    [[1], [0, 2, 3]]
+    """
+    falling = np.argsort(-mass, kind="stable")
+    falling = falling[mass[falling] > 0]  # neither masked keys nor NaN
+    groups: list[Indices] = []
+    while falling.size and len(groups) < count:
+        ties = int(np.searchsorted(-mass[falling], -mass[falling[0]] * TIED, side="right"))
+        keys, falling = np.sort(falling[:ties]), falling[ties:]
+        if ties > count - len(groups):
+            return [*groups, keys]
+        groups += np.split(keys, ties)
+    return groups
 
 
 def box_aspect(lengths: tuple[int, int]) -> float:
@@ -406,13 +431,17 @@ def box_aspect(lengths: tuple[int, int]) -> float:
 
 
 def draw_bins(
-    axis: Axes, matrix: Matrix, lengths: tuple[int, int], limits: Limits, cmap: str, *, logarithmic: bool = True
+    axis: Axes, means: Matrix, queries: Span, keys: Span, limits: Limits, cmap: str, *, logarithmic: bool = True
 ) -> AxesImage:
-    """Draw a matrix of bins on axes that count the tokens in them."""
-    masked = np.ma.masked_array(matrix, ~np.isfinite(matrix) | (matrix == 0))
+    """Draw the mean weights in bins of these queries and keys on axes that count them."""
+    masked = np.ma.masked_array(means, ~np.isfinite(means) | (means == 0))
     norm = _norm(limits if logarithmic else (0.0, limits[1]), logarithmic=logarithmic)
-    edges = (0, max(1, lengths[1]), max(1, lengths[0]), 0)
+    lengths = queries[1] - queries[0], keys[1] - keys[0]
+    # Bins of one width may reach beyond the last position.
+    height, width = (max(1, len(sizes) * sizes[0]) for sizes in map(bin_sizes, lengths, np.maximum(1, means.shape)))
+    edges = (keys[0], keys[0] + width, queries[0] + height, queries[0])
     image = _draw_image(axis, masked, cmap, norm, extent=edges, aspect="auto")
+    axis.set(xlim=(keys[0], max(keys[1], keys[0] + 1)), ylim=(max(queries[1], queries[0] + 1), queries[0]))
     axis.set_box_aspect(box_aspect(lengths))
     _count_tokens(axis.xaxis, axis.yaxis)
     return image
@@ -423,10 +452,9 @@ def draw_key_mass(
 ) -> None:
     """Draw the weight along the keys on the first panel and the heaviest keys by name on the second."""
     line, bars = axes
-    order = np.argsort(-np.nan_to_num(mass, nan=0.0), kind="stable")[:heaviest]
-    marked = order[mass[order] > 0]
-    _draw_mass(line, mass, marked, logarithmic=logarithmic)
-    _draw_heaviest(bars, mass, marked, tokens)
+    groups = heaviest_keys(mass, heaviest)
+    _draw_mass(line, mass, np.array([keys[0] for keys in groups if len(keys) == 1], np.int64), logarithmic=logarithmic)
+    _draw_heaviest(bars, mass, groups, tokens)
 
 
 def _draw_mass(axis: Axes, mass: Matrix, marked: Indices, *, logarithmic: bool) -> None:
@@ -456,15 +484,15 @@ def _draw_mass(axis: Axes, mass: Matrix, marked: Indices, *, logarithmic: bool) 
     _count_tokens(axis.xaxis)
 
 
-def _draw_heaviest(axis: Axes, mass: Matrix, marked: Indices, tokens: Tokens) -> None:
-    """Draw the marked keys as bars, the heaviest on top, with their number, their token and their mass."""
-    places, masses = np.arange(len(marked)), mass[marked]
+def _draw_heaviest(axis: Axes, mass: Matrix, groups: list[Indices], tokens: Tokens) -> None:
+    """Draw the heaviest keys as bars, the heaviest on top, with their number, their token and their mass."""
+    masses = np.array([mass[keys[0]] for keys in groups])
     high = float(masses.max(initial=0.0, where=np.isfinite(masses))) or 1.0
     # An infinite mass, from a sum that overflowed, has the longest bar.
     widths = np.minimum(masses, high)
-    bars = axis.barh(places, widths, color=RED, height=0.7)
-    axis.set_yticks(places, [_key_name(int(key), tokens) for key in marked], **LITERAL)
-    axis.set_ylim(max(1, len(marked)) - 0.4, -0.6)
+    bars = axis.barh(range(len(groups)), widths, color=RED, height=0.7)
+    axis.set_yticks(range(len(groups)), [_key_name(keys, tokens) for keys in groups], **LITERAL)
+    axis.set_ylim(max(1, len(groups)) - 0.4, -0.6)
     axis.set_xlim(0, 1.45 * high)
     axis.bar_label(bars, [f" {short_number(float(of_key), 3)}" for of_key in masses], fontsize=7)
     axis.set_xticks([])
@@ -472,8 +500,11 @@ def _draw_heaviest(axis: Axes, mass: Matrix, marked: Indices, tokens: Tokens) ->
     axis.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def _key_name(key: int, tokens: Tokens) -> str:
-    """Return the number of a key and, where there are tokens, its token."""
+def _key_name(keys: Indices, tokens: Tokens) -> str:
+    """Return the number of a key and, where there are tokens, its token; the count of several that are tied."""
+    key = int(keys[0])
+    if len(keys) > 1:
+        return f"{len(keys):,} keys, tied"
     if tokens is None:
         return f"{key:,}"
     token = tokens[key] if len(tokens[key]) <= _LONGEST_NAME else tokens[key][: _LONGEST_NAME - 1] + "…"
@@ -483,7 +514,10 @@ def _key_name(key: int, tokens: Tokens) -> str:
 def draw_points(
     axis: Axes, weights: Matrix, keys: Indices, queries: Indices, lengths: tuple[int, int], cmap: str
 ) -> ScalarMappable:
-    """Draw attention edges as points, keys across and queries down, the largest weights on top."""
+    """Draw attention edges as points, keys across and queries down, the largest weights on top, coloured from 0 to 1.
+
+    Colours up to the largest weight would show even weights as dark as a sink.
+    """
     rows = np.broadcast_to(queries[:, None], keys.shape)
     real = keys >= 0
     weights, keys, rows = weights[real], keys[real], rows[real]
@@ -497,7 +531,7 @@ def draw_points(
         c=weights[order],
         s=3.0 if len(keys) > 5000 else 7.0,
         cmap=_darker_part(cmap),
-        norm=_norm((0, float(weights.max(initial=0)) or 1.0)),
+        norm=_norm((0, 1)),
         linewidths=0,
         rasterized=True,
     )
@@ -520,9 +554,7 @@ def draw_lines(
     """Draw attention edges as lines from queries on the left to keys on the right, wider the larger their weight."""
     from matplotlib.cm import ScalarMappable
 
-    # NaN among the weights has no key.
-    largest = float(weights.max(initial=0, where=(keys >= 0) & np.isfinite(weights)))
-    colours = ScalarMappable(_norm((0, largest or 1.0)), _darker_part(cmap))
+    colours = ScalarMappable(_norm((0, 1)), _darker_part(cmap))
     rows = np.broadcast_to(queries[:, None], keys.shape)
     edges = [(float(w), int(i), int(j)) for w, i, j in zip(weights.flat, rows.flat, keys.flat, strict=True)]
     for weight, query, key in sorted(edge for edge in edges if edge[2] >= 0 and edge[0] > 0):

@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from attnscore.analysis.summaries import key_mass, pooled_weights
+from attnscore.analysis.summaries import bin_sizes, key_mass, pooled_weights
 from attnscore.analysis.weights import attention_scores, attention_weights
 from attnscore.base.arguments import check_count, is_whole, shown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.plotting import drawing
-from attnscore.plotting.drawing import WEIGHT, Indices, Matrix
+from attnscore.plotting.drawing import TIED, WEIGHT, Indices, Matrix, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 # Up to so many tokens on either side edges are lines between words; beyond, points in the plane.
 _MOST_LINED = 64
-_WEIGHT_OF_A_BIN = "weight of a bin of keys for a query"
+_WEIGHT_OF_A_BIN = "mean weight of the pairs in a bin"
 _RECEIVED = "weight received,\nsum over queries"
 # Queries whose strongest edges are drawn. Their weights on all keys are computed, a few queries at a time.
 _SAMPLED = 256
@@ -52,10 +53,10 @@ def show_pooled_weights(
     cmap: str = "Reds",
     max_cols: int = 3,
 ) -> Figure:
-    """Draw what `pooled_weights` gives: the weight that a query of each bin gives to each bin of keys.
+    """Draw what `pooled_weights` gives: the mean weight of the pairs of a query and a key in each bin.
 
-    Each row of the picture sums to 1, less the weight of a sink, and less where queries are fully masked. A bin without
-    any weight is grey: it is masked, or its weights are NaN or too small for their dtype, as most of a saturated head's
+    A mean does not depend on how many pairs the bin holds, so uniform attention is one flat colour. A bin without any
+    weight is grey: it is masked, or its weights are NaN or too small for their dtype, as most of a saturated head's
     are.
 
     Parameters
@@ -93,9 +94,10 @@ def show_pooled_weights(
     panels = drawing.to_panels("pooled", pooled, "rows, columns")
     titles = drawing.to_texts("titles", titles, len(panels), panels.shape, "pooled")
     for name, length, bins in (("query_len", query_len, panels.shape[1]), ("key_len", key_len, panels.shape[2])):
-        if not is_whole(length) or length < (bins if bins > 1 else 0):
-            raise ArgumentError(message(name, f"a whole number, at least the number of bins ({bins})", shown(length)))
-    means = drawing.mean_over_queries(panels, query_len)
+        if not is_whole(length) or length < 0 or len(bin_sizes(length, max(1, bins))) != max(1, bins):
+            expected = f"a whole number, at least the number of bins ({bins}), that fills them all to one width"
+            raise ArgumentError(message(name, expected, shown(length)))
+    means = drawing.mean_of_pairs(panels, (query_len, key_len))
     cols = drawing.columns(max_cols, len(panels))
     rows = max(1, -(-len(panels) // cols))
     lengths = int(query_len), int(key_len)
@@ -103,7 +105,7 @@ def show_pooled_weights(
     axes = drawing.labelled_panels(figure, len(panels), cols, titles, "keys", "queries")
     limits = drawing.decade_limits(means)
     for axis, mean in zip(axes, means, strict=True):
-        image = drawing.draw_bins(axis, mean, lengths, limits, cmap, logarithmic=logarithmic)
+        image = drawing.draw_bins(axis, mean, (0, query_len), (0, key_len), limits, cmap, logarithmic=logarithmic)
     if axes:
         drawing.colour_bar(figure, image, axes, _WEIGHT_OF_A_BIN)
     return figure
@@ -183,7 +185,9 @@ def show_top_weights(
     """Draw what `top_weights` gives: the strongest attention edges of every query.
 
     Up to 64 tokens on either side each edge is a line from a query to a key, wider the larger its weight. In longer
-    sequences it is a point, keys across and queries down: vertical lines are sinks, diagonals are windows.
+    sequences it is a point, keys across and queries down: vertical lines are sinks, diagonals are windows. Colours go
+    from 0 to 1. A query whose weights are all the same, with as much left for other keys, has no strongest keys: its
+    edges are left out, and the picture says of how many queries.
 
     Parameters
     ----------
@@ -221,6 +225,9 @@ def show_top_weights(
     5
     """
     weights, index, places = _edges(found, query_index)
+    is_tied = _are_tied(weights)
+    index[is_tied] = -1
+    ties = f"not drawn: {is_tied.sum():,} queries whose largest weights are tied" if is_tied.any() else ""
     if key_len is not None and (not is_whole(key_len) or key_len < 0):
         raise ArgumentError(message("key_len", "a whole number, 0 or more, or None", shown(key_len)))
     query_tokens, key_tokens = (names if names is None else [*map(str, names)] for names in (query_tokens, key_tokens))
@@ -238,14 +245,21 @@ def show_top_weights(
         figure = drawing.new_figure(figsize or drawing.size_of_lines(names, max(lengths)))
         axis = figure.subplots()
         image = drawing.draw_lines(axis, weights, index, places, lengths, names, cmap)
-        drawing.label(axis, title)
+        drawing.label(axis, title, ties)
     else:
         figure = drawing.new_figure(figsize or (5.6, 4.4 * drawing.box_aspect(lengths) + 0.7))
         axis = figure.subplots()
         image = drawing.draw_points(axis, weights, index, places, lengths, cmap)
-        drawing.label(axis, title, "keys", "queries")
+        drawing.label(axis, title, f"keys ({ties})" if ties else "keys", "queries")
     drawing.colour_bar(figure, image, [axis], WEIGHT)
     return figure
+
+
+def _are_tied(weights: Matrix) -> NDArray[np.bool_]:
+    """Return for which queries two or more weights (query, k) are all tied, perhaps with those of other keys."""
+    least, largest = weights.min(-1, initial=math.inf), weights.max(-1, initial=0)
+    beyond = 1 - weights.sum(-1)
+    return np.asarray((weights.shape[1] > 1) & (least > 0) & (largest * TIED <= least) & (least * TIED <= beyond))
 
 
 def _edges(found: Any, query_index: Any) -> tuple[Matrix, Indices, Indices]:
@@ -280,7 +294,8 @@ def show_long_attention(
 ) -> Figure:
     """Compute and draw what a long context looks at: the pooled map, an exact block of it, key mass and edges.
 
-    Memory is linear in the lengths. The edges are those of at most 256 queries, evenly spaced.
+    Memory is linear in the lengths. The edges are those of at most 256 queries, evenly spaced. Of tied weights, such as
+    uniform ones, all are drawn or none: some of them would look like a sink.
 
     Parameters
     ----------
@@ -347,46 +362,42 @@ def show_long_attention(
     mass = chosen(key_mass(query, key, **arguments))
     lengths = int(query_len), len(mass)
     tokens = drawing.to_texts("tokens", tokens, lengths[1], mass.shape, "mass")
-    pooled = drawing.mean_over_queries(chosen(pooled_weights(query, key, bins, **arguments)), lengths[0])
+    means = drawing.mean_of_pairs(chosen(pooled_weights(query, key, bins, **arguments)), lengths)
     rows = np.unique(np.linspace(0, max(0, lengths[0] - 1), min(_SAMPLED, lengths[0])).astype(np.int64))
     step = max(1, _MOST_HELD // (max(1, math.prod(lead)) * max(1, lengths[1])))
-    found = _strongest(block, rows, min(int(links), lengths[1]), step)
-    middle = _middle(zoom, *found, rows, lengths)
-    spans = tuple(_span(at, int(zoom_size), length) for at, length in zip(middle, lengths, strict=True))
-    exact = block(*(slice(*span) for span in spans)) if all(lengths) else np.zeros((0, 0))
+    weights, index, has_ties = _strongest(block, rows, min(int(links), lengths[1]), step)
+    middle = _middle(zoom, weights, index, rows, lengths)
+    queries, keys = (_span(at, int(zoom_size), length) for at, length in zip(middle, lengths, strict=True))
+    exact = block(slice(*queries), slice(*keys)) if all(lengths) else np.zeros((0, 0))
 
     grid = figure.add_gridspec(2, 1, height_ratios=(1.6 * drawing.box_aspect(lengths), 1))
     above = grid[0].subgridspec(1, 2)
     below = grid[1].subgridspec(1, 3, width_ratios=(10, 3, 7))
     places = (above[0], above[1], below[0], below[1], below[2])
     whole, near, line, bars, points = (figure.add_subplot(part) for part in places)
-    image = drawing.draw_bins(whole, pooled, lengths, drawing.decade_limits(pooled), cmap)
+    image = drawing.draw_bins(whole, means, (0, lengths[0]), (0, lengths[1]), drawing.decade_limits(means), cmap)
     drawing.colour_bar(figure, image, [whole], _WEIGHT_OF_A_BIN)
-    sizes, in_bins = (" × ".join(f"{n:,}" for n in numbers) for numbers in (lengths, pooled.shape))
+    sizes, in_bins = (" × ".join(f"{n:,}" for n in numbers) for numbers in (lengths, means.shape))
     drawing.label(whole, f"{sizes} weights in {in_bins} bins", "keys", "queries", title_points=9)
-    _draw_block(figure, near, exact, whole, spans, cmap)
+    _draw_block(figure, near, exact, whole, queries, keys, cmap)
     drawing.draw_key_mass((line, bars), mass, _NAMED, tokens)
     drawing.label(line, "", "keys", _RECEIVED)
     drawing.label(bars, "heaviest keys")
-    dots = drawing.draw_points(points, *found, rows, lengths, cmap)
-    drawing.label(points, f"{found[0].shape[1]} strongest keys of {len(rows)} queries", "keys", "queries")
+    dots = drawing.draw_points(points, weights, index, rows, lengths, cmap)
+    strongest = f"{index.shape[1]} strongest keys of {len(rows)} queries"
+    drawing.label(points, f"{strongest}, ties left out" if has_ties else strongest, "keys", "queries", title_points=9)
     drawing.colour_bar(figure, dots, [points], WEIGHT)
     return figure
 
 
-def _draw_block(
-    figure: Figure, near: Axes, exact: Matrix, whole: Axes, spans: Sequence[tuple[int, int]], cmap: str
-) -> None:
-    """Draw the exact block of these rows and columns, and a ring around its place on the map of the whole."""
-    rows, cols = spans
+def _draw_block(figure: Figure, near: Axes, exact: Matrix, whole: Axes, queries: Span, keys: Span, cmap: str) -> None:
+    """Draw the exact block of these queries and keys, and a ring around its place on the map of the whole."""
     # The block itself may be less than a pixel: a ring of fixed size shows where it is.
-    middle = sum(cols) / 2, sum(rows) / 2
+    middle = sum(keys) / 2, sum(queries) / 2
     whole.plot(*middle, "o", color=drawing.BLUE, markersize=11, markerfacecolor="none", markeredgewidth=1.6)
-    shape = rows[1] - rows[0], cols[1] - cols[0]
-    image = drawing.draw_bins(near, exact, shape, drawing.decade_limits(exact), cmap)
-    image.set_extent((cols[0], max(cols[1], cols[0] + 1), max(rows[1], rows[0] + 1), rows[0]))
+    image = drawing.draw_bins(near, exact, queries, keys, drawing.decade_limits(exact), cmap)
     drawing.colour_bar(figure, image, [near], WEIGHT)
-    title = f"{shape[0]} × {shape[1]} exact weights in the ring"
+    title = f"{queries[1] - queries[0]} × {keys[1] - keys[0]} exact weights in the ring"
     drawing.label(near, title if exact.size else "", "keys", "queries")
     near.title.set_color(drawing.BLUE)
 
@@ -402,16 +413,24 @@ def _place(place: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(place)
 
 
-def _strongest(block: Callable[[Any], Matrix], rows: Indices, k: int, step: int) -> tuple[Matrix, Indices]:
-    """Return the k largest weights of some queries and their keys (-1 for a weight of 0), a few queries at a time."""
+def _strongest(block: Callable[[Any], Matrix], rows: Indices, k: int, step: int) -> tuple[Matrix, Indices, bool]:
+    """Return the k largest weights of some queries, their keys, and whether ties were left out; `step` rows at a time.
+
+    The key is -1 for a weight of 0, and for one that is tied with a weight beyond the k largest: which of the tied keys
+    are among the k is chance.
+    """
     weights, index = np.zeros((len(rows), k)), np.full((len(rows), k), -1, np.int64)
+    has_ties = False
     for first in range(0, len(rows) if k else 0, step):
         here = block(rows[first : first + step])
-        keys = np.argpartition(-here, k - 1, axis=-1)[:, :k]
-        found = np.take_along_axis(here, keys, -1)
-        weights[first : first + step] = found
-        index[first : first + step] = np.where(found > 0, keys, -1)
-    return weights, index
+        keys = np.argsort(-here, axis=-1, kind="stable")[:, : k + 1]
+        largest = np.take_along_axis(here, keys, -1)
+        beyond = largest[:, k:].max(-1, initial=0, keepdims=True)
+        is_tied = (largest[:, :k] > 0) & (largest[:, :k] * TIED <= beyond)
+        has_ties |= bool(is_tied.any())
+        weights[first : first + step] = largest[:, :k]
+        index[first : first + step] = np.where((largest[:, :k] > 0) & ~is_tied, keys[:, :k], -1)
+    return weights, index, has_ties
 
 
 def _middle(zoom: Any, weights: Matrix, index: Indices, rows: Indices, lengths: tuple[int, int]) -> tuple[int, int]:
