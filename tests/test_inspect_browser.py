@@ -61,6 +61,11 @@ class Opened:
         """The numbers that the map draws."""
         return np.array(self.page.evaluate('document.getElementById("map").data[0].z'))
 
+    def colours(self) -> list[float]:
+        """The ends of the map's colour scale."""
+        ends = self.page.evaluate('(({ zmin, zmax }) => [zmin, zmax])(document.getElementById("map").data[0])')
+        return [float(end) for end in ends]
+
     def tooltip(self, query: int, key: int) -> str:
         """What the map says of a cell under the pointer."""
         place = self.page.evaluate(
@@ -105,6 +110,42 @@ def test_other_scales_are_computed_in_the_page(opened: Opened, short: tuple[Insp
     for setting in ("unscaled", "cold", "warm"):
         opened.page.select_option("#setting", setting)
         np.testing.assert_allclose(opened.cells(), short[0].weights(3, 4, setting=setting), atol=2e-3)
+
+
+def test_colours_are_alike_for_all_heads_or_up_to_the_largest_weight(
+    opened: Opened, short: tuple[Inspection, Path]
+) -> None:
+    for layer, head in ((0, 0), (1, 8)):
+        opened.choose(layer, head)
+        opened.page.select_option("#scale", "1")
+        assert opened.colours() == [0, 1]
+        opened.page.select_option("#scale", "")
+        assert opened.colours() == pytest.approx([0, short[0].weights(layer, head).max()], abs=2e-4)
+
+
+def test_uniform_weights_have_one_colour_and_no_strongest_edge(browser: Any, tmp_path: Path) -> None:
+    """Bins of two keys and a last one of one key; the queries of a head of zeros see all keys alike."""
+    found = inspect_model("minilm", (SENTENCES + " ") * 2, most_tokens=257)
+    inputs = found.layers[0].inputs
+    zeros = dataclasses.replace(found.layers[0], inputs=inputs | {"query": torch.zeros_like(inputs["query"])})
+    opened = Opened(browser, dataclasses.replace(found, layers=(zeros, *found.layers[1:])).to_html(tmp_path / "r.html"))
+    opened.choose(0, 0)
+    assert opened.cells().shape == (129, 129)
+    np.testing.assert_allclose(opened.cells(), 1 / 257, rtol=1e-6)
+    assert "Its largest weight, 0.004, is that of 10 edges or more." in (opened.page.text_content("#said") or "")
+    opened.page.close()
+
+
+@pytest.mark.parametrize("width", [1000, 1600])
+def test_nothing_is_wider_than_the_page(browser: Any, short: tuple[Inspection, Path], width: int) -> None:
+    opened = Opened(browser, short[1])
+    opened.page.set_viewport_size({"width": width, "height": 900})
+    opened.page.wait_for_function('document.querySelector("#map svg").getBoundingClientRect().right <= innerWidth')
+    wide = "one => [one.scrollWidth, one.clientWidth]"
+    for element in ("html", ".scroll", "#map", "#mass"):
+        needed, there = opened.page.eval_on_selector(element, wide)
+        assert needed <= there, element
+    opened.page.close()
 
 
 def test_a_block_is_exact(opened: Opened, short: tuple[Inspection, Path]) -> None:
@@ -238,14 +279,16 @@ def test_a_long_text_is_binned_and_zooms_to_exact_blocks(browser: Any, tmp_path:
     opened = Opened(browser, path)
     opened.choose(1, 8)
     weights, binned = found.weights(1, 8), opened.cells()
-    # 160 cells a side cannot hold 256 tokens, and bins of two are alike: the mean over queries, the sum over keys.
-    np.testing.assert_allclose(binned, weights.reshape(128, 2, 128, 2).mean(1).sum(-1), atol=5e-4)
+    # 160 cells a side cannot hold 256 tokens: the mean weight of two queries and two keys.
+    np.testing.assert_allclose(binned, weights.reshape(128, 2, 128, 2).mean((1, 3)), atol=5e-4)
+    assert opened.colours() == [0, 0.5], "all weight of a query in one bin is as dark as a weight of 1"
     assert "A cell is 2 × 2 tokens" in (opened.page.text_content("#said") or "")
     # What a box drawn on the map sends.
     box = {"xaxis.range[0]": -0.5, "xaxis.range[1]": 63.5, "yaxis.range[0]": 63.5, "yaxis.range[1]": -0.5}
     opened.page.evaluate('box => { Plotly.relayout("map", box); }', box)
     opened.page.wait_for_function('document.getElementById("query-to").value === "127"')
     np.testing.assert_allclose(opened.cells(), weights[:128, :128], atol=5e-4)
+    assert opened.colours() == [0, 1]
     assert "A cell is" not in (opened.page.text_content("#said") or "")
     assert opened.complaints == [] and opened.requests == [path.as_uri()]
     opened.page.close()

@@ -213,6 +213,13 @@ def test_head_grid_writes_numbers_and_scales_each_panel():
     png(figure)
 
 
+def test_a_head_grid_has_colours_for_each_statistic():
+    figure = show_head_grid(np.ones((2, 2, 3)), ["rises", "falls"], cmap=["Reds", "Reds_r"])
+    assert [axis.images[0].get_cmap().name for axis in panels(figure)] == ["Reds", "Reds_r"]
+    with pytest.raises(ShapeError, match="cmap: expected 2 of them, got 1"):
+        show_head_grid(np.ones((2, 2, 3)), cmap=["Reds"])
+
+
 def test_one_loud_head_does_not_hide_the_others():
     values = np.ones((6, 12))
     values[0, 2] = 118
@@ -365,7 +372,7 @@ def test_uniform_attention_is_one_flat_colour_without_sinks(length, bins):
     ):
         image = figure.axes[0].images[0]
         colours = image.to_rgba(image.get_array()).reshape(-1, 4)
-        assert len(np.unique(colours, axis=0)) == 1
+        assert len(np.unique(colours, axis=0)) == 1 and 0.2 < colours[0, 1] < 0.6, "neither pale nor dark"
     _, near, line, bars, points = figure.axes[:5]
     block = near.images[0]
     assert len(np.unique(block.to_rgba(block.get_array()).reshape(-1, 4), axis=0)) == 1
@@ -373,7 +380,7 @@ def test_uniform_attention_is_one_flat_colour_without_sinks(length, bins):
     assert points.get_title() == (
         "1 strongest keys of 1 queries"
         if length == 1
-        else f"4 strongest keys of {min(length, 256)} queries, ties left out"
+        else f"4 strongest keys of {min(length, 256)} queries,\nties left out"
     )
     assert points.collections[0].get_clim() == (0, 1)
     if length > 8:
@@ -393,7 +400,8 @@ def test_a_sink_is_seen_beside_uniform_weights():
     assert labels(bars.get_yticklabels()) == ["500", "1,000 keys, tied"]
     assert line.lines[-1].get_xdata().tolist() == [500.5]
     assert {x for x, _ in points.collections[0].get_offsets().tolist()} == {500.5}
-    assert points.get_title() == "2 strongest keys of 256 queries, ties left out"
+    assert points.get_title() == "2 strongest keys of 256 queries,\nties left out"
+    assert not overlapping(figure)
 
 
 def test_edges_have_the_colours_of_their_weights_from_0_to_1():

@@ -303,15 +303,17 @@ def limits_of(values: Matrix) -> Limits:
 
 
 def decade_limits(values: Matrix) -> Limits:
-    """Return the limits of a logarithmic scale over one to four powers of ten below the largest number.
+    """Return the limits of a logarithmic scale over at most four powers of ten below the largest number.
 
-    With less than one the rounding of equal weights would be as colourful as real differences.
+    Numbers within one power of ten are in the middle of one: a closer scale would colour the rounding of equal weights.
     """
     positive = values[np.isfinite(values) & (values > 0)]
     if not positive.size:
         return 0.1, 1.0
     high = float(positive.max())
-    return min(max(float(positive.min()), high / 1e4), high / 10), high
+    low = max(float(positive.min()), high / 1e4)
+    middle = math.sqrt(low) * math.sqrt(high)
+    return (low, high) if high >= 10 * low else (middle / 10**0.5, middle * 10**0.5)
 
 
 def _norm(limits: Limits, *, logarithmic: bool = False) -> Normalize:

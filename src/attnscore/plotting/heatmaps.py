@@ -180,7 +180,7 @@ def show_head_grid(
     xlabel: str = "head",
     ylabel: str = "layer",
     figsize: tuple[float, float] | None = None,
-    cmap: str | None = None,
+    cmap: str | Sequence[str] | None = None,
     digits: int = 2,
 ) -> Figure:
     """Draw one number per layer and head as coloured tables, each with its own colour scale.
@@ -191,8 +191,10 @@ def show_head_grid(
     ----------
     values : array, tensor or nested lists (layer, head) or (panel, layer, head)
         The numbers; each statistic gets a panel.
-    titles, suptitle, xlabel, ylabel, figsize, cmap
+    titles, suptitle, xlabel, ylabel, figsize
         As in `show_attention`: a title for each statistic, heads across and layers down.
+    cmap : str, or one for each statistic, optional
+        As in `show_attention`. "Reds_r" for a statistic that falls where others rise makes the same heads dark.
     digits : int
         Significant digits of the numbers in the cells.
 
@@ -216,12 +218,15 @@ def show_head_grid(
     panels = drawing.to_panels("values", values, "layer, head")
     titles = drawing.to_texts("titles", titles, len(panels), panels.shape, "values")
     count, layers, heads = panels.shape
+    names = [cmap] * count if isinstance(cmap, str) else cmap
+    cmaps: Sequence[str | None] = drawing.to_texts("cmap", names, count, panels.shape, "values") or [None] * count
     cols = 1 if count == 1 else 2
     rows = max(1, -(-count // cols))
     size = figsize or (cols * max(3.2, 0.46 * heads + 1.2), rows * max(2.0, 0.42 * layers + 1.0))
     figure = drawing.new_figure(size, title=suptitle)
-    for axis, panel in zip(drawing.labelled_panels(figure, count, cols, titles, xlabel, ylabel), panels, strict=True):
-        image = drawing.draw_head_map(axis, panel, cmap=cmap)
+    axes = drawing.labelled_panels(figure, count, cols, titles, xlabel, ylabel)
+    for axis, panel, colours in zip(axes, panels, cmaps, strict=True):
+        image = drawing.draw_head_map(axis, panel, cmap=colours)
         drawing.write_numbers(axis, image, panel, functools.partial(drawing.short_number, digits=digits))
         drawing.colour_bar(figure, image, [axis])
     return figure

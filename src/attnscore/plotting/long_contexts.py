@@ -385,7 +385,7 @@ def show_long_attention(
     drawing.label(bars, "heaviest keys")
     dots = drawing.draw_points(points, weights, index, rows, lengths, cmap)
     strongest = f"{index.shape[1]} strongest keys of {len(rows)} queries"
-    drawing.label(points, f"{strongest}, ties left out" if has_ties else strongest, "keys", "queries", title_points=9)
+    drawing.label(points, f"{strongest},\nties left out" if has_ties else strongest, "keys", "queries", title_points=9)
     drawing.colour_bar(figure, dots, [points], WEIGHT)
     return figure
 

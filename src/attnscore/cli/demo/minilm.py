@@ -107,9 +107,11 @@ def run(report: Report, sentences: Sequence[str]) -> None:
     embeddings = found["attnscore"][0]
     similarity = np.asarray((embeddings @ embeddings.T).double())
     with report.step("heat maps"):
-        title = "all-MiniLM-L6-v2, mean over the real query tokens of all sentences"
+        title = "all-MiniLM-L6-v2, mean over the real query tokens of all sentences\ndarker: closer to one key a query"
         panels = np.stack(list(numbers.values()))
-        report.picture("08-layers-and-heads", show_head_grid(panels, list(STATISTICS.values()), suptitle=title))
+        cmaps = ["Reds_r" if name in ("entropy", "effective_keys") else "Reds" for name in numbers]
+        heads = show_head_grid(panels, list(STATISTICS.values()), suptitle=title, cmap=cmaps)
+        report.picture("08-layers-and-heads", heads)
         _draw_chosen_heads(report, batch, drawn, seen, chosen)
         _draw_similarity(report, batch.sentences, similarity)
     config = model.config
@@ -264,7 +266,7 @@ def _show_statistics(report: Report, numbers: dict[str, Array], chosen: list[dic
         (one["chosen_for"], one["layer"], one["head"], *(f"{share:.2f}" for share in one["weight"].values()))
         for one in chosen
     ]
-    title = "Chosen heads: share of weight on the token itself, before, after, [CLS], [SEP]"
+    title = "Chosen heads: weight on the token itself, before, after, [CLS], [SEP]; mean over the queries that have one"
     report.console.print(table(title, ("chosen for", "layer", "head", *places), cells))
 
 

@@ -19,7 +19,7 @@ from attnscore.cli.report import Report
 from attnscore.diagnostics.lab.panels import weights_and_jacobians
 from attnscore.diagnostics.lab.sharpening import LOGITS, WEIGHTS
 from attnscore.plotting import drawing, show_attention, show_heatmaps
-from attnscore.plotting.drawing import BLUE, LABEL_POINTS, RED, WEIGHT
+from attnscore.plotting.drawing import BLUE, LABEL_POINTS, RED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def masked_softmax(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     report.console.print(table("Masked softmax", columns, rows))
     titles = [f"valid_lens {lens}\nsequence {batch}" for lens in (f"{per_row}", f"{per_query}") for batch in range(2)]
     maps = np.concatenate([one, two])[None]
-    report.picture("01-masked-softmax", show_heatmaps(maps, "Keys", "Queries", titles=titles, label=WEIGHT))
+    report.picture("01-masked-softmax", show_heatmaps(maps, "Keys", "Queries", titles=titles, label="weight"))
     return {"scores": values, "valid_lens": [per_row, per_query], "weights": [one, two]}
 
 
@@ -98,7 +98,9 @@ def textbook(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     caption = "keys all alike, so the weights are 1/2 over 2 and 1/6 over 6 valid keys"
     report.console.print(table("Attention with valid_lens (2, 6)", columns, rows, caption=caption))
     labels = ["2 valid", "6 valid"], [str(key) for key in range(10)]
-    figure = show_attention(maps, *labels, titles=list(calls), ylabel="Sequences", max_cols=2, numbers=True)
+    figure = show_attention(
+        maps, *labels, titles=list(calls), ylabel="Sequences", label="weight", max_cols=2, numbers=True
+    )
     report.picture("02-dot-and-additive", figure)
     return {"valid_lens": lens, "values": "arange(40) as (10, 4), twice", "results": found}
 
@@ -176,7 +178,7 @@ def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     report.check("masked keys weigh exactly 0", max(row[2] for row in rows), 0.0)
     columns = ("mask", "unmasked pairs of 64", "weight on masked pairs")
     report.console.print(table("Self-attention over 8 tokens", columns, rows))
-    figure = show_heatmaps(np.array(maps)[None], "Keys", "Queries", titles=list(used), label=WEIGHT)
+    figure = show_heatmaps(np.array(maps)[None], "Keys", "Queries", titles=list(used), label="weight")
     report.picture("05-masked-attention", figure)
     return {"visible_pairs": {title: int(matrix.sum()) for title, matrix in unmasked.items()}}
 

@@ -8,7 +8,7 @@
   const LINKS = 10;
   const FALLS = new Set(["entropy", "effective_keys", "jacobian_trace"]); // towards collapse; the other statistics rise
   const drawn = data.layers.flatMap((one, layer) => Object.keys(one.query ?? one.weights).map((head) => ({ layer, head: +head })));
-  const shown = { ...(drawn[0] ?? { layer: 0, head: 0 }), setting: "model", statistic: "entropy", rows: [0, count], cols: [0, count] };
+  const shown = { ...(drawn[0] ?? { layer: 0, head: 0 }), setting: "model", scale: "1", statistic: "entropy", rows: [0, count], cols: [0, count] };
 
   const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;
   const cache = new Map();
@@ -65,7 +65,7 @@
     return Array.from({ length: Math.ceil((to - from) / wide) + 1 }, (_, i) => Math.min(to, from + i * wide));
   };
 
-  // The map of [from, to) x [from, to): a cell is a pair, or the mean weight of a bin's queries on a bin's keys.
+  // The map of [from, to) x [from, to): a cell is a pair, or the mean weight of the pairs of a bin.
   const mapOf = (layer, head, setting, rows, cols) => {
     const down = edgesOf(rows), across = edgesOf(cols);
     const z = [];
@@ -74,7 +74,8 @@
       for (let i = down[r]; i < down[r + 1]; i++) {
         const row = rowOf(layer, head, setting, i);
         for (let c = 0; c + 1 < across.length; c++) {
-          for (let j = across[c]; j < across[c + 1]; j++) line[c] += row[j] / (down[r + 1] - down[r]);
+          const pairs = (down[r + 1] - down[r]) * (across[c + 1] - across[c]);
+          for (let j = across[c]; j < across[c + 1]; j++) line[c] += row[j] / pairs;
         }
       }
       z.push(line);
@@ -114,12 +115,14 @@
   };
 
   const drawMap = () => {
-    const { layer, head, setting, rows, cols } = shown, c = colours();
+    const { layer, head, setting, scale, rows, cols } = shown, c = colours();
     const found = mapOf(layer, head, setting, rows, cols);
     const exact = rows[1] - rows[0] <= MOST && cols[1] - cols[0] <= MOST;
     const text = found.z.map((line, r) => line.map((w, k) =>
       `query ${span(found.down, r)}<br>key ${span(found.across, k)}<br>${exact ? "weight" : "mean weight"} ${w.toFixed(4)}`));
-    const trace = { type: "heatmap", z: found.z, text, hoverinfo: "text", zmin: 0, xgap: 0.5, ygap: 0.5,
+    // A bin that gets all of its queries' weight has the colour of a weight of 1.
+    const zmax = scale ? 1 / wideOf(cols) : Math.max(...found.z.flat());
+    const trace = { type: "heatmap", z: found.z, text, hoverinfo: "text", zmin: 0, zmax, xgap: 0.5, ygap: 0.5,
       colorscale: [[0, c.panel], [1, c.strong]], colorbar: { title: { text: `${exact ? "weight" : "mean weight"} of key j for query i`, side: "right" }, thickness: 12 } };
     const layout = frame({ height: 640, xaxis: { ...axis(found.across, "keys", 60), tickangle: -90 },
       yaxis: { ...axis(found.down, "queries", 45), autorange: "reversed" } });
@@ -174,9 +177,11 @@
   };
 
   const say = () => {
-    const { layer, head, setting } = shown, [link] = linksOf(shown), wide = [wideOf(shown.rows), wideOf(shown.cols)];
+    const { layer, head, setting } = shown, links = linksOf(shown), [link] = links, wide = [wideOf(shown.rows), wideOf(shown.cols)];
     at("head-title").textContent = `Layer ${layer}, head ${head}`;
-    const strongest = link ? ` Its strongest attention edge: “${data.tokens[link[0]]}” to “${data.tokens[link[1]]}”, weight ${link[2].toFixed(3)}.` : "";
+    // Equal weights, as of a head that averages: the first of them is no stronger than the others.
+    const ties = links.filter(([, , w]) => w >= link[2] * (1 - 1e-4)).length;
+    const strongest = ties > 1 ? ` Its largest weight, ${link[2].toFixed(3)}, is that of ${ties} edges${ties === LINKS ? " or more" : ""}.` : link ? ` Its strongest attention edge: “${data.tokens[link[0]]}” to “${data.tokens[link[1]]}”, weight ${link[2].toFixed(3)}.` : "";
     const binned = Math.max(...wide) > 1 ? ` A cell is ${wide[0]} × ${wide[1]} tokens: draw a box, or fill in the fields, to show each token.` : "";
     const where = isDrawn(layer, head) ? binned : " Its map is not in this file, which holds as many heads as its size allows.";
     at("said").textContent = `${data.layers[layer].name}. Scores ${data.settings[setting].title}. Mean entropy ` +
@@ -216,7 +221,7 @@
   const options = (select, pairs) => select.replaceChildren(...pairs.map(([value, text]) => { const made = cell("option", text); made.value = value; return made; }));
   const drawHead = () => {
     options(at("head"), Array.from({ length: data.layers[shown.layer].heads }, (_, h) => [h, h]));
-    at("layer").value = shown.layer; at("head").value = shown.head; at("setting").value = shown.setting;
+    at("layer").value = shown.layer; at("head").value = shown.head; at("setting").value = shown.setting; at("scale").value = shown.scale;
     // A map that is stored as weights has only the model's scale.
     at("setting").disabled = Boolean(data.layers[shown.layer].weights);
     if (at("setting").disabled) shown.setting = at("setting").value = "model";
@@ -243,6 +248,7 @@
   at("layer").addEventListener("change", (event) => choose({ layer: +event.target.value }));
   at("head").addEventListener("change", (event) => choose({ head: +event.target.value }));
   at("setting").addEventListener("change", (event) => choose({ setting: event.target.value }));
+  at("scale").addEventListener("change", (event) => choose({ scale: event.target.value }));
   at("show").addEventListener("click", () => choose({ rows: block("query"), cols: block("key") }));
   at("whole").addEventListener("click", () => choose({ rows: [0, count], cols: [0, count] }));
   at("grid").addEventListener("click", (event) => {
