@@ -54,11 +54,8 @@ def is_profitable(problem: Problem, k: int) -> bool:
 
 def topk_by_blocks(problem: Problem, k: int) -> tuple[Array, Array]:
     """Return weights (*rows, k) in falling order, in the accumulator dtype, and their keys (undefined for weight 0)."""
-    ops, lead = problem.ops, problem.score_shape.lead
-    if lead[0] == 1:
-        return _of_sequence(problem, 0, k)
-    parts = [_of_sequence(problem, entry, k) for entry in range(lead[0])]
-    weights, index = (ops.concat(list(found), 0) for found in zip(*parts, strict=True))
+    parts = [_of_sequence(problem, entry, k) for entry in range(problem.score_shape.lead[0])]
+    weights, index = (problem.ops.concat(list(arrays), 0) for arrays in zip(*parts, strict=True))
     return weights, index
 
 

@@ -50,7 +50,13 @@ def look(
 
     Example: attnscore look in.npz --causal --plot map.png
     """
-    check_places(plot, out)
+    if out is not None:
+        check_destination(out, several=True)
+        given.keep_inputs("--out", out)
+    if plot is not None:
+        if plot.suffix.lower() not in _PICTURES:
+            raise FileError(f"{plot}: expected a name that ends in {', '.join(_PICTURES)}")
+        check_writable(plot)
     for name, drawn in (("--place", place), ("--zoom", zoom)):
         if drawn is not None and plot is None:
             raise ArgumentError(message(name, "--plot beside it, whose picture it is about", "no --plot"))
@@ -59,8 +65,6 @@ def look(
         raise ArgumentError(message("--bins", "two whole numbers above 0 with 'x' between them", repr(bins)))
     where = () if place is None else numbers("--place", place, ",")
     middle: Any = None if zoom is None else numbers("--zoom", zoom, ",", 2)
-    if out is not None:
-        given.keep_inputs("--out", out)
     call = given.read(("query", "key"))
     if out is not None:
         check_holds(out, {"top_weights": call["query"]})
@@ -91,16 +95,6 @@ def look(
             with replacing(plot) as file:
                 figure.savefig(file, format=plot.suffix[1:].lower(), dpi=140)
         console().print(Text(f"Picture: {plot}"), soft_wrap=True)
-
-
-def check_places(plot: Path | None, out: Path | None) -> None:
-    """Refuse, before anything is computed, destinations that cannot be written."""
-    if out is not None:
-        check_destination(out, several=True)
-    if plot is not None:
-        if plot.suffix.lower() not in _PICTURES:
-            raise FileError(f"{plot}: expected a name that ends in {', '.join(_PICTURES)}")
-        check_writable(plot)
 
 
 def check_place(place: tuple[int, ...], lead: tuple[int, ...]) -> None:
@@ -137,44 +131,41 @@ def say(mass: Array) -> None:
     """Print the heaviest keys: of one matrix several, of many the first."""
     mass = np.asarray(mass, np.float64)
     lead, keys = mass.shape[:-1], mass.shape[-1]
-    matrices = int(np.prod(lead))
+    matrices, screen = int(np.prod(lead)), console()
     if keys == 0:
-        console().print("No keys.")
+        screen.print("No keys.")
     elif matrices == 0:
-        console().print(Text(f"No matrices: batch and heads are {lead}."))
+        screen.print(Text(f"No matrices: batch and heads are {lead}."))
     elif matrices == 1 and not np.nansum(mass) > 0:
-        console().print("Weights that are NaN." if np.isnan(mass).any() else "No query sees a key.")
+        screen.print("Weights that are NaN." if np.isnan(mass).any() else "No query sees a key.")
     elif matrices == 1:
-        whole = mass.reshape(-1)
-        rows = [(_name(group), *_parts(whole, int(group[0]))) for group in heaviest_keys(whole, _NAMED)]
-        console().print(table(f"Heaviest of {keys:,} keys", ("key", "weight received", "of all"), rows))
-        if undefined := int(np.isnan(whole).sum()):
-            console().print(f"{undefined:,} keys receive weights that are NaN.")
+        columns = ("key", "weight received", "of all")
+        screen.print(table(f"Heaviest of {keys:,} keys", columns, _heaviest(mass.reshape(-1), _NAMED)))
+        if undefined := int(np.isnan(mass).sum()):
+            screen.print(f"{undefined:,} keys receive weights that are NaN.")
     else:
         columns = ("batch, head", "heaviest key", "weight received", "of all", "first key")
-        places = list(np.ndindex(*lead))[:_MOST_ROWS]
-        cells = [(*_heaviest(mass[at]), _parts(mass[at], 0)[1]) for at in places]
-        named = [(",".join(map(str, at)), *row) for at, row in zip(places, cells, strict=True)]
-        console().print(table(f"The heaviest of {keys:,} keys", columns, named))
+        rows = [
+            (",".join(map(str, place)), *_heaviest(mass[place], 1)[0], _mass_and_share(mass[place], 0)[1])
+            for place in list(np.ndindex(*lead))[:_MOST_ROWS]
+        ]
+        screen.print(table(f"The heaviest of {keys:,} keys", columns, rows))
         if matrices > _MOST_ROWS:
-            console().print(f"and {matrices - _MOST_ROWS} more")
+            screen.print(f"and {matrices - _MOST_ROWS} more")
         if undefined := int(np.isnan(mass).any(-1).sum()):
-            console().print(f"{undefined:,} of {matrices:,} matrices have weights that are NaN.")
+            screen.print(f"{undefined:,} of {matrices:,} matrices have weights that are NaN.")
 
 
-def _heaviest(mass: Array) -> tuple[str, str, str]:
-    """Format the key of the largest mass that is a number, its mass and its share."""
-    for group in heaviest_keys(mass, 1):
-        return _name(group), *_parts(mass, int(group[0]))
-    return "none", *_parts(mass, 0)
+def _heaviest(mass: Array, count: int) -> list[tuple[str, str, str]]:
+    """Format the heaviest keys, each with its mass and its share; keys that are tied and do not all fit in one row."""
+    rows = [
+        (f"{keys[0]:,}" if len(keys) == 1 else f"each of {len(keys):,} tied", *_mass_and_share(mass, int(keys[0])))
+        for keys in heaviest_keys(mass, count)
+    ]
+    return rows or [("none", *_mass_and_share(mass, 0))]
 
 
-def _name(group: Array) -> str:
-    """Return the number of a key, or say how many keys are tied."""
-    return f"{int(group[0]):,}" if len(group) == 1 else f"each of {len(group):,} tied"
-
-
-def _parts(mass: Array, key: int) -> tuple[str, str]:
+def _mass_and_share(mass: Array, key: int) -> tuple[str, str]:
     """Format a key's mass, and its share of all that are numbers; nan where there is none."""
-    own, total = float(mass[key]), float(np.nansum(mass))
-    return short_number(own, 3), f"{own / total:.1%}" if total > 0 and not np.isnan(own) else "nan"
+    received, total = float(mass[key]), float(np.nansum(mass))
+    return short_number(received, 3), f"{received / total:.1%}" if total > 0 and not np.isnan(received) else "nan"

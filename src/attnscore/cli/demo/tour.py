@@ -19,7 +19,7 @@ from attnscore.cli.report import Report
 from attnscore.diagnostics.lab.panels import weights_and_jacobians
 from attnscore.diagnostics.lab.sharpening import LOGITS, WEIGHTS
 from attnscore.plotting import drawing, show_attention, show_heatmaps
-from attnscore.plotting.drawing import BLUE, LABEL_POINTS, RED
+from attnscore.plotting.drawing import BLUE, RED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -183,9 +183,8 @@ def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     return {"visible_pairs": {title: int(matrix.sum()) for title, matrix in unmasked.items()}}
 
 
-def temperature(report: Report, rng: np.random.Generator) -> dict[str, Any]:
+def temperature(report: Report, _: np.random.Generator) -> dict[str, Any]:
     """Show the softmax of y and of 8y, their Jacobians, and the temperatures between."""
-    del rng
     logits = np.array(LOGITS)
     soft = {int(factor): ats.masked_softmax(factor * logits) for factor in WEIGHTS}
     jacobians = {factor: ats.softmax_jacobian(weights) for factor, weights in soft.items()}
@@ -217,9 +216,8 @@ def temperature(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
+def cost(report: Report, _: np.random.Generator) -> dict[str, Any]:
     """Show operations, bytes and parameters of one head, from shapes alone."""
-    del rng
     dim, hidden, lengths = 64, 64, (512, 1024, 2048, 4096, 8192, 16384)
 
     def cost_of(name: str, length: int) -> ats.Cost:
@@ -243,18 +241,8 @@ def cost(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     report.console.print(table("What one call costs", columns, rows, caption=caption))
     report.picture("07-cost", _draw_growth(lengths, {name: found[name] for name in ("scaled dot", "additive")}))
     return {
-        "setting": {
-            "heads": 1,
-            "batch": 1,
-            "dim": dim,
-            "value_dim": dim,
-            "hidden": hidden,
-            "dtype": "float32",
-        },
-        "units": {
-            "operations": "additions, multiplications and function values",
-            "bytes": "of inputs and outputs",
-        },
+        "setting": {"heads": 1, "batch": 1, "dim": dim, "value_dim": dim, "hidden": hidden, "dtype": "float32"},
+        "units": {"operations": "additions, multiplications and function values", "bytes": "of inputs and outputs"},
         "by_score_and_length": {
             name: {length: one._asdict() for length, one in costs.items()} for name, costs in found.items()
         },
@@ -290,10 +278,8 @@ def _draw_growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, ats.Co
     for axis, title in ((left, "Operations of one head"), (right, "Bytes that have to be held")):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=LABEL_POINTS)
-        drawing.label(axis, title, "queries and keys")
-        axis.grid(which="major", color="#8c8c8c", alpha=0.25, linewidth=0.7)
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        drawing.style_lines(axis, title, "queries and keys")
         drawing.legend(axis)
     return figure
 

@@ -17,8 +17,9 @@ import numpy as np
 
 import attnscore as ats
 from attnscore.diagnostics.lab.experiment import Array, Check, Result, Row
-from attnscore.diagnostics.lab.panels import LAW, SCALED, SPREAD, WITHOUT, two_weight_maps
+from attnscore.diagnostics.lab.panels import LAW, SCALED, SPREAD, WITHOUT
 from attnscore.errors import ShapeError
+from attnscore.plotting import show_attention
 from attnscore.plotting.drawing import legend, new_figure, style_lines
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class SumScore(_Matrices):
     def plot(self) -> Figure:
         """Draw the weights under the sum and under the dot product."""
         titles = "sum(q + k): every query the same", "q·k: each query its own"
-        return two_weight_maps((self.weights, self.dot_weights), titles, "Keys", "Queries", height=3.2)
+        maps = np.stack([self.weights, self.dot_weights])
+        return show_attention(maps, titles=titles, max_cols=2, numbers=True, figsize=(8.2, 3.2))
 
 
 def sum_ignores_the_query(queries: int = 6, keys: int = 8, dim: int = 4, seed: int = 0) -> SumScore:
@@ -215,9 +217,10 @@ class DifferentDimensions(_Matrices):
 
     def plot(self) -> Figure:
         """Draw the weights by matrix products and by Bilinear."""
-        names = f"Keys of dimension {self.key_dim}", f"Queries of dimension {self.query_dim}"
-        titles = "softmax of (Q W) Kᵀ", "Bilinear(W)"
-        return two_weight_maps((self.by_products, self.by_bilinear), titles, *names, height=2.9)
+        maps, titles = np.stack([self.by_products, self.by_bilinear]), ["softmax of (Q W) Kᵀ", "Bilinear(W)"]
+        xlabel, ylabel = f"Keys of dimension {self.key_dim}", f"Queries of dimension {self.query_dim}"
+        size = 8.2, 2.9
+        return show_attention(maps, titles=titles, xlabel=xlabel, ylabel=ylabel, max_cols=2, numbers=True, figsize=size)
 
 
 def different_lengths(

@@ -7,14 +7,14 @@ Requirements:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from attnscore.diagnostics.lab.experiment import Array
 from attnscore.plotting import drawing
-from attnscore.plotting.drawing import BLUE, RED, WEIGHT, Limits, two_decimals
+from attnscore.plotting.drawing import BLUE, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,36 +35,6 @@ def powers_of_two(axis: Axes, dims: Sequence[int]) -> None:
     shown = dims if len(dims) <= 6 else dims[::2]
     axis.set_xticks(shown, [str(dim) for dim in shown])
     axis.xaxis.set_minor_locator(NullLocator())
-
-
-def draw_numbered_maps(
-    figure: Figure,
-    axes: Sequence[Axes],
-    matrices: Sequence[Array],
-    titles: Sequence[str],
-    labels: tuple[str, str, str],
-    *,
-    limits: Limits,
-    text: Callable[[float], str] = two_decimals,
-) -> None:
-    """Draw maps with their numbers and one colour scale; `labels` are those of keys, queries and the colour bar."""
-    xlabel, ylabel, unit = labels
-    for axis, matrix, title in zip(axes, matrices, titles, strict=True):
-        image = drawing.draw_map(axis, matrix, limits=limits, every=True)
-        drawing.write_numbers(axis, image, matrix, text)
-        axis.set_title(title, fontsize=10)
-        axis.set(xlabel=xlabel, ylabel=ylabel if axis is axes[0] else "")
-    drawing.colour_bar(figure, image, list(axes), unit)
-
-
-def two_weight_maps(
-    matrices: tuple[Array, Array], titles: tuple[str, str], keys: str, queries: str, height: float
-) -> Figure:
-    """Draw two maps of weights side by side with one colour scale."""
-    figure = drawing.new_figure((8.2, height))
-    limits = 0.0, float(max(matrix.max() for matrix in matrices))
-    draw_numbered_maps(figure, figure.subplots(1, 2), matrices, titles, (keys, queries, WEIGHT), limits=limits)
-    return figure
 
 
 def weights_and_jacobians(
@@ -91,14 +61,10 @@ def weights_and_jacobians(
     drawing.style_lines(bars, title, "logit in y", "weight")
     bars.grid(axis="x", visible=False)
     drawing.legend(bars, loc="upper left", ncols=2)
-    largest = max(float(np.abs(jacobian).max()) for jacobian in jacobians.values())
-    draw_numbered_maps(
-        figure,
-        maps,
-        list(jacobians.values()),
-        list(jacobians),
-        ("logit j", "weight i", "derivative of weight i by logit j"),
-        limits=(-largest, largest),
-        text=lambda value: f"{round(value, digits) + 0.0:.{digits}f}",
-    )
+    limits = drawing.limits_of(np.stack([*jacobians.values()]))
+    for axis, (name, jacobian) in zip(maps, jacobians.items(), strict=True):
+        image = drawing.draw_map(axis, jacobian, limits=limits, every=True)
+        drawing.write_numbers(axis, image, jacobian, lambda value: f"{round(value, digits) + 0.0:.{digits}f}")
+        drawing.label(axis, name, "logit j", "weight i" if axis is maps[0] else "", title_points=10)
+    drawing.colour_bar(figure, image, maps, "derivative of weight i by logit j")
     return figure
