@@ -139,17 +139,17 @@ def say(mass: Array) -> None:
     elif matrices == 1 and not np.nansum(mass) > 0:
         screen.print("Weights that are NaN." if np.isnan(mass).any() else "No query sees a key.")
     elif matrices == 1:
-        columns = ("key", "weight received", "of all")
-        screen.print(table(f"Heaviest of {keys:,} keys", columns, _heaviest(mass.reshape(-1), _NAMED)))
+        rows = _heaviest(mass.reshape(-1), _NAMED)
+        screen.print(table(f"Heaviest of {keys:,} keys", ("key", "weight received", "of all"), rows))
         if undefined := int(np.isnan(mass).sum()):
             screen.print(f"{undefined:,} keys receive weights that are NaN.")
     else:
         columns = ("batch, head", "heaviest key", "weight received", "of all", "first key")
-        rows = [
+        cells = [
             (",".join(map(str, place)), *_heaviest(mass[place], 1)[0], _mass_and_share(mass[place], 0)[1])
             for place in list(np.ndindex(*lead))[:_MOST_ROWS]
         ]
-        screen.print(table(f"The heaviest of {keys:,} keys", columns, rows))
+        screen.print(table(f"The heaviest of {keys:,} keys", columns, cells))
         if matrices > _MOST_ROWS:
             screen.print(f"and {matrices - _MOST_ROWS} more")
         if undefined := int(np.isnan(mass).any(-1).sum()):

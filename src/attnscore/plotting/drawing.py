@@ -313,7 +313,8 @@ def decade_limits(values: Matrix) -> Limits:
     high = float(positive.max())
     low = max(float(positive.min()), high / 1e4)
     middle = math.sqrt(low) * math.sqrt(high)
-    return (low, high) if high >= 10 * low else (middle / 10**0.5, middle * 10**0.5)
+    # Just beside the middle of the scale, where one of 256 colours ends and rounding would choose between two.
+    return (low, high) if high >= 10 * low else (middle / 10**0.6, middle * 10**0.5)
 
 
 def _norm(limits: Limits, *, logarithmic: bool = False) -> Normalize:
@@ -513,6 +514,13 @@ def _key_name(keys: Indices, tokens: Tokens) -> str:
     return f"{key:,}  {token}"
 
 
+def _edges(weights: Matrix, keys: Indices, queries: Indices) -> Matrix:
+    """Return the edges of a weight above 0 as rows (weight, query, key), the largest weights last and so on top."""
+    edges = np.stack([weights, np.broadcast_to(queries[:, None], keys.shape), keys], axis=-1)
+    edges = edges[(keys >= 0) & (weights > 0)]
+    return np.asarray(edges[np.argsort(edges[:, 0], kind="stable")])
+
+
 def draw_points(
     axis: Axes, weights: Matrix, keys: Indices, queries: Indices, lengths: tuple[int, int], cmap: str
 ) -> ScalarMappable:
@@ -520,18 +528,15 @@ def draw_points(
 
     Colours up to the largest weight would show even weights as dark as a sink.
     """
-    rows = np.broadcast_to(queries[:, None], keys.shape)
-    real = keys >= 0
-    weights, keys, rows = weights[real], keys[real], rows[real]
-    if len(keys) > _MOST_POINTS:
-        few = np.linspace(0, len(keys) - 1, _MOST_POINTS).astype(int)
-        weights, keys, rows = weights[few], keys[few], rows[few]
-    order = np.argsort(weights, kind="stable")
+    edges = _edges(weights, keys, queries)
+    if len(edges) > _MOST_POINTS:
+        edges = edges[np.linspace(0, len(edges) - 1, _MOST_POINTS).astype(int)]
+    rising, rows, cols = edges.T
     points = axis.scatter(
-        keys[order] + 0.5,
-        rows[order] + 0.5,
-        c=weights[order],
-        s=3.0 if len(keys) > 5000 else 7.0,
+        cols + 0.5,
+        rows + 0.5,
+        c=rising,
+        s=3.0 if len(edges) > 5000 else 7.0,
         cmap=_darker_part(cmap),
         norm=_norm((0, 1)),
         linewidths=0,
@@ -557,9 +562,7 @@ def draw_lines(
     from matplotlib.cm import ScalarMappable
 
     colours = ScalarMappable(_norm((0, 1)), _darker_part(cmap))
-    rows = np.broadcast_to(queries[:, None], keys.shape)
-    edges = [(float(w), int(i), int(j)) for w, i, j in zip(weights.flat, rows.flat, keys.flat, strict=True)]
-    for weight, query, key in sorted(edge for edge in edges if edge[2] >= 0 and edge[0] > 0):
+    for weight, query, key in _edges(weights, keys, queries):
         colour = colours.to_rgba(np.array(weight))
         axis.plot((0, 1), (query, key), color=colour, linewidth=0.4 + 1.8 * weight, solid_capstyle="round")
     frame(axis)

@@ -77,19 +77,19 @@ def run(report: Report, sentences: Sequence[str]) -> None:
         batch = tokenize(tokenizer, sentences)
     calls: list[AttentionCall] = []
     with report.step("sentence embeddings, by eager, sdpa and attnscore"):
-        found = {name: embed(model, batch.inputs, name) for name in ("eager", "sdpa")}
-        found["attnscore"] = embed(model, batch.inputs, register("attnscore", observer=calls.append))
-        seen = list(calls)  # the last pass is not measured
-        place = min(range(len(batch.tokens)), key=lambda place: len(batch.tokens[place]))
-        alone = {name: x[place : place + 1, : len(batch.tokens[place])] for name, x in batch.inputs.items()}
-        of_alone = _difference(embed(model, alone, "attnscore")[0][0], found["attnscore"][0][place])
+        passes = {name: embed(model, batch.inputs, name) for name in ("eager", "sdpa")}
+        passes["attnscore"] = embed(model, batch.inputs, register("attnscore", observer=calls.append))
+        embeddings, measured = passes["attnscore"][0], list(calls)  # the pass of one sentence is not measured
+        shortest = min(range(len(batch.tokens)), key=lambda place: len(batch.tokens[place]))
+        alone = {name: x[shortest, None, : len(batch.tokens[shortest])] for name, x in batch.inputs.items()}
+        padding = _difference(embed(model, alone, "attnscore")[0][0], embeddings[shortest])
     if batch.cut:
         report.console.print(
             f"{batch.cut} of the sentences are longer than {MOST_TOKENS} tokens: the rest is left out."
         )
-    comparison = _compare(report, found, of_alone)
+    comparison = _compare(report, passes, padding)
     with report.step("statistics of every head"):
-        numbers, patterns = head_statistics(seen, batch.real), head_patterns(seen, batch.real)
+        numbers, patterns = head_statistics(measured, batch.real), head_patterns(measured, batch.real)
         # About 16 tokens: long enough to show a pattern, short enough to read.
         drawn = min(range(len(batch.tokens)), key=lambda place: abs(len(batch.tokens[place]) - 16))
         chosen = [
@@ -104,7 +104,6 @@ def run(report: Report, sentences: Sequence[str]) -> None:
             for wish, (layer, head) in choose_heads(numbers["entropy"], patterns).items()
         ]
     _show_statistics(report, numbers, chosen)
-    embeddings = found["attnscore"][0]
     similarity = np.asarray((embeddings @ embeddings.T).double())
     with report.step("heat maps"):
         title = "all-MiniLM-L6-v2, mean over the real query tokens of all sentences\ndarker: closer to one key a query"
@@ -112,7 +111,7 @@ def run(report: Report, sentences: Sequence[str]) -> None:
         cmaps = ["Reds_r" if name in ("entropy", "effective_keys") else "Reds" for name in numbers]
         heads = show_head_grid(panels, list(STATISTICS.values()), suptitle=title, cmap=cmaps)
         report.picture("08-layers-and-heads", heads)
-        _draw_chosen_heads(report, batch, drawn, seen, chosen)
+        _draw_chosen_heads(report, batch, drawn, measured, chosen)
         _draw_similarity(report, batch.sentences, similarity)
     config = model.config
     report.summary["model"] = {
@@ -161,17 +160,10 @@ def embed(model: Any, inputs: Mapping[str, torch.Tensor], implementation: str) -
 
 def head_statistics(calls: Sequence[AttentionCall], real: Any) -> dict[str, Array]:
     """Return means of the statistics of the same pass, each (layer, head); `real` is (batch, token)."""
-
-    def mean(x: Any) -> Array:
-        return np.asarray(x.double().transpose(1, 2)[real].mean(0))
-
-    return {
-        "logit_variance": np.stack([mean(call.stats.var_score) for call in calls]),
-        "entropy": np.stack([mean(call.stats.entropy) for call in calls]),
-        "largest_weight": np.stack([mean(call.stats.max_weight) for call in calls]),
-        # The mean of exp(H), not exp of the mean: a head that is sharp on half the queries is no broad head.
-        "effective_keys": np.stack([mean(call.stats.effective_keys()) for call in calls]),
-    }
+    # The mean of exp(H), not exp of the mean: a head that is sharp on half the queries is no broad head.
+    layers = [(s.var_score, s.entropy, s.max_weight, s.effective_keys()) for s in (call.stats for call in calls)]
+    means = [[np.asarray(rows.double().transpose(1, 2)[real].mean(0)) for rows in layer] for layer in layers]
+    return dict(zip(STATISTICS, map(np.stack, zip(*means, strict=True)), strict=True))
 
 
 def head_patterns(calls: Sequence[AttentionCall], real: Any) -> dict[str, Array]:
@@ -185,12 +177,12 @@ def _weight_on_places(weights: Array, real: NDArray[np.bool_], *, of_all: bool =
 
     The mean is over the queries that have such a key, or `of_all` queries: the share of the whole weight.
     """
-    found, length = {}, real.shape[1]
+    shares, length = {}, real.shape[1]
     for name, keys in _places(real).items():
-        has = real & (keys >= 0) & (keys < length)
+        has_key = real & (keys >= 0) & (keys < length)
         rows = np.take_along_axis(weights, np.clip(keys, 0, length - 1)[:, None, :, None], axis=-1)[..., 0]
-        found[name] = rows.transpose(0, 2, 1)[has].sum(0) / (real if of_all else has).sum()
-    return found
+        shares[name] = rows.transpose(0, 2, 1)[has_key].sum(0) / (real if of_all else has_key).sum()
+    return shares
 
 
 def _places(real: NDArray[np.bool_]) -> dict[str, NDArray[np.int64]]:
@@ -226,33 +218,27 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max())
 
 
-def _compare(report: Report, found: dict[str, tuple[torch.Tensor, float]], of_alone: float) -> dict[str, Any]:
-    """Check and show the differences between the embeddings; `of_alone` is that of a sentence without padding."""
-    eager, sdpa, ours = (found[name][0] for name in ("eager", "sdpa", "attnscore"))
-    compared = {
-        "to_eager": _difference(eager, ours),
-        "to_sdpa": _difference(sdpa, ours),
-        "padded_to_alone": of_alone,
-    }
-    claims = ("equal those of eager", "equal those of sdpa", "of the shortest sentence do not feel padding")
-    for claim, value in zip(claims, compared.values(), strict=True):
-        report.check(f"embeddings {claim}", value, ALLOWED)
-    eager_to_sdpa = _difference(eager, sdpa)
-    rows = [
-        ("attnscore", "the model's eager attention", compared["to_eager"]),
-        ("attnscore", "the model's sdpa attention", compared["to_sdpa"]),
-        ("eager", "sdpa", eager_to_sdpa),
-        ("attnscore, padded batch", "attnscore, shortest sentence alone", of_alone),
+def _compare(report: Report, passes: dict[str, tuple[torch.Tensor, float]], padding: float) -> dict[str, Any]:
+    """Check and show how much the embeddings differ; `padding` is the difference that it makes to a sentence."""
+    eager, sdpa, ours = (passes[name][0] for name in ("eager", "sdpa", "attnscore"))
+    to_eager, to_sdpa, eager_to_sdpa = _difference(eager, ours), _difference(sdpa, ours), _difference(eager, sdpa)
+    report.check("embeddings equal those of eager", to_eager, ALLOWED)
+    report.check("embeddings equal those of sdpa", to_sdpa, ALLOWED)
+    report.check("embeddings of the shortest sentence do not feel padding", padding, ALLOWED)
+    cells = [
+        ("attnscore", "the model's eager attention", f"{to_eager:.2e}"),
+        ("attnscore", "the model's sdpa attention", f"{to_sdpa:.2e}"),
+        ("eager", "sdpa", f"{eager_to_sdpa:.2e}"),
+        ("attnscore, padded batch", "attnscore, shortest sentence alone", f"{padding:.2e}"),
     ]
-    cells = [(by, against, f"{difference:.2e}") for by, against, difference in rows]
     caption = f"largest absolute difference of any coordinate; allowed {ALLOWED:g}"
     columns = ("embeddings by", "against", "difference")
     report.console.print(table("Sentence embeddings: attention replaced", columns, cells, left=2, caption=caption))
     return {
-        "largest_difference": compared,
+        "largest_difference": {"to_eager": to_eager, "to_sdpa": to_sdpa, "padded_to_alone": padding},
         "eager_to_sdpa": eager_to_sdpa,
         "allowed": ALLOWED,
-        "seconds_of_one_pass": {one: seconds for one, (_, seconds) in found.items()},
+        "seconds_of_one_pass": {name: seconds for name, (_, seconds) in passes.items()},
     }
 
 
@@ -274,12 +260,8 @@ def _draw_chosen_heads(
     report: Report, batch: Batch, place: int, calls: list[AttentionCall], chosen: list[dict[str, Any]]
 ) -> None:
     tokens = batch.tokens[place]
-    maps = np.stack(
-        [
-            np.asarray(calls[one["layer"]].weights(place)[one["head"], : len(tokens), : len(tokens)].double())
-            for one in chosen
-        ]
-    )
+    heads = [calls[one["layer"]].weights(place)[one["head"], : len(tokens), : len(tokens)] for one in chosen]
+    maps = np.stack([np.asarray(weights.double()) for weights in heads])
     # The heads were chosen by all sentences; a caption says what this map shows.
     shares = _weight_on_places(maps[None], np.ones((1, len(tokens)), bool), of_all=True)
     entropies = -(maps * np.log(np.where(maps > 0, maps, 1.0))).sum(-1).mean(-1)
@@ -298,7 +280,7 @@ def _draw_chosen_heads(
 def _draw_similarity(report: Report, sentences: list[str], similarity: Array) -> None:
     figure = show_attention(
         similarity,
-        [f"{_shortened(text)}  {number}" for number, text in enumerate(sentences, 1)],
+        [f"{textwrap.shorten(text, 44, placeholder='…')}  {number}" for number, text in enumerate(sentences, 1)],
         [str(number) for number in range(1, len(sentences) + 1)],
         suptitle="Cosine similarity of the sentence embeddings",
         xlabel="",
@@ -307,7 +289,3 @@ def _draw_similarity(report: Report, sentences: list[str], similarity: Array) ->
         numbers=len(sentences) <= 24,
     )
     report.picture("10-similarity", figure)
-
-
-def _shortened(text: str, most: int = 44) -> str:
-    return text if len(text) <= most else text[: most - 1].rsplit(" ", 1)[0] + "…"

@@ -170,19 +170,18 @@ def other_keys(
     """
     rng = np.random.default_rng(seed)
     values = np.repeat(np.arange(40.0).reshape(1, 10, 4), 2, axis=0)
-    found = np.zeros((len(noise), draws))
+    differences = np.zeros((len(noise), draws))
     for draw in range(draws):
         other, query, long_query = (rng.standard_normal(shape) for shape in ((2, 10, 2), (2, 1, 2), (2, 1, 20)))
         w_v, w_q, w_k = (rng.standard_normal(shape) for shape in ((8,), (8, 20), (8, 2)))
         additive = ats.Additive(w_v, w_q / 20**0.5, w_k / 2**0.5)
         for place, size in enumerate(noise):
             keys = 1 + size * other
-            one = ats.attend(query, keys, values, valid_lens=[2, 6])
-            two = ats.attend(long_query, keys, values, score=additive, valid_lens=[2, 6])
-            found[place, draw] = np.abs(one - two).max()
-    low, high = np.percentile(found, (5, 95), axis=1)
-    as_floats = (tuple(float(x) for x in row) for row in (noise, found.mean(1), low, high))
-    return OtherKeys(*as_floats)
+            by_dot = ats.attend(query, keys, values, valid_lens=[2, 6])
+            by_additive = ats.attend(long_query, keys, values, score=additive, valid_lens=[2, 6])
+            differences[place, draw] = np.abs(by_dot - by_additive).max()
+    low, high = np.percentile(differences, (5, 95), axis=1)
+    return OtherKeys(*(tuple(map(float, numbers)) for numbers in (noise, differences.mean(1), low, high)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,8 +198,7 @@ class DifferentDimensions(_Matrices):
     @property
     def difference(self) -> float:
         """Largest difference between the three ways."""
-        others = (self.by_bilinear, self.by_projection)
-        return max(float(np.abs(other - self.by_products).max()) for other in others)
+        return float(np.ptp([self.by_products, self.by_bilinear, self.by_projection], axis=0).max())
 
     def to_rows(self) -> list[Row]:
         return _rows_of(weight=self.by_products, Bilinear=self.by_bilinear)
