@@ -82,11 +82,11 @@ def attention_weights(
         block = sliced(rows, None, key_index)
         scores = matrix_of(block, "scores")
         if problem.normalizer is None:
-            found = ops.exp(log_weights(ops, scores, result.row_max, result.log_denom))
+            weights = ops.exp(log_weights(ops, scores, result.row_max, result.log_denom))
         else:  # the threshold of a query is in the place of its log-denominator
-            found = problem.normalizer.weights(ops, scores, result.row_max, result.log_denom)
+            weights = problem.normalizer.weights(ops, scores, result.row_max, result.log_denom)
         # Exactly 0 where masked, even if an unmasked NaN makes the other weights of the query NaN.
-        return _from_canonical(block, ops.where(scores == NEG_INF, 0.0, found))
+        return _from_canonical(block, ops.where(scores == NEG_INF, 0.0, weights))
 
 
 def _planned(
@@ -229,10 +229,10 @@ class SlicedMask(IntervalSetMask):
         return self.mask.visible(ops, self.score_shape, rows, cols)
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        found = self.mask.interval_set(self.score_shape.query_len, self.score_shape.key_len, batch)
-        if found is None or self.cols is not None or (found.count > 1 and self.mask.is_array):
+        whole = self.mask.interval_set(self.score_shape.query_len, self.score_shape.key_len, batch)
+        if whole is None or self.cols is not None or (whole.count > 1 and self.mask.is_array):
             return None
-        return found if self.rows is None else IntervalSet(found.start[..., self.rows], found.stop[..., self.rows])
+        return whole if self.rows is None else IntervalSet(whole.start[..., self.rows], whole.stop[..., self.rows])
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         self.mask.check(ops, self.score_shape)
@@ -254,16 +254,16 @@ def _index(name: str, index: Any, length: int) -> HostIndex | None:
         if not all(x is None or is_whole(x) for x in (index.start, index.stop, index.step)) or index.step == 0:
             raise ArgumentError(message(name, expected, shown(index)))
         return np.arange(length)[index]
-    found = backends.host(index)
-    if found is not None and found.shape == (0,):
-        return found.astype(np.int64)
-    if found is None or found.dtype.kind not in "iu" or found.ndim > 1:
-        ragged = "a ragged list or " if found is not None and found.dtype.kind == "O" else ""
+    positions = backends.host(index)
+    if positions is not None and positions.shape == (0,):
+        return positions.astype(np.int64)
+    if positions is None or positions.dtype.kind not in "iu" or positions.ndim > 1:
+        ragged = "a ragged list or " if positions is not None and positions.dtype.kind == "O" else ""
         raise ArgumentError(message(name, expected, ragged + shown(index)))
-    found = np.atleast_1d(found).astype(np.int64)
-    if found.min() < -length or found.max() >= length:
-        raise ArgumentError(message(name, f"positions within {length}", shown(found.tolist())))
-    return np.where(found < 0, found + length, found)
+    positions = np.atleast_1d(positions).astype(np.int64)
+    if positions.min() < -length or positions.max() >= length:
+        raise ArgumentError(message(name, f"positions within {length}", shown(positions.tolist())))
+    return np.where(positions < 0, positions + length, positions)
 
 
 def row_gradient(problem: Problem, name: str, grad: Array | None) -> Array | None:
@@ -280,14 +280,14 @@ def row_gradient(problem: Problem, name: str, grad: Array | None) -> Array | Non
     if not ops.is_floating(grad):
         raise DtypeError(message(name, FLOATING, ops.dtype(grad)))
     if name == "grad_weights":
-        wanted = score_shape.user_shape
+        shape = score_shape.user_shape
     else:
         last = layout.value_dim if name == "grad_out" else 1
         like = ops.broadcast_to(ops.zeros((1,), problem.value), (*score_shape.rows, last))
-        wanted = tuple(layout.from_canonical(ops, like).shape)
-        wanted = wanted if name == "grad_out" else wanted[:-1]
-    if tuple(grad.shape) != wanted:
-        raise ShapeError(message(name, f"the shape {wanted}", tuple(grad.shape)))
+        shape = tuple(layout.from_canonical(ops, like).shape)
+        shape = shape if name == "grad_out" else shape[:-1]
+    if tuple(grad.shape) != shape:
+        raise ShapeError(message(name, f"the shape {shape}", tuple(grad.shape)))
     if name == "grad_weights":
         return ops.reshape(grad, (*score_shape.rows, score_shape.key_len))
     if name != "grad_out":

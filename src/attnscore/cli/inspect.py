@@ -47,17 +47,17 @@ def inspect(
     from attnscore.diagnostics.inspection.inspection import inspect_model
 
     with error_console().status("running the model"):
-        found = inspect_model(model, content, most_tokens=tokens)
+        inspection = inspect_model(model, content, most_tokens=tokens)
     with error_console().status("writing the report"):
         try:
-            found.to_html(out, megabytes=megabytes)
+            inspection.to_html(out, megabytes=megabytes)
         except OSError as error:
             raise FileError(f"{out}: cannot be written: {error.strerror}") from error
     names = ("entropy", "effective_keys", "largest_weight", "logit_variance", "first_key")
-    rows = sorted(found.to_rows(), key=lambda row: row["entropy"])
-    few = [*rows[:4], *rows[-2:]] if len(rows) > 6 else rows
+    rows = sorted(inspection.to_rows(), key=lambda row: row["entropy"])
+    shown = [*rows[:4], *rows[-2:]] if len(rows) > 6 else rows
     columns = ("layer", "head", *(STATISTICS[name].title for name in names))
-    cells = [(row["layer"], row["head"], *(short_number(row[name], 3) for name in names)) for row in few]
+    cells = [(row["layer"], row["head"], *(short_number(row[name], 3) for name in names)) for row in shown]
     console().print(table("The sharpest heads, and the two that are broadest", columns, cells, left=2))
     size = out.stat().st_size / 10**6
-    console().print(Text(f"{found.facts} Report ({size:.1f} MB): {out}"))
+    console().print(Text(f"{inspection.facts} Report ({size:.1f} MB): {out}"))

@@ -53,10 +53,8 @@ SETTINGS = {
 
 def _stacked(rows: Sequence[Array]) -> Array:
     """Stack the heads of each layer as (layer, head), with NaN where a layer has fewer heads than another."""
-    found = np.full((len(rows), max(row.size for row in rows)), np.nan)
-    for place, row in enumerate(rows):
-        found[place, : row.size] = row
-    return found
+    widest = max(row.size for row in rows)
+    return np.stack([np.pad(row, (0, widest - row.size), constant_values=np.nan) for row in rows])
 
 
 def _mean(x: Any) -> Array:
@@ -66,10 +64,10 @@ def _mean(x: Any) -> Array:
 
 def statistics_of(calls: Sequence[AttentionCall], layers: Sequence[Layer]) -> dict[str, Array]:
     """Return each of `STATISTICS`, (layer, head), from the model's own pass."""
-    found: list[dict[str, Array]] = []
+    by_layer: list[dict[str, Array]] = []
     for call, layer in zip(calls, layers, strict=True):
         stats, mass = call.stats, layer.apply(ats.key_mass)
-        rows = {
+        numbers = {
             "entropy": _mean(stats.entropy),
             "effective_keys": _mean(stats.effective_keys()),
             "largest_weight": _mean(stats.max_weight),
@@ -78,17 +76,17 @@ def statistics_of(calls: Sequence[AttentionCall], layers: Sequence[Layer]) -> di
             "jacobian_trace": _mean(stats.jacobian_trace()),
             "first_key": np.asarray(mass[0, :, 0].double() / stats.entropy.shape[-1]),
         }
-        found.append(rows)
-    return {name: _stacked([rows[name] for rows in found]) for name in STATISTICS}
+        by_layer.append(numbers)
+    return {name: _stacked([numbers[name] for numbers in by_layer]) for name in STATISTICS}
 
 
 def under(layers: Sequence[Layer], setting: str) -> dict[str, Array]:
     """Return mean entropy and largest weight, each (layer, head), under one of `SETTINGS`."""
-    found: list[Any] = []
+    entropy, largest_weight = [], []
     for layer in layers:
         # The statistics do not depend on the values: one feature is the fastest.
         value = layer.inputs["key"][..., :1]
         _, stats = layer.apply(ats.attend, value, setting=setting, return_stats=("entropy", "max_weight"))
-        found.append(stats)
-    names = {"entropy": "entropy", "largest_weight": "max_weight"}
-    return {name: _stacked([_mean(getattr(stats, own)) for stats in found]) for name, own in names.items()}
+        entropy.append(_mean(stats.entropy))
+        largest_weight.append(_mean(stats.max_weight))
+    return {"entropy": _stacked(entropy), "largest_weight": _stacked(largest_weight)}

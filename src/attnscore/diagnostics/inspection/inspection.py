@@ -59,22 +59,21 @@ class Layer:
         query, key = self.inputs["query"], self.inputs["key"]
         key_head = head * key.shape[1] // query.shape[1]
 
-        def own(x: Any, axes: int) -> Any:
-            # Masks and biases that all heads share have an axis of 1; a sink has no axis but that of the heads.
+        def of_head(x: Any, axes: int) -> Any:
+            # Masks and biases that all heads share have an axis of 1; a sink has no axis but the heads.
             has_heads = hasattr(x, "ndim") and x.ndim >= axes and x.shape[-axes] > 1
             return x if not has_heads else x.narrow(x.ndim - axes, head, 1)
 
-        heads = {name: own(self.inputs[name], axes) for name, axes in (("mask", 3), ("bias", 3), ("sink", 1))}
-        alone = {"query": query[:, head : head + 1], "key": key[:, key_head : key_head + 1]}
-        return Layer(self.name, self.inputs | heads | alone)
+        others = {name: of_head(self.inputs[name], axes) for name, axes in (("mask", 3), ("bias", 3), ("sink", 1))}
+        vectors = {"query": query[:, head : head + 1], "key": key[:, key_head : key_head + 1]}
+        return Layer(self.name, self.inputs | others | vectors)
 
     def at(self, setting: str) -> dict[str, Any]:
         """Return the inputs under one of `SETTINGS`: another scale of the scores; the same cap, mask, bias and sink."""
         temperature = SETTINGS[setting].temperature
-        scale = 1.0 if temperature is None else self.scale / temperature
         score = self.inputs["score"]
-        changed = ats.ScaledDot(scale)
-        return self.inputs | {"score": ats.SoftCap(changed, score.cap) if isinstance(score, ats.SoftCap) else changed}
+        scaled = ats.ScaledDot(1.0 if temperature is None else self.scale / temperature)
+        return self.inputs | {"score": ats.SoftCap(scaled, score.cap) if isinstance(score, ats.SoftCap) else scaled}
 
     def apply(self, function: Callable[..., Any], *more: Any, setting: str | None = None, **options: Any) -> Any:
         """Call `function` of query, key and `more` with the other inputs as options; None: the model's own scale."""
@@ -133,17 +132,16 @@ class Inspection:
         """
         check_choice("setting", setting, [*SETTINGS])
         block = {"query_index": query_index, "key_index": key_index}
-        found = self._head(layer, head).apply(ats.attention_weights, setting=setting, **block)
-        return np.asarray(found[0, 0].double())
+        weights = self._head(layer, head).apply(ats.attention_weights, setting=setting, **block)
+        return np.asarray(weights[0, 0].double())
 
     def top_links(self, layer: int, head: int, k: int = 10) -> list[tuple[int, int, float]]:
         """Return the k largest weights of a head as (query, key, weight), the largest first; none of 0 or NaN."""
-        found = self._head(layer, head).apply(ats.top_weights, min(k, len(self.tokens)))
-        weights, index = (np.asarray(x[0, 0]) for x in found)
+        largest = self._head(layer, head).apply(ats.top_weights, min(k, len(self.tokens)))
+        weights, index = (np.asarray(x[0, 0]) for x in largest)
         order = np.argsort(-weights, axis=None, kind="stable")[:k]
-        rows, places = np.unravel_index(order, weights.shape)
-        largest = [(i, j) for i, j in zip(rows, places, strict=True) if weights[i, j] > 0]
-        return [(int(i), int(index[i, j]), float(weights[i, j])) for i, j in largest]
+        places = zip(*np.unravel_index(order, weights.shape), strict=True)
+        return [(int(i), int(index[i, j]), float(weights[i, j])) for i, j in places if weights[i, j] > 0]
 
     def key_mass(self, layer: int, head: int) -> Array:
         """Return the weight that each token receives from all queries of a head."""
@@ -152,16 +150,16 @@ class Inspection:
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per head: what pandas.DataFrame takes."""
         return [
-            {"layer": layer, "name": one.name, "head": head}
-            | {name: float(values[layer, head]) for name, values in self.statistics.items()}
+            {"layer": place, "name": layer.name, "head": head}
+            | {name: float(values[place, head]) for name, values in self.statistics.items()}
             | {
-                f"{name}_{setting}": float(values[layer, head])
+                f"{name}_{setting}": float(values[place, head])
                 for setting, numbers in self.settings.items()
                 if setting != "model"
                 for name, values in numbers.items()
             }
-            for layer, one in enumerate(self.layers)
-            for head in range(one.heads)
+            for place, layer in enumerate(self.layers)
+            for head in range(layer.heads)
         ]
 
     def to_html(self, path: str | Path, *, megabytes: float = 4.0) -> Path:
@@ -226,45 +224,42 @@ def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: 
     """
     if isinstance(model, (str, Path)):
         name = MINILM_NAME if str(model) == MINILM else Path(model).resolve().name
-        own, model = load(model)
-        tokenizer = tokenizer or own
+        tokenizer_of_folder, model = load(model)
+        tokenizer = tokenizer or tokenizer_of_folder
     else:
         name = type(model).__name__
         require_transformers("inspect")
         if tokenizer is None:
             raise ArgumentError(message("tokenizer", "the model's tokenizer, given a model", "None"))
-    found = read(model, tokenizer, text, most_tokens)
-    calls = _calls(model, found.inputs)
+    tokens = read(model, tokenizer, text, most_tokens)
+    calls = _calls(model, tokens.inputs)
     if not calls:
         expected = "a model built on transformers' attention interface"
         raise ArgumentError(message("model", expected, f"{type(model).__name__}, which called no attention"))
     names = {id(module): path for path, module in model.named_modules()}
     layers = tuple(
-        Layer(names.get(id(call.module), f"attention {place}"), _kept(call.inputs)) for place, call in enumerate(calls)
+        Layer(names.get(id(call.module), f"attention {place}"), {name: _detached(x) for name, x in call.inputs.items()})
+        for place, call in enumerate(calls)
     )
     return Inspection(
         model=name,
-        tokens=found.names,
+        tokens=tokens.names,
         layers=layers,
         statistics=statistics_of(calls, layers),
         settings={setting: under(layers, setting) for setting in SETTINGS},
-        left_out=found.left_out,
+        left_out=tokens.left_out,
         is_encoder=bool(getattr(model.config, "is_encoder_decoder", False)),
     )
 
 
-def _kept(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return inputs of a call without gradients (a sink is a parameter), numbers of 16 bits as 32.
+def _detached(x: Any) -> Any:
+    """Return an input of a call without its gradient (a sink is a parameter), numbers of 16 bits as 32.
 
     A bfloat16 model computes its scores from the same numbers with float32 sums; only its weights are rounded.
     """
-
-    def kept(x: Any) -> Any:
-        if not hasattr(x, "detach"):
-            return x
-        return x.detach().float() if x.is_floating_point() and x.element_size() < 4 else x.detach()
-
-    return {name: kept(x) for name, x in inputs.items()}
+    if not hasattr(x, "detach"):
+        return x
+    return x.detach().float() if x.is_floating_point() and x.element_size() < 4 else x.detach()
 
 
 def _calls(model: Any, inputs: dict[str, Any]) -> list[AttentionCall]:
@@ -300,8 +295,8 @@ def _configs(model: Any) -> list[Any]:
     from transformers import PreTrainedModel
 
     def nested(config: Any) -> list[Any]:
-        inner = [getattr(config, name, None) for name in config.sub_configs]
-        return [config, *(one for part in inner if part is not None for one in nested(part))]
+        parts = [getattr(config, name, None) for name in config.sub_configs]
+        return [config, *(inner for part in parts if part is not None for inner in nested(part))]
 
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     return list({id(config): config for part in parts for config in nested(part.config)}.values())

@@ -66,13 +66,13 @@ def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
     numbers = {name: _rounded(values, heads) for name, values in inspection.statistics.items()}
     settings = {
         name: {"title": SETTINGS[name].title, "temperature": SETTINGS[name].temperature}
-        | {statistic: _rounded(values, heads) for statistic, values in found.items()}
-        for name, found in inspection.settings.items()
+        | {statistic: _rounded(values, heads) for statistic, values in by_statistic.items()}
+        for name, by_statistic in inspection.settings.items()
     }
     return {
         "tokens": list(inspection.tokens),
         "layers": layers,
-        "statistics": {name: one._asdict() | {"values": numbers[name]} for name, one in STATISTICS.items()},
+        "statistics": {name: words._asdict() | {"values": numbers[name]} for name, words in STATISTICS.items()},
         "settings": settings,
         "links": [
             [inspection.top_links(place, head, _EDGES) for head in range(layer.heads)]
@@ -91,7 +91,7 @@ def _rounded(values: NDArray[np.float64], heads: list[int]) -> list[list[float |
 
 def _drawn(inspection: Inspection, megabytes: float) -> set[tuple[int, int]]:
     """Return the heads whose maps fit into so many megabytes, those of lowest entropy first."""
-    entropy, left, found = inspection.statistics["entropy"], megabytes * 10**6, set()
+    entropy, left, drawn = inspection.statistics["entropy"], megabytes * 10**6, set()
     length = len(inspection.tokens)
     # NaN, where a layer has fewer heads than another, comes last.
     order = np.argsort(entropy, axis=None, kind="stable")[: np.isfinite(entropy).sum()]
@@ -102,8 +102,8 @@ def _drawn(inspection: Inspection, megabytes: float) -> set[tuple[int, int]]:
         left -= 2 * length * width
         if left < 0:
             break
-        found.add((int(layer), int(head)))
-    return found
+        drawn.add((int(layer), int(head)))
+    return drawn
 
 
 def _maps(inspection: Inspection, place: int, heads: list[int]) -> dict[str, Any]:
