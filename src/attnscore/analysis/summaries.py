@@ -87,9 +87,10 @@ def top_weights(
             for first in range(0, max(1, score_shape.query_len), step):
                 rows = slice(first, first + step)
                 cols = _unmasked_keys(problem, rows, int(k))
-                found, index = ops.top_k(matrix_of(sliced(sliced(problem, rows, None), None, cols), "weights"), int(k))
-                parts.append((found, index if cols is None else index + cols.start))
-            weights, index = (ops.concat(list(found), -2) for found in zip(*parts, strict=True))
+                block = matrix_of(sliced(sliced(problem, rows, None), None, cols), "weights")
+                weights, index = ops.top_k(block, int(k))
+                parts.append((weights, index if cols is None else index + cols.start))
+            weights, index = (ops.concat(list(arrays), -2) for arrays in zip(*parts, strict=True))
         weights = ops.astype(weights, problem.dtype)
         from_canonical = problem.layout.scores_from_canonical
         return TopWeights(from_canonical(ops, weights), from_canonical(ops, ops.where(weights > 0, index, -1)))
@@ -101,8 +102,8 @@ def _unmasked_keys(problem: Problem, rows: slice, k: int) -> slice | None:
     if interval_set is None or 0 in problem.score_shape.rows:
         return None
     start, stop = (x[..., rows] for x in (interval_set.start, interval_set.stop))
-    alive = stop > start
-    first, last = (int(start[alive].min()), int(stop[alive].max())) if alive.any() else (0, 0)
+    attends = stop > start
+    first, last = (int(start[attends].min()), int(stop[attends].max())) if attends.any() else (0, 0)
     first = min(first, problem.score_shape.key_len - k)
     return slice(first, max(last, first + k))
 

@@ -89,30 +89,30 @@ def _of_sequence(problem: Problem, entry: int, k: int) -> tuple[Array, Array]:
             part = min(few, count - at)
             best, total = (ops.slice_axis(x, -2, at, part) for x in (index, log_denom))
             parts.append(_best_keys(blocks, first + at, part, best, total, k))
-    weights, found = (ops.expand_dims(ops.concat(list(x), -2), 0) for x in zip(*parts, strict=True))
-    return weights, found
+    weights, keys = (ops.expand_dims(ops.concat(list(arrays), -2), 0) for arrays in zip(*parts, strict=True))
+    return weights, keys
 
 
 def _in_blocks(problem: Problem, entry: int) -> _Blocks:
     ops, score_shape, form = problem.ops, problem.score_shape, problem.form
     count = -(-score_shape.key_len // _BLOCK)
-    flat, widths, matrices, cuts = {}, {}, {}, {}
+    flat, widths, matrices, arrays = {}, {}, {}, {}
     lead = score_shape.rows[1:-1]
     for name, array in form.arrays().items():
         role = form.role(name)
         if role == "shared":
-            cuts[name] = array
+            arrays[name] = array
             continue
-        here = array[entry if array.shape[0] > 1 else 0]
+        of_entry = array[entry if array.shape[0] > 1 else 0]
         if role == "query":
-            cuts[name] = ops.expand_dims(here, 0)
+            arrays[name] = ops.expand_dims(of_entry, 0)
             continue
-        before, width = tuple(here.shape[:-2]), here.shape[-1]
-        padding = ops.zeros((*before, count * _BLOCK - score_shape.key_len, width), here, ops.dtype(here))
-        whole = ops.concat([here, padding], -2) if count * _BLOCK > score_shape.key_len else here
-        in_blocks = ops.reshape(whole, (1, *before, count, _BLOCK, width))
-        cuts[name] = ops.swap_axes(in_blocks, 0, -3)[..., 0, :, :]
-        flat[name], widths[name] = ops.reshape(whole, (-1, _BLOCK * width)), width
+        before, width = tuple(of_entry.shape[:-2]), of_entry.shape[-1]
+        padding = ops.zeros((*before, count * _BLOCK - score_shape.key_len, width), of_entry, ops.dtype(of_entry))
+        padded = ops.concat([of_entry, padding], -2) if count * _BLOCK > score_shape.key_len else of_entry
+        in_blocks = ops.reshape(padded, (1, *before, count, _BLOCK, width))
+        arrays[name] = ops.swap_axes(in_blocks, 0, -3)[..., 0, :, :]
+        flat[name], widths[name] = ops.reshape(padded, (-1, _BLOCK * width)), width
         matrices[name] = np.broadcast_to(np.arange(math.prod(before)).reshape(before), lead)
     interval_set = problem.visibility[0]
     if interval_set is None:
@@ -120,7 +120,7 @@ def _in_blocks(problem: Problem, entry: int) -> _Blocks:
         stop += score_shape.key_len
     else:
         start, stop = (x[entry if x.shape[0] > 1 else 0].astype(np.int64) for x in interval_set.ends)
-    return _Blocks(problem, form.with_arrays(cuts), flat, widths, matrices, count, start, stop)
+    return _Blocks(problem, form.with_arrays(arrays), flat, widths, matrices, count, start, stop)
 
 
 def _best_blocks(blocks: _Blocks, first: int, count: int, k: int) -> tuple[Array, Array]:
@@ -198,14 +198,14 @@ def _best_keys(blocks: _Blocks, first: int, count: int, best: Array, log_denom: 
     cols = ops.reshape(ops.expand_dims(best, -1) * _BLOCK + inside, (*lead, count, width))
     start, stop = (ops.asarray(x[first : first + count, None], like) for x in (blocks.start, blocks.stop))
     scores = ops.where(ops.logical_and(cols >= start, cols < stop), scores, NEG_INF)
-    found, where = ops.top_k(ops.broadcast_to(scores, (*lead, count, width)), k)
+    largest, place = ops.top_k(ops.broadcast_to(scores, (*lead, count, width)), k)
     # The maximum is among these. Subtracting it as recomputed here keeps weights at 1 or less at any scale of scores.
-    top = found[..., :1]
-    weights = ops.exp(found - ops.where(top == NEG_INF, 0.0, top) - log_denom)
-    rank = ops.shift_right(where, _BLOCK_BITS)
+    top = largest[..., :1]
+    weights = ops.exp(largest - ops.where(top == NEG_INF, 0.0, top) - log_denom)
+    rank = ops.shift_right(place, _BLOCK_BITS)
     ranks = ops.reshape(ops.positions(0, k, like), (1, k))
     block_of = ops.sum(ops.where(ops.expand_dims(rank, -1) == ranks, ops.expand_dims(best, -2), 0), axis=-1)
-    return weights, block_of * _BLOCK + where - rank * _BLOCK
+    return weights, block_of * _BLOCK + place - rank * _BLOCK
 
 
 @final

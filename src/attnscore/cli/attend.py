@@ -28,7 +28,7 @@ Explain = option("Result", "Print the plan; without --out compute nothing.", Non
 
 @takes_call()
 def attend(
-    given: CallOptions,
+    options: CallOptions,
     kernel: Annotated[str, Kernel] = "auto",
     out: Annotated[Path | None, Out] = None,
     weights: Annotated[bool, Weights] = False,
@@ -49,8 +49,8 @@ def attend(
             raise ArgumentError("--out: expected a file for the result, or --explain for the plan alone")
     else:
         check_destination(out, several=weights or stats)
-        given.keep_inputs("--out", out)
-    call = {"kernel": kernel, **given.read(("query", "key", "value"))}
+        options.keep_inputs("--out", out)
+    call = {"kernel": kernel, **options.read(("query", "key", "value"))}
     if explain:
         console().print(
             str(ats.explain(**call, return_weights=weights, return_stats=stats)), markup=False, soft_wrap=True

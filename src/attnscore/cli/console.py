@@ -18,8 +18,8 @@ _PIPE_WIDTH = 110
 
 def console() -> Console:
     """Return the console of stdout."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+    screen = Console(highlight=False)
+    return screen if screen.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
 
 
 def error_console() -> Console:
@@ -37,11 +37,11 @@ def table(
 ) -> Table:
     """Build a table whose first `left` columns are text and whose others are numbers."""
     # Text, because a title or a cell such as "[CLS]" or a path is no markup.
-    made = Table(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    made.caption = None if caption is None else Text(caption, "dim")
-    made.caption_justify = "left"
+    lines = Table(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    lines.caption = None if caption is None else Text(caption, "dim")
+    lines.caption_justify = "left"
     for place, column in enumerate(columns):
-        made.add_column(column, justify="left" if place < left else "right", overflow="fold")
+        lines.add_column(column, justify="left" if place < left else "right", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(str(cell)) for cell in row))
-    return made
+        lines.add_row(*(Text(str(cell)) for cell in row))
+    return lines

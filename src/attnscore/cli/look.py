@@ -36,7 +36,7 @@ Zoom = option("Result", "The middle of the exact block; without it the strongest
 
 @takes_call(inputs=Annotated[Path | None, Inputs], value=None)
 def look(
-    given: CallOptions,
+    options: CallOptions,
     plot: Annotated[Path | None, Plot] = None,
     out: Annotated[Path | None, Out] = None,
     bins: Annotated[str, Bins] = "128x128",
@@ -52,7 +52,7 @@ def look(
     """
     if out is not None:
         check_destination(out, several=True)
-        given.keep_inputs("--out", out)
+        options.keep_inputs("--out", out)
     if plot is not None:
         if plot.suffix.lower() not in _PICTURES:
             raise FileError(f"{plot}: expected a name that ends in {', '.join(_PICTURES)}")
@@ -65,7 +65,7 @@ def look(
         raise ArgumentError(message("--bins", "two whole numbers above 0 with 'x' between them", repr(bins)))
     where = () if place is None else numbers("--place", place, ",")
     middle: Any = None if zoom is None else numbers("--zoom", zoom, ",", 2)
-    call = given.read(("query", "key"))
+    call = options.read(("query", "key"))
     if out is not None:
         check_holds(out, {"top_weights": call["query"]})
     if plot is not None or out is not None:
@@ -81,10 +81,10 @@ def look(
     say(mass)
     if out is not None:
         with error_console().status("looking for the largest weights"):
-            found = ats.top_weights(k=max(1, min(top, mass.shape[-1])), **call)
+            largest = ats.top_weights(k=max(1, min(top, mass.shape[-1])), **call)
             pooled = ats.pooled_weights(bins=(rows, columns), **call)
         names = ("pooled_weights", "key_mass", "top_weights", "top_index")
-        write_arrays(out, dict(zip(names, (pooled, mass, *found), strict=True)))
+        write_arrays(out, dict(zip(names, (pooled, mass, *largest), strict=True)))
         console().print(Text(f"Numbers: {out}"), soft_wrap=True)
     if plot is not None:
         # Imported here: it brings matplotlib, which --help does not need.
@@ -118,13 +118,13 @@ def check_zoom(middle: tuple[int, ...] | None, lengths: tuple[int, int]) -> None
 def numbers(option: str, text: str, between: str, count: int | None = None) -> tuple[int, ...]:
     """Read the whole numbers of an option, `count` of them."""
     try:
-        found = tuple(int(part) for part in text.lower().split(between))
+        values = tuple(int(part) for part in text.lower().split(between))
     except ValueError:
-        found = ()
-    if not found or count not in (None, len(found)):
+        values = ()
+    if not values or count not in (None, len(values)):
         expected = "whole numbers" if count is None else "two whole numbers"
         raise ArgumentError(message(option, f"{expected} with {between!r} between them", repr(text)))
-    return found
+    return values
 
 
 def say(mass: Array) -> None:

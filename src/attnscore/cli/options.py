@@ -38,7 +38,7 @@ _PARAMETERS = {
     }
     for score in get_args(_Score)
 }
-_ALL_PARAMETERS = {name for own in _PARAMETERS.values() for name in own}
+_ALL_PARAMETERS = {name for parameters in _PARAMETERS.values() for name in parameters}
 
 
 class AttendCommand(TyperCommand):
@@ -207,17 +207,17 @@ class CallOptions:
 
     def _make_mask(self, array: Array | None) -> Any:
         """Combine a boolean array, a causal mask and a window by AND; None without any."""
-        parts: list[Any] = [] if array is None else [array]
+        masks: list[Any] = [] if array is None else [array]
         if self.causal is not None:
-            parts.append(ats.Causal(align=self._side()))
+            masks.append(ats.Causal(align=self._side()))
         if self.window is not None:
             left, right = _window(self.window)
-            parts.append(ats.SlidingWindow(left=left, right=right, align=self.align or self._side()))
+            masks.append(ats.SlidingWindow(left=left, right=right, align=self.align or self._side()))
         elif self.align is not None:
             raise ArgumentError("--align: belongs to --window; the alignment of --causal is written behind it")
-        if len(parts) < 2:
-            return parts[0] if parts else None
-        return reduce(and_, [ats.Dense(part) if isinstance(part, np.ndarray) else part for part in parts])
+        if len(masks) < 2:
+            return masks[0] if masks else None
+        return reduce(and_, [ats.Dense(mask) if isinstance(mask, np.ndarray) else mask for mask in masks])
 
     def _side(self) -> _Align | None:
         if self.causal in (None, "equal"):
@@ -254,11 +254,11 @@ def _converted(array: Array, name: str, dtype: str) -> Array:
     if array.dtype.kind == "b":
         raise DtypeError(message(name, "numbers", "boolean"))
     with np.errstate(over="ignore"):
-        found = array.astype(target)
-    if not np.isfinite(found[np.isfinite(array)]).all():
+        converted = array.astype(target)
+    if not np.isfinite(converted[np.isfinite(array)]).all():
         largest = np.abs(array[np.isfinite(array)]).max()
         raise ArgumentError(message("--dtype", f"one that holds the numbers of {name} (up to {largest:.3g})", dtype))
-    return found
+    return converted
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
@@ -286,11 +286,11 @@ def takes_call(**instead: Any) -> Callable[[Callable[..., None]], Callable[..., 
             command(CallOptions(**{name: options.pop(name) for name in names}), **options)
 
         shared = inspect.signature(CallOptions).parameters
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
-        options = [shared[name].replace(annotation=hints[name]) for name in names]
+        _, *others = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [*(shared[name].replace(annotation=hints[name]) for name in names), *others]
         # typer reads names, types and defaults from these two.
-        run.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in (*options, *own)}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate

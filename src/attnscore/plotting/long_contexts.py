@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Up to so many tokens on either side edges are lines between words; beyond, points in the plane.
-_MOST_LINED = 64
+_LONGEST_OF_LINES = 64
 _WEIGHT_OF_A_BIN = "mean weight of the pairs in a bin"
 _RECEIVED = "weight received,\nsum over queries"
 # Queries whose strongest edges are drawn. Their weights on all keys are computed, a few queries at a time.
-_SAMPLED = 256
-_MOST_HELD = 2**21
-_NAMED = 8
+_SAMPLED_QUERIES = 256
+_WEIGHTS_AT_ONCE = 2**21
+_NAMED_KEYS = 8
 # Sinks are among the first keys; the exact block shows other keys where it can.
 _FIRST_KEYS = 8
 
@@ -240,7 +240,7 @@ def show_top_weights(
             raise ShapeError(message(name, expected, len(tokens), shapes={"index": index.shape}))
     queries = len(query_tokens) if query_tokens is not None else int(places.max(initial=-1)) + 1
     lengths = queries, max(reach, len(key_tokens or ()))
-    if max(lengths) <= _MOST_LINED:
+    if max(lengths) <= _LONGEST_OF_LINES:
         names = query_tokens, key_tokens
         figure = drawing.new_figure(figsize or drawing.size_of_lines(names, max(lengths)))
         axis = figure.subplots()
@@ -352,8 +352,8 @@ def show_long_attention(
     *lead, query_len, _ = attention_scores(query, key, key_index=slice(0, 0), **arguments).shape
     at = _place(place, tuple(lead))
 
-    def chosen(found: Any) -> Matrix:
-        matrix: Matrix = drawing.to_matrix(found)[at]
+    def chosen(arrays: Any) -> Matrix:
+        matrix: Matrix = drawing.to_matrix(arrays)[at]
         return matrix
 
     def block(rows: Any, cols: Any = None) -> Matrix:
@@ -363,8 +363,8 @@ def show_long_attention(
     lengths = int(query_len), len(mass)
     tokens = drawing.to_texts("tokens", tokens, lengths[1], mass.shape, "mass")
     means = drawing.mean_of_pairs(chosen(pooled_weights(query, key, bins, **arguments)), lengths)
-    rows = np.unique(np.linspace(0, max(0, lengths[0] - 1), min(_SAMPLED, lengths[0])).astype(np.int64))
-    step = max(1, _MOST_HELD // (max(1, math.prod(lead)) * max(1, lengths[1])))
+    rows = np.unique(np.linspace(0, max(0, lengths[0] - 1), min(_SAMPLED_QUERIES, lengths[0])).astype(np.int64))
+    step = max(1, _WEIGHTS_AT_ONCE // (max(1, math.prod(lead)) * max(1, lengths[1])))
     weights, index, has_ties = _strongest(block, rows, min(int(links), lengths[1]), step)
     middle = _middle(zoom, weights, index, rows, lengths)
     queries, keys = (_span(at, int(zoom_size), length) for at, length in zip(middle, lengths, strict=True))
@@ -380,7 +380,7 @@ def show_long_attention(
     sizes, in_bins = (" × ".join(f"{n:,}" for n in numbers) for numbers in (lengths, means.shape))
     drawing.label(whole, f"{sizes} weights in {in_bins} bins", "keys", "queries", title_points=9)
     _draw_block(figure, near, exact, whole, queries, keys, cmap)
-    drawing.draw_key_mass((line, bars), mass, _NAMED, tokens)
+    drawing.draw_key_mass((line, bars), mass, _NAMED_KEYS, tokens)
     drawing.label(line, "", "keys", _RECEIVED)
     drawing.label(bars, "heaviest keys")
     dots = drawing.draw_points(points, weights, index, rows, lengths, cmap)

@@ -87,14 +87,14 @@ def write(run: TrainingRun, folder: Path) -> None:
 def read(settings: Settings, text: str, folder: Path) -> TrainingRun | None:
     """Read the stored run of these settings on this text; return None where there is none that can be used."""
     try:
-        found = read_json(folder / f"{settings.name}.json")
+        content = read_json(folder / f"{settings.name}.json")
         run = TrainingRun(
-            Settings(**found["settings"]),
-            found["text"],
-            tuple(Look(**look) for look in found["looks"]),
-            float(found["held_back_loss"]),
-            float(found["seconds"]),
+            Settings(**content["settings"]),
+            content["text"],
+            tuple(Look(**look) for look in content["looks"]),
+            float(content["held_back_loss"]),
+            float(content["seconds"]),
         )
     except (FileError, ValueError, TypeError, KeyError):
         return None
-    return run if found.get("form") == _FORMAT and (run.settings, run.text) == (settings, text) else None
+    return run if content.get("form") == _FORMAT and (run.settings, run.text) == (settings, text) else None

@@ -97,14 +97,14 @@ class Sharpening(Result):
     def checks(self) -> tuple[Check, ...]:
         if self.logits != LOGITS:
             return ()
-        found = []
+        checks = []
         for factor, weights in WEIGHTS.items():
             place, name = self.factors.index(factor), "y" if factor == 1 else f"{factor:g}y"
-            off = np.abs(self.weights[place] - weights).max()
-            jacobian = np.abs(self.jacobians[place] - JACOBIANS[factor]).max()
-            found.append(Check(f"softmax({name}) to three digits", float(off), 0.5e-3 * 1.0001))
-            found.append(Check(f"Jacobian of softmax({name}) to five digits", float(jacobian), 0.5e-5 * 1.0001))
-        return tuple(found)
+            of_weights = float(np.abs(self.weights[place] - weights).max())
+            of_jacobian = float(np.abs(self.jacobians[place] - JACOBIANS[factor]).max())
+            checks.append(Check(f"softmax({name}) to three digits", of_weights, 0.5e-3 * 1.0001))
+            checks.append(Check(f"Jacobian of softmax({name}) to five digits", of_jacobian, 0.5e-5 * 1.0001))
+        return tuple(checks)
 
     def plot(self) -> Figure:
         """Draw the weights of every multiple as bars; the Jacobians of y and 8 y as maps with their numbers."""

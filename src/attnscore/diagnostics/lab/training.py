@@ -132,14 +132,14 @@ class TrainingRuns(Result):
     def of(self, score: str, head_dim: int) -> list[TrainingRun]:
         """Return the runs of one score at one dimension, by seed; ArgumentError where there is no such score."""
         check_choice("score", score, SCORES)
-        found = [run for run in self.runs if (run.settings.score, run.settings.head_dim) == (score, head_dim)]
-        return sorted(found, key=lambda run: run.settings.seed)
+        matching = [run for run in self.runs if (run.settings.score, run.settings.head_dim) == (score, head_dim)]
+        return sorted(matching, key=lambda run: run.settings.seed)
 
     def curves(self, score: str, head_dim: int, name: str) -> tuple[NDArray[np.int64], Array]:
         """Return the steps, and a number of each `Look` as (seed, step)."""
-        found = self.of(score, head_dim)
-        values = np.array([[getattr(look, name) for look in run.looks] for run in found], dtype=np.float64)
-        return np.array([look.step for look in found[0].looks]), values
+        by_seed = self.of(score, head_dim)
+        values = np.array([[getattr(look, name) for look in run.looks] for run in by_seed], dtype=np.float64)
+        return np.array([look.step for look in by_seed[0].looks]), values
 
     def gap(self, head_dim: int) -> Estimate:
         """Estimate the loss on held-back text without the scale less that with it, over pairs of runs of one seed."""
@@ -174,14 +174,14 @@ class TrainingRuns(Result):
             "last entropy": "entropy",
             "last saturated": "at one key",
         }
-        every, found = self.to_rows(), []
+        summary = []
         for dim in self.head_dims:
             for score in SCORES:
-                rows = [row for row in every if (row["score"], row["d"]) == (score, dim)]
+                rows = TrainingRuns(tuple(self.of(score, dim))).to_rows()
                 means = {new: float(np.mean([row[name] for row in rows])) for name, new in short.items()}
                 gap = self._gap(dim) if score == "dot" else ""
-                found.append({"score": NAMES[score], "d": dim, "seeds": len(rows), **means, "gap": gap})
-        return found
+                summary.append({"score": NAMES[score], "d": dim, "seeds": len(rows), **means, "gap": gap})
+        return summary
 
     def sentence(self) -> str:
         gaps = "; ".join(f"d = {dim}: {self._gap(dim)}" for dim in self.head_dims)
@@ -190,8 +190,8 @@ class TrainingRuns(Result):
         return f"Without 1/√d the loss on held-back text is higher, in nats per character, by: {gaps}.{spread}"
 
     def _gap(self, dim: int) -> str:
-        found = self.gap(dim)
-        return str(found) if math.isfinite(found.margin) else f"{found.value:.2g}"
+        gap = self.gap(dim)
+        return str(gap) if math.isfinite(gap.margin) else f"{gap.value:.2g}"
 
     def checks(self) -> tuple[Check, ...]:
         dim = self.head_dims[-1]
@@ -238,7 +238,7 @@ class TrainingRuns(Result):
         if name == "loss" and values.shape[1] >= 5:
             # One batch's loss says little: draw its mean with both neighbours.
             padded = np.pad(values, ((0, 0), (1, 1)), mode="edge")
-            values = (padded[:, :-2] + padded[:, 1:-1] + padded[:, 2:]) / 3
+            values = np.lib.stride_tricks.sliding_window_view(padded, 3, axis=1).mean(-1)
         colour = COLOURS[score]
         if len(values) > 1:
             axis.plot(steps, values.T, color=colour, linewidth=0.6, alpha=0.5)

@@ -55,8 +55,8 @@ class Coordinates:
         >>> Coordinates("mean 1", mean=1.0).law(64)
         192.0
         """
-        one = self.query_variance * self.key_variance + self.mean**2 * (self.query_variance + self.key_variance)
-        return dim**2 * one if self.alike else dim * one
+        of_product = self.query_variance * self.key_variance + self.mean**2 * (self.query_variance + self.key_variance)
+        return (dim**2 if self.alike else dim) * of_product
 
     def draw(self, rng: np.random.Generator, pairs: int, dim: int) -> tuple[Array, Array]:
         """Draw queries and keys, each (pair, 1, dim)."""
@@ -97,7 +97,7 @@ class LogitVariance(Result):
 
     def of(self, kind: str, score: str) -> list[VariancePoint]:
         """Return the points of one kind and score, by dimension; ArgumentError where there is none."""
-        check_choice("kind", kind, [one.name for one in self.kinds])
+        check_choice("kind", kind, [coordinates.name for coordinates in self.kinds])
         check_choice("score", score, SCORES)
         return [point for point in self.points if (point.kind, point.score) == (kind, score)]
 
@@ -121,20 +121,18 @@ class LogitVariance(Result):
 
     def summary(self) -> list[Row]:
         """Return a row for each kind and score: its exponent, and the variance at the dimension nearest to 64."""
-        found = []
-        for kind in self.kinds:
-            for score in SCORES:
-                point = min(self.of(kind.name, score), key=lambda one: abs(one.dim - 64))
-                found.append(
-                    {
-                        "coordinates": kind.name,
-                        "score": NAMES[score],
-                        "d^b, b =": str(self.exponent(kind.name, score)),
-                        f"at d = {point.dim}": str(point.measured),
-                        "law": point.law,
-                    }
-                )
-        return found
+        return [
+            {
+                "coordinates": kind.name,
+                "score": NAMES[score],
+                "d^b, b =": str(self.exponent(kind.name, score)),
+                f"at d = {point.dim}": str(point.measured),
+                "law": point.law,
+            }
+            for kind in self.kinds
+            for score in SCORES
+            for point in [min(self.of(kind.name, score), key=lambda point: abs(point.dim - 64))]
+        ]
 
     def sentence(self) -> str:
         plain = self.kinds[0].name
@@ -145,19 +143,19 @@ class LogitVariance(Result):
         )
 
     def checks(self) -> tuple[Check, ...]:
-        found = []
+        checks = []
         for kind in self.kinds:
             for score, fall in zip(SCORES, (0, 1), strict=True):
                 expected = (2 if kind.alike else 1) - fall
                 difference = abs(self.exponent(kind.name, score).value - expected)
-                found.append(Check(f"{score}, {kind.name}: variance ~ d^{expected}", difference, _ALLOWED_EXPONENT))
+                checks.append(Check(f"{score}, {kind.name}: variance ~ d^{expected}", difference, _ALLOWED_EXPONENT))
         for point in self.points:
             if point.law == _MEAN_ONE_AT_64 and point.score == "dot" and point.dim == 64:
-                off = abs(point.measured.value / _MEAN_ONE_AT_64 - 1)
-                found.append(Check("dot, mean 1, d = 64: variance 192 (relative difference)", off, 0.05))
+                difference = abs(point.measured.value / _MEAN_ONE_AT_64 - 1)
+                checks.append(Check("dot, mean 1, d = 64: variance 192 (relative difference)", difference, 0.05))
         # The mean over all dimensions, because one dimension alone has the noise of its sample.
         ratios = [point.measured.value / point.law for point in self.points]
-        return (*found, Check("measured variance over the law's, mean", abs(float(np.mean(ratios)) - 1), 0.02))
+        return (*checks, Check("measured variance over the law's, mean", abs(float(np.mean(ratios)) - 1), 0.02))
 
     def plot(self) -> Figure:
         """Draw the variance against d for each kind of coordinates, with and without the scale, and each law."""
@@ -170,11 +168,11 @@ class LogitVariance(Result):
         for axis, kind in zip(panels.flat, self.kinds, strict=False):
             for score, colour in COLOURS.items():
                 line = self.of(kind.name, score)
-                dims, bars = [point.dim for point in line], [point.measured.margin for point in line]
-                values = [point.measured.value for point in line]
+                dims = [point.dim for point in line]
+                values, margins = zip(*(point.measured for point in line), strict=True)
                 name = f"{NAMES[score]}: d^{two_decimals(self.exponent(kind.name, score).value)}"
                 style = {"markersize": 3.5, "elinewidth": 1, "capsize": 2}
-                axis.errorbar(dims, values, yerr=bars, fmt="o", color=colour, label=name, **style)
+                axis.errorbar(dims, values, yerr=margins, fmt="o", color=colour, label=name, **style)
                 axis.plot(dims, [point.law for point in line], "--", color=LAW, linewidth=1, zorder=1)
             axis.set_yscale("log", base=10)
             powers_of_two(axis, dims)
@@ -227,9 +225,9 @@ def logit_variance(
             samples: dict[str, list[float]] = {score: [] for score in SCORES}
             for _ in range(repeats):
                 query, key = kind.draw(rng, pairs, dim)
-                for score, found in samples.items():
-                    found.append(float(ats.attention_scores(query, key, score=score).var(ddof=1)))
-            for score, found in samples.items():
+                for score, variances in samples.items():
+                    variances.append(float(ats.attention_scores(query, key, score=score).var(ddof=1)))
+            for score, variances in samples.items():
                 law = kind.law(dim) / (dim if score != "dot" else 1)
-                points.append(VariancePoint(kind.name, score, dim, experiment.estimate(found), law))
+                points.append(VariancePoint(kind.name, score, dim, experiment.estimate(variances), law))
     return LogitVariance(tuple(points), tuple(kinds))
