@@ -66,19 +66,19 @@ def bench(
 
 
 def _row(pair: Pair, effort: Effort) -> list[str]:
-    for found, expected in zip(_arrays(pair.ours()), _arrays(pair.theirs()), strict=True):
-        error = np.abs(found - expected).max() / np.abs(expected).max()
+    for ours, theirs in zip(_arrays(pair.ours()), _arrays(pair.theirs()), strict=True):
+        error = np.abs(ours - theirs).max() / np.abs(theirs).max()
         if not error < 1e-4:
             raise WrongResult(f"bench: {pair.what}: the results differ by {error:.1e} of the largest number")
     times = alternate(pair.ours, pair.theirs, effort)
-    ratio = summary([theirs / ours for ours, theirs in zip(*times, strict=True)])
-    ours, theirs = (f"{1e3 * summary(side)['median']:.3g}" for side in times)
+    ratio = summary([of_theirs / of_ours for of_ours, of_theirs in zip(*times, strict=True)])
+    our_time, their_time = (f"{1e3 * summary(side)['median']:.3g}" for side in times)
     quartiles = f"{ratio['q1']:.2f} to {ratio['q3']:.2f}"
-    return [pair.what, pair.beside, theirs, ours, f"{ratio['median']:.2f}", quartiles]
+    return [pair.what, pair.beside, their_time, our_time, f"{ratio['median']:.2f}", quartiles]
 
 
-def _arrays(found: Any) -> list[Any]:
-    arrays = found if isinstance(found, tuple) else (found,)
+def _arrays(result: Any) -> list[Any]:
+    arrays = result if isinstance(result, tuple) else (result,)
     return [np.asarray(x.detach() if hasattr(x, "detach") else x, np.float64) for x in arrays]
 
 
@@ -90,9 +90,8 @@ def _of_torch() -> Iterator[Pair]:
     import torch
 
     sdpa, ours = torch.nn.functional.scaled_dot_product_attention, ats.attend
-    beside = "SDPA"
 
-    def pair(what: str, attention: Any, theirs: Any, *arrays: Any, beside: str = beside) -> Pair:
+    def pair(what: str, attention: Any, theirs: Any, *arrays: Any, beside: str = "SDPA") -> Pair:
         return Pair(what, beside, functools.partial(attention, *arrays), functools.partial(theirs, *arrays))
 
     def both(attention: Any) -> Any:

@@ -80,17 +80,8 @@ class Report:
 
     def finish(self) -> None:
         """Write the document; raise `DemoFailure` when a check did not hold."""
-        content = {
-            **self.summary,
-            "checks": self.checks,
-            "pictures": self.pictures,
-            "seconds": self.seconds,
-        }
+        content = self.summary | {"checks": self.checks, "pictures": self.pictures, "seconds": self.seconds}
         write_json(self.folder / self.document, plain(content, 7, names=True), digits=7, indent=2)
-        failed = [check for check in self.checks if not check["holds"]]
-        if failed:
-            first = failed[0]
-            raise DemoFailure(
-                f"{len(failed)} of {len(self.checks)} checks failed: {first['claim']}: "
-                f"difference {first['difference']:.3g}, allowed {first['allowed']:.3g}"
-            )
+        if failed := [check for check in self.checks if not check["holds"]]:
+            first = "{claim}: difference {difference:.3g}, allowed {allowed:.3g}".format(**failed[0])
+            raise DemoFailure(f"{len(failed)} of {len(self.checks)} checks failed: {first}")

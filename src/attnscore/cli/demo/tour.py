@@ -33,41 +33,37 @@ _ROUNDED = 0.5e-3 * 1.0001
 def run(report: Report) -> None:
     """Run every section; the numbers go to ``summary["tour"]``."""
     rng = np.random.default_rng(0)
-    found: dict[str, Any] = {}
-    for name, title, section in (
-        ("masked_softmax", "masked softmax", masked_softmax),
-        ("textbook", "dot and additive attention", textbook),
-        ("scores", "seven scoring functions", scores),
-        ("masks", "masks", masks),
-        ("temperature", "temperature and sharpening", temperature),
-        ("cost", "what it costs", cost),
+    numbers = report.summary["tour"] = {}
+    for title, section in (
+        ("masked softmax", masked_softmax),
+        ("dot and additive attention", textbook),
+        ("seven scoring functions", scores),
+        ("masks", masks),
+        ("temperature and sharpening", temperature),
+        ("what it costs", cost),
     ):
         with report.step(title):
-            found[name] = section(report, rng)
-    report.summary["tour"] = found
+            numbers[section.__name__] = section(report, rng)
 
 
 def masked_softmax(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     """Show lengths per sequence and per query; masked keys have weight exactly 0."""
     values = rng.random((2, 2, 4))
     per_row, per_query = [2, 3], [[1, 3], [2, 4]]
-    one, two = ats.masked_softmax(values, per_row), ats.masked_softmax(values, per_query)
-    report.check(
-        "masked softmax, lengths [[1, 3], [2, 4]]: the first row is exactly 1, 0, 0, 0",
-        float(np.abs(two[0, 0] - [1, 0, 0, 0]).max()),
-        0.0,
-    )
-    report.check("masked softmax: rows sum to 1", float(np.abs(np.stack([one, two]).sum(-1) - 1).max()), 1e-15)
+    weights = np.stack([ats.masked_softmax(values, lens) for lens in (per_row, per_query)])
+    first = float(np.abs(weights[1, 0, 0] - [1, 0, 0, 0]).max())
+    report.check("masked softmax, lengths [[1, 3], [2, 4]]: the first row is exactly 1, 0, 0, 0", first, 0.0)
+    report.check("masked softmax: rows sum to 1", float(np.abs(weights.sum(-1) - 1).max()), 1e-15)
     rows = [
-        (f"sequence {batch}, query {query}", _numbers(one[batch, query]), _numbers(two[batch, query]))
+        (f"sequence {batch}, query {query}", *map(_numbers, weights[:, batch, query]))
         for batch, query in np.ndindex(2, 2)
     ]
     columns = ("weights of 4 keys", f"valid_lens {per_row}", f"valid_lens {per_query}")
     report.console.print(table("Masked softmax", columns, rows))
     titles = [f"valid_lens {lens}\nsequence {batch}" for lens in (f"{per_row}", f"{per_query}") for batch in range(2)]
-    maps = np.concatenate([one, two])[None]
+    maps = weights.reshape(1, 4, 2, 4)
     report.picture("01-masked-softmax", show_heatmaps(maps, "Keys", "Queries", titles=titles, label="weight"))
-    return {"scores": values, "valid_lens": [per_row, per_query], "weights": [one, two]}
+    return {"scores": values, "valid_lens": [per_row, per_query], "weights": weights}
 
 
 def textbook(report: Report, rng: np.random.Generator) -> dict[str, Any]:
@@ -80,20 +76,17 @@ def textbook(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         "scaled dot product": (rng.normal(size=(2, 1, 2)), "scaled_dot"),
         "additive, 8 hidden units": (rng.normal(size=(2, 1, 20)), additive),
     }
-    found, maps = {}, []
+    results, maps = {}, []
     for name, (queries, score) in calls.items():
         out, weights = ats.attend(queries, keys, values, score=score, valid_lens=lens, return_weights=True)
-        found[name] = {"query_shape": queries.shape, "outputs": out, "weights": weights}
+        results[name] = {"query_shape": queries.shape, "outputs": out, "weights": weights}
         maps.append(weights.reshape(2, 10))
-        report.check(
-            f"{name}: outputs are [2, 3, 4, 5] and [10, 11, 12, 13]",
-            float(np.abs(out - expected).max()),
-            1e-12,
-        )
+        difference = float(np.abs(out - expected).max())
+        report.check(f"{name}: outputs are [2, 3, 4, 5] and [10, 11, 12, 13]", difference, 1e-12)
     columns = ("score", "queries", "keys", "output of sequence 0", "output of sequence 1")
     rows = [
-        (name, one["query_shape"], keys.shape, _numbers(one["outputs"][0, 0]), _numbers(one["outputs"][1, 0]))
-        for name, one in found.items()
+        (name, result["query_shape"], keys.shape, *map(_numbers, result["outputs"][:, 0]))
+        for name, result in results.items()
     ]
     caption = "keys all alike, so the weights are 1/2 over 2 and 1/6 over 6 valid keys"
     report.console.print(table("Attention with valid_lens (2, 6)", columns, rows, caption=caption))
@@ -102,7 +95,7 @@ def textbook(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         maps, *labels, titles=list(calls), ylabel="Sequences", label="weight", max_cols=2, numbers=True
     )
     report.picture("02-dot-and-additive", figure)
-    return {"valid_lens": lens, "values": "arange(40) as (10, 4), twice", "results": found}
+    return {"valid_lens": lens, "values": "arange(40) as (10, 4), twice", "results": results}
 
 
 def scores(report: Report, rng: np.random.Generator) -> dict[str, Any]:
@@ -128,21 +121,12 @@ def scores(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     spread = float(np.abs(maps[-1] - maps[-1][:1]).max())
     report.check("sum score: every query gets the same weights", spread, 1e-12)
     columns = ("score", "variance of the scores", "entropy", "largest weight", "effective keys")
-    report.console.print(
-        table(
-            "One set of queries and keys, seven scores (mean over 8 queries)",
-            columns,
-            [(name, *(f"{number:.3f}" for number in numbers)) for name, *numbers in rows],
-            caption="each query is its own key and some noise; in q + k the query cancels in the softmax",
-        )
-    )
-    figure = show_attention(
-        maps,
-        titles=list(made),
-        max_cols=4,
-        figsize=(9.2, 4.8),
-        suptitle="Weights of the same random queries and keys, untrained, under seven scores",
-    )
+    title = "One set of queries and keys, seven scores (mean over 8 queries)"
+    caption = "each query is its own key and some noise; in q + k the query cancels in the softmax"
+    cells = [(name, *(f"{number:.3f}" for number in numbers)) for name, *numbers in rows]
+    report.console.print(table(title, columns, cells, caption=caption))
+    title = "Weights of the same random queries and keys, untrained, under seven scores"
+    figure = show_attention(maps, titles=list(made), max_cols=4, figsize=(9.2, 4.8), suptitle=title)
     report.picture("03-scores", figure)
     return {str(row[0]): dict(zip(columns[1:], row[1:], strict=True)) for row in rows}
 
@@ -225,7 +209,7 @@ def cost(report: Report, _: np.random.Generator) -> dict[str, Any]:
         return ats.cost(name.lower().replace(" ", "_"), query_len=length, key_len=length, dim=dim, **own)
 
     names = ("dot", "scaled dot", "cosine", "Gaussian", "bilinear", "additive")
-    found = {name: {length: cost_of(name, length) for length in lengths} for name in names}
+    costs_of = {name: {length: cost_of(name, length) for length in lengths} for name in names}
     rows = [
         (
             name,
@@ -234,17 +218,17 @@ def cost(report: Report, _: np.random.Generator) -> dict[str, Any]:
             f"{costs[4096].bytes / 1e6:.1f}",
             f"{costs[4096].matrix_bytes / 1e6:,.0f}",
         )
-        for name, costs in found.items()
+        for name, costs in costs_of.items()
     ]
     columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by a naive form / MB")
     caption = f"one head, 4096 queries and keys, d = {dim}, h = {hidden}, float32; attend keeps no such matrix"
     report.console.print(table("What one call costs", columns, rows, caption=caption))
-    report.picture("07-cost", _draw_growth(lengths, {name: found[name] for name in ("scaled dot", "additive")}))
+    report.picture("07-cost", _draw_growth(lengths, {name: costs_of[name] for name in ("scaled dot", "additive")}))
     return {
         "setting": {"heads": 1, "batch": 1, "dim": dim, "value_dim": dim, "hidden": hidden, "dtype": "float32"},
         "units": {"operations": "additions, multiplications and function values", "bytes": "of inputs and outputs"},
         "by_score_and_length": {
-            name: {length: one._asdict() for length, one in costs.items()} for name, costs in found.items()
+            name: {length: each._asdict() for length, each in costs.items()} for name, costs in costs_of.items()
         },
     }
 

@@ -234,19 +234,15 @@ def different_lengths(
     rng = np.random.default_rng(seed)
     query, key = rng.standard_normal((queries, query_dim)), rng.standard_normal((keys, key_dim))
     matrix = rng.standard_normal((query_dim, key_dim)) / (query_dim * key_dim) ** 0.5
+    by_products = ats.masked_softmax(query @ matrix @ key.T)
+    by_bilinear = ats.attention_weights(query, key, score=ats.Bilinear(matrix))
+    by_projection = ats.attention_weights(query @ matrix, key, score="dot")
     refusal = ""
     try:
         ats.attention_weights(query, key, score="dot")
     except ShapeError as error:
         refusal = str(error)
-    return DifferentDimensions(
-        query_dim,
-        key_dim,
-        ats.masked_softmax(query @ matrix @ key.T),
-        ats.attention_weights(query, key, score=ats.Bilinear(matrix)),
-        ats.attention_weights(query @ matrix, key, score="dot"),
-        refusal,
-    )
+    return DifferentDimensions(query_dim, key_dim, by_products, by_bilinear, by_projection, refusal)
 
 
 @dataclass(frozen=True, eq=False)

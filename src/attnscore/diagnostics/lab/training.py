@@ -196,12 +196,10 @@ class TrainingRuns(Result):
     def checks(self) -> tuple[Check, ...]:
         dim = self.head_dims[-1]
         first = [run.looks[0].logit_variance for run in self.of("dot", dim)]
+        shortfall = max(0.0, _LEAST_GAP - self.gap(dim).value)
+        claim = f"d = {dim}: training without the scale ends at a higher loss (shortfall of the gap)"
         return (
-            Check(
-                f"d = {dim}: training without the scale ends at a higher loss (shortfall of the gap)",
-                max(0.0, _LEAST_GAP - self.gap(dim).value),
-                0.0,
-            ),
+            Check(claim, shortfall, 0.0),
             # Over the keys that a query attends to; few keys and one draw of the weights leave tens of percent.
             Check(f"d = {dim}: logits of the first step have variance d", abs(float(np.mean(first)) / dim - 1), 0.5),
         )
