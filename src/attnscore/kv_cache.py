@@ -175,10 +175,10 @@ class KeyValueCache:
         self._filled("positions")
         index = self._index
         cols = index.reshape(index.positions(0, self.slots, self._lens), (1, -1))
-        held = positions_of_slots(index, cols, index.reshape(self._lens, (-1, 1)), self.sinks, self.slots)
+        positions = positions_of_slots(index, cols, index.reshape(self._lens, (-1, 1)), self.sinks, self.slots)
         if self._oldest is not None:
-            held = np.where((cols >= self.sinks) & (held < self._oldest[:, None]), -1, held)
-        return held
+            positions = np.where((cols >= self.sinks) & (positions < self._oldest[:, None]), -1, positions)
+        return positions
 
     @property
     def slots(self) -> int:
@@ -203,8 +203,8 @@ class KeyValueCache:
         return index.reshape(self._lens, (-1, 1)) + index.positions(0, count, self._lens)
 
     def __repr__(self) -> str:
-        given = {"score": self.score, "window": self.window, "sinks": self.sinks or None}
-        options = [f"{name}={x!r}" for name, x in given.items() if x is not None]
+        arguments = {"score": self.score, "window": self.window, "sinks": self.sinks or None}
+        options = [f"{name}={x!r}" for name, x in arguments.items() if x is not None]
         if self._keys is None:
             return f"KeyValueCache({', '.join([*options, 'empty'])})"
         lens = host_ints(self._lens)
@@ -243,7 +243,7 @@ class KeyValueCache:
             prepared, prepared_score = self._prepared(key, self.head_axis)
             pair = tuple(with_heads_first(ops, x, self.head_axis) for x in (prepared, value))
             batch, _, count, _ = pair[1].shape
-            added = checks.counts(lens, batch, count)
+            added = np.full(batch, count) if lens is None else checks.lengths(lens, batch, count)
             cache = self if storage.is_in_place else copy.copy(self)
             cache._prepared_score = prepared_score
             if cache._keys is None:
@@ -280,10 +280,7 @@ class KeyValueCache:
         ArgumentError
         """
         cache, index = self._changeable("crop"), self._index
-        wanted = checks.lengths(lens, self._batch)
-        if not self._storage.is_in_place:
-            wanted = index.asarray(wanted, self._lens, "int64")
-        ends = index.minimum(self._lens, wanted)
+        ends = index.minimum(self._lens, index.asarray(checks.lengths(lens, self._batch), self._lens, "int64"))
         if self._oldest is not None:
             if (lost := self._is_overwritten(ends)).any():
                 b = int(lost.argmax())
@@ -309,7 +306,8 @@ class KeyValueCache:
         """
         cache, index = self._changeable("select"), self._index
         chosen = checks.sequences(indices, self._batch)
-        chosen = index.asarray(indices, self._lens) if chosen is None else chosen
+        if chosen is None:
+            chosen = index.asarray(indices, self._lens)
         cache._keys, cache._values = (
             self._storage.taken(self._ops, x, chosen, self._is_saved) for x in (self._keys, self._values)
         )
@@ -462,11 +460,11 @@ class KeyValueCache:
             return index.broadcast_to(ends, (self._batch, count))
         start = self._first_positions(count)
         if self.window is not None:
-            most = self.sinks + self.window
+            limit = self.sinks + self.window
             # They are where there is one query, and the ring holds its window and no more; or where the windows hold
             # every position so far.
-            is_whole_ring = count == 1 and self.slots <= most
-            if not is_whole_ring and (self._oldest is None or int(self._lens.max(initial=0)) > most):
+            is_whole_ring = count == 1 and self.slots <= limit
+            if not is_whole_ring and (self._oldest is None or int(self._lens.max(initial=0)) > limit):
                 return None
         positions = index.reshape(start, (-1, 1)) + index.positions(0, count, start)
         lens = index.minimum(positions + 1, self.slots)
@@ -622,12 +620,12 @@ class KeyValueCache:
             if self.window is None:
                 hint = "only the buffers of NumPy and PyTorch grow"
                 raise ArgumentError(message("capacity", "a number of positions", None, hint=hint))
-            size = self._most_slots(count)
+            size = self._slots_of_window(count)
         self._lens = index.zeros((batch,), pair[1], "int64")
         self._oldest = np.zeros(batch, np.int64) if storage.is_in_place else None
         self._keys, self._values = (ops.zeros((*x.shape[:2], size, x.shape[3]), x) for x in pair)
 
-    def _most_slots(self, count: int) -> int:
+    def _slots_of_window(self, count: int) -> int:
         """Return the slots that a window needs while `count` positions are appended."""
         return self.sinks + int(self.window or 0) + max(count, 1) - 1
 
@@ -640,8 +638,8 @@ class KeyValueCache:
             self._reserve(self._ops, int(ends.max(initial=0)), count)
         elif self.window is None:
             ends = index.minimum(ends, self.slots)
-        elif self.slots < self._most_slots(count):
-            expected = f"at least sinks + window + n - 1 = {self._most_slots(count)} for n = {count}"
+        elif self.slots < self._slots_of_window(count):
+            expected = f"at least sinks + window + n - 1 = {self._slots_of_window(count)} for n = {count}"
             raise ArgumentError(message("capacity", expected, self.slots))
         return AppendedPositions(index, self._lens, ends, count, self.sinks, self.slots)
 
@@ -650,33 +648,27 @@ class KeyValueCache:
 
         A buffer that is too small at least doubles, so that appends copy each position a bounded number of times.
         """
-        size, most = self.slots, None
-        if self.window is not None:
-            most = self._most_slots(count)
-            length = min(length, most)
-        if size < length:
-            wanted = max(length, 2 * size)
-            self._resize(ops, wanted if most is None else min(wanted, most))
-        elif most is not None and size > most and (count == 1 or size > 2 * most):
-            self._resize(ops, most)
+        size, limit = self.slots, math.inf if self.window is None else self._slots_of_window(count)
+        if size < min(length, limit):
+            self._resize(ops, int(min(max(length, 2 * size), limit)))
+        elif size > limit and (count == 1 or size > 2 * limit):
+            self._resize(ops, int(limit))
 
     def _resize(self, ops: Backend, size: int) -> None:
         """Move the positions that fit to buffers with `size` slots: the sinks and the newest ones."""
         longest = int(self._lens.max(initial=0))
-        # Linear: no ring has wrapped around, so that each position has the slot of its number before and after.
-        positions, linear = self.positions, longest <= min(size, self.slots)
-        kept = (positions >= 0) & ((positions < self.sinks) | (positions >= self._lens[:, None] - (size - self.sinks)))
+        positions, oldest = self.positions, self._lens - (size - self.sinks)
+        is_newest = (positions >= 0) & ((positions < self.sinks) | (positions >= oldest[:, None]))
         slots = slots_of_positions(self._index, positions, self.sinks, size)
-        resized = []
+        # Without a ring that has wrapped around, each position has the slot of its number before and after.
+        is_linear, both = longest <= min(size, self.slots), []
         for x in (self._keys, self._values):
             buffer = ops.zeros((*x.shape[:2], size, x.shape[3]), x)
-            if linear:
+            if is_linear:
                 buffer[:, :, :longest] = x[:, :, :longest]
-            else:
-                buffer = moved(ops, buffer, x, slots, kept)
-            resized.append(buffer)
-        self._keys, self._values = resized
-        self._oldest = np.maximum(self._oldest, self._lens - (size - self.sinks))
+            both.append(buffer if is_linear else moved(ops, buffer, x, slots, is_newest))
+        self._keys, self._values = both
+        self._oldest = np.maximum(self._oldest, oldest)
 
     # ------------------------------------------------------------------ TensorFlow's nested structures
 
@@ -707,27 +699,20 @@ for _member in vars(KeyValueCache).values():
 del _member
 
 
+@dataclass(frozen=True)
 class _Structure:
     """All of a cache but its arrays, compared by value: two caches of one structure share a traced function."""
 
-    def __init__(self, shell: KeyValueCache, names: tuple[str, ...]) -> None:
-        self.shell = shell
-        """The cache without its arrays; scores keep theirs, because they check them."""
-        self.names = names
-        """The fields that are arrays."""
-        fields = [each.name for each in dataclasses.fields(shell)]
-        self._values = names, repr([describe(getattr(shell, name)) for name in fields])
+    shell: KeyValueCache = field(compare=False)
+    """The cache without its arrays; scores keep theirs, because they check them."""
+    names: tuple[str, ...]
+    """The fields that are arrays."""
+    description: str
 
     @classmethod
     def of(cls, cache: KeyValueCache) -> Self:
-        shell = copy.copy(cache)
-        names = tuple(x.name for x in dataclasses.fields(cache) if backends.is_array(getattr(cache, x.name)))
+        shell, fields = copy.copy(cache), [each.name for each in dataclasses.fields(cache)]
+        names = tuple(name for name in fields if backends.is_array(getattr(cache, name)))
         for name in names:
             setattr(shell, name, None)
-        return cls(shell, names)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Structure) and self._values == other._values
-
-    def __hash__(self) -> int:
-        return hash(self._values)
+        return cls(shell, names, repr([describe(getattr(shell, name)) for name in fields]))

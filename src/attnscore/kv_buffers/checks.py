@@ -59,25 +59,21 @@ def check_like_buffers(
             raise ShapeError(message(name, f"shape ({expected}), as before", shape))
 
 
-def counts(lens: Any, batch: int, count: int) -> Any:
-    """Return how many positions each sequence appends, (batch,); raise unless they lie in 0..count."""
-    if lens is None:
-        return np.full(batch, count)
-    if backends.host(lens) is None:
-        if tuple(lens.shape) != (batch,):
-            raise ShapeError(message("lens", f"shape ({batch},)", tuple(lens.shape)))
+def lengths(lens: Any, batch: int, highest: int | None = None) -> Any:
+    """Return numbers of positions, (batch,), or a traced number for all sequences where there is no `highest`.
+
+    Raise unless they are whole numbers in 0..highest, which traced ones are taken to be.
+    """
+    values = None if backends.host(lens) is None else _whole("lens", lens)
+    shape = tuple(lens.shape) if values is None else values.shape
+    is_for_all = highest is None and (shape == () or (len(shape) == 1 and may_equal(shape[0], batch)))
+    if shape != (batch,) and not is_for_all:
+        raise ShapeError(message("lens", f"shape ({batch},)", shape))
+    if values is None:
         return lens
-    return _host_counts(lens, batch, count)
-
-
-def lengths(lens: Any, batch: int) -> Any:
-    """Return a length, or (batch,) of them; raise unless they are whole numbers, which traced ones are taken to be."""
-    if backends.host(lens) is not None:
-        return _host_counts(lens, batch, None)
-    shape = tuple(lens.shape)
-    if len(shape) > 1 or not all(may_equal(size, batch) for size in shape):
-        raise ShapeError(message("lens", f"shape () or ({batch},)", shape))
-    return lens
+    expected = "whole numbers, 0 or more" if highest is None else f"whole numbers from 0 to {highest}"
+    _check_range("lens", values, expected, highest)
+    return np.broadcast_to(values, (batch,))
 
 
 def sequences(indices: Any, batch: int) -> HostArray | None:
@@ -91,18 +87,8 @@ def sequences(indices: Any, batch: int) -> HostArray | None:
     return values
 
 
-def _host_counts(lens: Any, batch: int, highest: int | None) -> HostArray:
-    """Return whole numbers as (batch,); raise unless they lie in 0..highest."""
-    values = _whole("lens", lens)
-    if values.shape != (batch,) and not (highest is None and values.shape == ()):
-        raise ShapeError(message("lens", f"shape ({batch},)", values.shape))
-    values = np.broadcast_to(values, (batch,))
-    expected = "whole numbers, 0 or more" if highest is None else f"whole numbers from 0 to {highest}"
-    _check_range("lens", values, expected, highest)
-    return values
-
-
 def _whole(name: str, x: Any) -> HostArray:
+    """Return an array or list as whole numbers; raise ArgumentError where it is none."""
     values = backends.host(x)
     # An empty list is an array of floats, and so is any list in MXNet.
     if values is None or values.dtype.kind not in "iuf" or (values % 1).any():
