@@ -198,7 +198,7 @@ class Shard:
                 first += stop - start
                 start, stop = next(mine)
             found.append((first + part_start - start, first + part_stop - start))
-        return tuple(found)
+        return Shard(tuple(found), len(self)).ranges
 
 
 def balanced_shards(

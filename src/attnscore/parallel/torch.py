@@ -38,7 +38,7 @@ from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard, check_shards
 from attnscore.parallel.torch_modes import WAYS, PassQueries
 from attnscore.parallel.torch_parts import Saved, ShardedCall, arrays_of, result_of
-from attnscore.parallel.torch_ranks import Ranks, SumOverRanks, Transfers
+from attnscore.parallel.torch_ranks import Ranks, Transfers, summed_over_ranks
 from attnscore.problem.problem import Problem, check_extra
 from attnscore.problem.results import RowGradients, present
 from attnscore.problem.statistics import AttentionStats
@@ -268,7 +268,7 @@ def _planned(
     if problem.bias is not None:
         bias_has_queries = not _check_bias(problem.bias, problem, whole, queries, keys, facts)
         is_summed = sum_parameters and not bias_has_queries
-        found = SumOverRanks.of(problem.bias, ranks.group) if is_summed else problem.bias
+        found = summed_over_ranks(problem.bias, ranks.group) if is_summed else problem.bias
         problem = dataclasses.replace(problem, bias=whole.to_canonical(problem.ops, found))
     plan = exchange(mask, queries, keys, batch=whole.batch)
     explanation = _chosen(problem, whole, plan, options, bias_has_queries)
@@ -313,7 +313,7 @@ def _own_problem(
         if not isinstance(x, Tensor):
             return x  # for the checks of the call
         # A copy: FSDP frees the memory of parameters, which it cannot where NumPy has seen it.
-        return SumOverRanks.of(x.clone(), ranks.group) if sum_parameters else x.clone()
+        return summed_over_ranks(x.clone(), ranks.group) if sum_parameters else x.clone()
 
     given = dataclasses.replace(options, score=with_arrays(score, own), sink=own(options.sink))
     problem = given.own_problem(query, key, value)
@@ -450,31 +450,29 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ShardedCall, *operands: Tensor) -> tuple[Tensor, ...]:
-        result, saved = call.forward(dict(zip(call.problem.operands(), operands, strict=True)))
-        ctx.call, ctx.parts, ctx.fetched = call, saved.parts, tuple(saved.fetched)
-        outputs = arrays_of(result)
+        arrays = dict(zip(call.problem.operands(), operands, strict=True))
+        result, saved = call.forward(arrays)
+        outputs, saved_outputs = arrays_of(result), arrays_of(saved.result or result)
+        ctx.call, ctx.parts, ctx.outputs = call, saved.parts, tuple(outputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for name, x in outputs.items() if name not in _DIFFERENTIABLE))
-        kept = [x for name, x in outputs.items() if name in (*_DIFFERENTIABLE, "row_max")]
-        ctx.names = tuple(outputs)
-        ctx.save_for_backward(*operands, *saved.fetched.values(), *kept)
+        saved_outputs = {name: x for name, x in saved_outputs.items() if name in (*_DIFFERENTIABLE, "row_max")}
+        groups = arrays, saved.fetched, saved_outputs
+        ctx.names = [tuple(group) for group in groups]
+        ctx.save_for_backward(*(x for group in groups for x in group.values()))
         return tuple(outputs.values())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, problem = ctx.call, ctx.call.problem
-        given = dict(zip(ctx.names, grads, strict=True))
-        names = tuple(problem.operands())
-        tensors = iter(ctx.saved_tensors)
-        operands = {name: next(tensors) for name in names}
-        fetched = {name: next(tensors) for name in ctx.fetched}
-        known = {name: next(tensors) for name in ctx.names if name in (*_DIFFERENTIABLE, "row_max")}
-        incoming = RowGradients(given["out"], given["log_denom"], given.get("entropy"))
-        wanted = frozenset(itertools.compress(names, ctx.needs_input_grad[1:]))
-        with problem.ops.numeric_scope():
-            found = call.backward(operands, Saved(ctx.parts, fetched), result_of(known), incoming, wanted)
-        return None, *(found[name].to(x.dtype) if name in wanted else None for name, x in operands.items())
+        tensors, of_outputs = iter(ctx.saved_tensors), dict(zip(ctx.outputs, grads, strict=True))
+        operands, fetched, outputs = ({name: next(tensors) for name in names} for names in ctx.names)
+        incoming = RowGradients(of_outputs["out"], of_outputs["log_denom"], of_outputs.get("entropy"))
+        requested = frozenset(itertools.compress(operands, ctx.needs_input_grad[1:]))
+        with ctx.call.problem.ops.numeric_scope():
+            saved = Saved(ctx.parts, fetched)
+            gradients = ctx.call.backward(operands, saved, result_of(outputs), incoming, requested)
+        return None, *(gradients[name].to(x.dtype) if name in requested else None for name, x in operands.items())
 
 
 _DIFFERENTIABLE = ("out", "log_denom", "entropy")

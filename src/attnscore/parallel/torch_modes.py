@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnscore.base.layout import ScoreShape
 from attnscore.kernels import tiling
-from attnscore.masks import Dense, IntervalSet, Mask, ValidLens, split
+from attnscore.masks import Dense, Mask, ValidLens, split
 from attnscore.masks.base import all_of
 from attnscore.parallel.parts import dropout_of, kernel_of, problem_of_part
 from attnscore.parallel.plan import (
@@ -51,12 +51,12 @@ class Gather(ShardedCall):
         Each part packs its keys anew: the first of 2 ranks, whose head of a causal sequence attends its own keys alone,
         took 3% longer for two parts than for one, and what it gains the other, which has one, does not.
         """
-        found = Shard.empty(self.queries.length)
+        outer = Shard.empty(self.queries.length)
         for peer in self.ranks.others:
-            found |= self.plan.attending(self.ranks.rank, peer)
+            outer |= self.plan.attending(self.ranks.rank, peer)
         # A bias by relative position is cut to one range of queries and one of keys.
-        is_one = self.has_relative_bias or not len(without(self.plan.needed[self.ranks.rank], self.plan.keys_of(found)))
-        return self.queries if len(found) and is_one else found
+        is_one = self.has_relative_bias or not len(without(self.plan.needed[self.ranks.rank], self.plan.keys_of(outer)))
+        return self.queries if len(outer) and is_one else outer
 
     @cached_property
     def inner(self) -> Shard:
@@ -68,10 +68,10 @@ class Gather(ShardedCall):
         """What this rank fetches, and what the others fetch from it."""
         plan, rank = self.plan, self.ranks.rank
         # Also the keys that the plan fetches between those of inner queries: their owners send them.
-        wanted = plan.keys_of(self.outer) | without(plan.needed[rank], plan.keys[rank])
-        if self.has_relative_bias and wanted.ranges:
-            wanted = Shard(((wanted.ranges[0][0], wanted.ranges[-1][1]),), wanted.length)
-        return dataclasses.replace(Transfers.of(plan.keys, plan.needed, rank), wanted=wanted)
+        needed = plan.keys_of(self.outer) | without(plan.needed[rank], plan.keys[rank])
+        if self.has_relative_bias and needed.ranges:
+            needed = Shard(((needed.ranges[0][0], needed.ranges[-1][1]),), needed.length)
+        return dataclasses.replace(Transfers.of(plan.keys, plan.needed, rank), needed=needed)
 
     @cached_property
     def has_inner_part(self) -> bool:
@@ -88,45 +88,35 @@ class Gather(ShardedCall):
         return all_of([*([] if mask is None else [mask]), ValidLens(key_counts)])
 
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
-        wait = self.ranks.fetch({name: operands[name] for name in self.names["key"]}, self.transfers)
-        found = [self.run(self.queries, self.keys, operands)] if self.has_inner_part else []
+        wait, parts = self.ranks.fetch(self.keys_in(operands), self.transfers), {}
+        if self.has_inner_part:
+            parts["inner"], result = self.run(self.queries, self.keys, operands)
         fetched = wait()
         if len(self.outer):
-            found.append(self.run(self.outer, self.transfers.wanted, {**operands, **fetched}))
-        parts, (result, *of_outer) = zip(*found, strict=True)
-        if of_outer:
-            every, outer = arrays_of(result), arrays_of(of_outer[0])
-            for name, x in every.items():
-                copy_rows(positions_first(x), self.queries.locate(self.outer), positions_first(outer[name]))
-        return result, Saved(parts, fetched if len(self.outer) else {})
+            parts["outer"], of_outer = self.run(self.outer, self.transfers.needed, {**operands, **fetched})
+            if not self.has_inner_part:
+                return of_outer, Saved(parts, fetched)
+            outputs, at = arrays_of(of_outer), self.queries.locate(self.outer)
+            for name, x in arrays_of(result).items():
+                copy_rows(positions_first(x), at, positions_first(outputs[name]))
+        return result, Saved(parts, fetched)
 
     def backward(
-        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
-        of_keys = sorted(wanted & {*self.names["key"]})
-        found = self.zeros_like(operands, wanted & {"bias"})
-        outer, of_outer = None, dict[str, Tensor]()
-        if saved.fetched:
-            outer = saved.parts[-1]
+        totals = self.start_of_gradients(operands, requested)
+        of_keys = {name: x[..., :0, :].to(self.sums) for name, x in self.keys_in(operands).items() if name in requested}
+        if outer := saved.parts.get("outer"):
+            problem = self.problem_of(*outer[:3], {**operands, **saved.fetched})
             # The sink's gradient is a sum over all queries, which the inner part has.
-            names = wanted - {"sink"} if self.has_inner_part else wanted
-            of_outer = self.gradients_of(
-                outer, self.problem_of(*outer[:3], {**operands, **saved.fetched}), result, grads, names
-            )
-        returning = {
-            name: of_outer.pop(name) if outer else operands[name][..., :0, :].to(self.sums) for name in of_keys
-        }
-        add_returned = self.ranks.give_back(returning, self.transfers)
-        if self.has_inner_part:
-            of_inner = self.gradients_of(
-                saved.parts[0], self.problem_of(*saved.parts[0][:3], operands), result, grads, wanted
-            )
-            self.add_gradients(found, saved.parts[0], of_inner)
-            found |= {name: of_inner[name] for name in of_keys}
-        if outer is not None:
-            self.add_gradients(found, outer, of_outer)
-        add_returned(found)
-        return found
+            names = requested - {"sink"} if self.has_inner_part else requested
+            of_keys = self.add_gradients(totals, outer, problem, result, grads, names)
+        add_returned = self.ranks.give_back(of_keys, self.transfers)
+        if inner := saved.parts.get("inner"):
+            problem = self.problem_of(*inner[:3], operands)
+            totals |= self.add_gradients(totals, inner, problem, result, grads, requested)
+        add_returned(totals)
+        return totals
 
 
 def without(shard: Shard, part: Shard) -> Shard:
@@ -144,17 +134,16 @@ class Ring(MergedCall):
     """
 
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
-        parts: list[Part] = []
+        parts: dict[int, Part] = {}
 
         def computed() -> Iterator[tuple[Part, Result]]:
             for owner, block in self._blocks(operands):
-                if self._is_computed(owner):
-                    rows = self._attending(owner)
-                    part, result = self.run(rows, self.plan.keys[owner], self.operands_with(operands, block))
-                    parts.append(part)
-                    yield part, result
+                # Always with the rank's own keys, which have the sink.
+                if len(rows := self._attending(owner)) or owner == self.ranks.rank:
+                    parts[owner], result = self.run(rows, self.plan.keys[owner], self.operands_with(operands, block))
+                    yield parts[owner], result
 
-        return self.merged(operands, computed()), Saved(tuple(parts), {})
+        return self.merged(operands, computed()), Saved(parts, {})
 
     def _attending(self, owner: int) -> Shard:
         """Return the rank's queries from the first to the last one that attend keys of `owner`: a view of each array.
@@ -164,64 +153,51 @@ class Ring(MergedCall):
         """
         if owner == self.ranks.rank:
             return self.queries
-        found = self.plan.attending(self.ranks.rank, owner).ranges
-        if not found:
-            return Shard.empty(self.queries.length)
-        return self.queries & Shard(((found[0][0], found[-1][1]),), self.queries.length)
-
-    def _is_computed(self, owner: int) -> bool:
-        """Return whether the rank has a part with the keys of `owner`: always with its own, which have the sink."""
-        return owner == self.ranks.rank or len(self._attending(owner)) > 0
+        ranges = self.plan.attending(self.ranks.rank, owner).ranges
+        return self.queries & Shard(((ranges[0][0], ranges[-1][1]),) if ranges else (), self.queries.length)
 
     def backward(
-        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
-        of_keys = [name for name in self.names["key"] if name in wanted]
-        parts = dict(zip(filter(self._is_computed, self._owners()), saved.parts, strict=True))
-        found = self.zeros_like(operands, wanted & {"bias"})
+        names = [name for name in self.names["key"] if name in requested]
+        totals = self.start_of_gradients(operands, requested)
         arriving: list[Tensor] = []
         arrived = self.ranks.post([], [])
         for owner, block in self._blocks(operands):
-            own = {}
-            if owner in parts:
+            of_keys: dict[str, Tensor] = {}
+            if part := saved.parts.get(owner):
                 arrays = self.operands_with(operands, block)
                 if owner == self.ranks.rank and "sink" in operands:
                     # The sink is one more key, of which the queries have one gradient.
                     arrays["sink"] = operands["sink"]
-                own = self.gradients_of(parts[owner], self.problem_of(*parts[owner][:3], arrays), result, grads, wanted)
-                self.add_gradients(found, parts[owner], own)
+                problem = self.problem_of(*part[:3], arrays)
+                of_keys = self.add_gradients(totals, part, problem, result, grads, requested)
             if owner == self.ranks.rank:
-                # Those of the others, which the next rank begins to sum, arrive at the end.
-                found |= {name: own[name] for name in of_keys}
+                # The gradients from the other ranks, which the next rank begins to sum, arrive at the end.
+                totals |= of_keys
                 continue
             arrived()
             sums = [
-                own[name].contiguous() if name in own else torch.zeros_like(block[name], dtype=self.sums)
-                for name in of_keys
+                of_keys[name].contiguous() if name in of_keys else torch.zeros_like(block[name], dtype=self.sums)
+                for name in names
             ]
             for x, before in zip(sums, arriving, strict=False):
                 x.add_(before)
             arriving, arrived = self._pass_on(sums, owner)
         arrived()
-        for name, x in zip(of_keys, arriving, strict=False):
-            found[name].add_(x)
-        return found
+        for name, x in zip(names, arriving, strict=False):
+            totals[name].add_(x)
+        return totals
 
     def _blocks(self, operands: Arrays) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Yield the keys of one rank after another, from this one's on, while the next ones are on their way."""
-        names = self.names["key"]
-        block = {name: operands[name] for name in names}
-        *owners, last = self._owners()
-        for owner in owners:
+        block, owner = self.keys_in(operands), self.ranks.rank
+        for _ in self.ranks.others:
             following, wait = self._pass_on([x.contiguous() for x in block.values()], owner)
             yield owner, block
             wait()
-            block = dict(zip(names, following, strict=True))
-        yield last, block
-
-    def _owners(self) -> list[int]:
-        """Return whose keys pass by, from this rank on."""
-        return [(self.ranks.rank - step) % self.ranks.count for step in range(self.ranks.count)]
+            block, owner = dict(zip(block, following, strict=True)), (owner - 1) % self.ranks.count
+        yield owner, block
 
     def _pass_on(self, arrays: Sequence[Tensor], owner: int) -> tuple[list[Tensor], Callable[[], None]]:
         """Send arrays (..., position, dim) of an owner's keys to the next rank; return those of the owner before."""
@@ -241,12 +217,12 @@ class PassQueries(MergedCall):
 
     def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
         mask, whole = super().mask_of(rows, cols), self.whole
-        known, rest = (None, None) if mask is None else split(mask, len(rows), len(cols), whole.batch)
-        if known is None or _begin_at_first(known):
+        intervals, rest = (None, None) if mask is None else split(mask, len(rows), len(cols), whole.batch)
+        if intervals is None or not intervals.start[intervals.start < intervals.stop].any():
             return mask
         # The kernel would begin its tiles at the first key that these queries attend, and with others elsewhere.
         at = np.arange(len(cols))
-        pairs = np.logical_and(known.start[..., None] <= at, at < known.stop[..., None]).max(axis=0)
+        pairs = np.logical_and(intervals.start[..., None] <= at, at < intervals.stop[..., None]).max(axis=0)
         # Batch rows are those of the first axis in front of the heads.
         axes = (1,) * (len(whole.lead) - 1 + int(whole.has_heads))
         dense = Dense(pairs.reshape(len(pairs), *axes, *pairs.shape[1:]))
@@ -258,12 +234,12 @@ class PassQueries(MergedCall):
         return Transfers.of(self.plan.keys, self.plan.needed_blocks, self.ranks.rank)
 
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
-        fetched = self.ranks.fetch({name: operands[name] for name in self.names["key"]}, self.transfers)()
-        blocks = self._blocks(self.transfers.wanted, {**operands, **fetched}, FORWARD_KEYS)
-        return self.merged(operands, (self.run(*block) for block in blocks)), Saved((), fetched)
+        fetched = self.ranks.fetch(self.keys_in(operands), self.transfers)()
+        blocks = self._blocks(self.transfers.needed, {**operands, **fetched}, FORWARD_KEYS)
+        return self.merged(operands, (self.run(*block) for block in blocks)), Saved({}, fetched)
 
     def backward(
-        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
         grad_out = grads.out if grads.out is not None else torch.zeros_like(result.out)
         delta = -(result.out.to(self.sums) * grad_out.to(self.sums)).sum(-1, keepdim=True)
@@ -271,26 +247,26 @@ class PassQueries(MergedCall):
         sent = {name: operands[name] for name in self.names["query"]}
         sent |= {"grad_out": grad_out, "row_max": result.row_max, "log_denom": result.log_denom, "delta": delta}
         if "entropy" in self.problem.statistics:
-            given = grads.entropy if grads.entropy is not None else torch.zeros_like(delta)
-            sent |= {"entropy": result.statistics["entropy"], "grad_entropy": given}
+            grad_entropy = grads.entropy if grads.entropy is not None else torch.zeros_like(delta)
+            sent |= {"entropy": result.statistics["entropy"], "grad_entropy": grad_entropy}
         passed = self.plan.passed
         wait = self.ranks.fetch(sent, Transfers.of(self.plan.queries, passed, self.ranks.rank))
         # While the queries are on their way: the gradients of the rank's own.
         of_keys = {*self.names["key"]}
-        found = self.zeros_like(operands, wanted - of_keys)
-        rest = wanted - of_keys - {"sink"}
+        totals = self.start_of_gradients(operands, requested)
+        names = requested - of_keys - {"sink"}
         fetched = {**operands, **saved.fetched}
-        blocks = self._blocks(self.transfers.wanted, fetched, BACKWARD_KEYS) if rest else ()
-        for attending, block, arrays in blocks:
-            part, problem = self.part(attending, block, arrays)
-            self.add_gradients(found, part, self.gradients_of(part, problem, result, grads, rest))
-        if "sink" in wanted:
+        for block in self._blocks(self.transfers.needed, fetched, BACKWARD_KEYS) if names else ():
+            self.add_gradients(totals, *self.part(*block), result, grads, names)
+        if "sink" in requested:
             no_keys = {name: x[..., :0, :] if name in of_keys else x for name, x in operands.items()}
-            part, problem = self.part(self.queries, Shard.empty(self.keys.length), no_keys)
-            found |= self.gradients_of(part, problem, result, grads, frozenset({"sink"}))
-        return found | self._of_own_keys(operands, wait(), passed[self.ranks.rank], wanted & of_keys)
+            part = self.part(self.queries, Shard.empty(self.keys.length), no_keys)
+            self.add_gradients(totals, *part, result, grads, frozenset({"sink"}))
+        return totals | self._of_own_keys(operands, wait(), passed[self.ranks.rank], requested & of_keys)
 
-    def _of_own_keys(self, operands: Arrays, arrived: Arrays, rows: Shard, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def _of_own_keys(
+        self, operands: Arrays, arrived: Arrays, rows: Shard, requested: frozenset[str]
+    ) -> dict[str, Tensor]:
         """Return the gradients of the rank's keys, from all queries that attend them."""
         owner = dataclasses.replace(self, plan=dataclasses.replace(self.plan, queries=(rows,) * self.ranks.count))
         entropy = {"entropy": arrived["entropy"]} if "entropy" in arrived else {}
@@ -299,13 +275,13 @@ class PassQueries(MergedCall):
         result = Result(nothing, arrived["row_max"], arrived["log_denom"], entropy)
         grads = RowGradients(arrived["grad_out"], arrived["delta"], arrived.get("grad_entropy"))
         arrays = {**operands, **{name: arrived[name] for name in self.names["query"]}}
-        found = self.zeros_like(operands, wanted)
-        blocks = owner._blocks(self.keys, arrays, BACKWARD_KEYS, BACKWARD_QUERIES) if wanted else ()
+        totals = self.zeros_like(operands, requested)
+        blocks = owner._blocks(self.keys, arrays, BACKWARD_KEYS, BACKWARD_QUERIES) if requested else ()
         for attending, block, of_block in blocks:
-            own = owner.gradients_of(*owner.part(attending, block, of_block), result, grads, wanted)
-            for name in wanted:
-                copy_rows(positions_first(found[name]), self.keys.locate(block), positions_first(own[name]))
-        return found
+            part = owner.part(attending, block, of_block)
+            for name, x in owner.add_gradients({}, *part, result, grads, requested).items():
+                copy_rows(positions_first(totals[name]), self.keys.locate(block), positions_first(x))
+        return totals
 
     def _blocks(
         self, keys: Shard, arrays: Arrays, size: int, queries: int = 1
@@ -321,11 +297,6 @@ class PassQueries(MergedCall):
                 yield attending, block, self.operands_with(arrays, of_block)
 
 
-def _begin_at_first(intervals: IntervalSet) -> bool:
-    """Return whether all queries that attend any key attend the first one."""
-    return not intervals.start[intervals.start < intervals.stop].any()
-
-
 def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:
     """Yield the positions of a shard in each block of `size` positions."""
     firsts = {first for start, stop in shard.ranges for first in range(start // size, -(-stop // size))}
@@ -339,74 +310,74 @@ class Heads(ShardedCall):
 
     @staticmethod
     def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
-        form, found = problem.form, []
-        if any(PARAMETER in name and x.numel() > 1 for name, x in form.arrays().items()):
-            found.append("a custom score with parameters, which may be those of each head")
+        reasons = []
+        if any(PARAMETER in name and x.numel() > 1 for name, x in problem.form.arrays().items()):
+            reasons.append("a custom score with parameters, which may be those of each head")
         if have_masks_of_their_own(problem.mask, whole):
-            found.append("a mask of its own for each head")
-        return tuple(found)
+            reasons.append("a mask of its own for each head")
+        return tuple(reasons)
 
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
-        ranks, plan = self.ranks, self.plan
-        shards = self._shards()
-        arrays = ranks.rows_to_heads({name: operands[name] for name in shards}, shards)()
+        transfers = self._transfers(operands)
+        arrays = self.ranks.fetch({name: operands[name] for name in transfers}, transfers)()
         problem = self._of_heads({**operands, **arrays})
-        kernel = kernel_of(self.kernel, problem)
-        tiles = tiling.plan(problem)
-        kept = arrays_of(kernel.forward(problem, tiles))
-        sent = kept if self.problem.statistics else {"out": kept["out"]}
-        heads = dict.fromkeys(sent, self.whole.heads)
-        found = ranks.heads_to_rows(sent, dict.fromkeys(sent, plan.queries), heads)()
+        kernel, tiles = kernel_of(self.kernel, problem), tiling.plan(problem)
+        result = kernel.forward(problem, tiles)
+        outputs = arrays_of(result) if self.problem.statistics else {"out": result.out}
+        of_rows: dict[str, Tensor] = {}
+        self.ranks.give_back(outputs, self._by_heads(self.plan.queries))(of_rows)
         # Without statistics only the output has a use here: the others stay where the backward computes.
-        for name in {"row_max", "log_denom"} - {*found}:
-            found[name] = kept["out"].new_zeros((*self.problem.score_shape.rows, 1), dtype=self.sums)
+        for name in {"row_max", "log_denom"} - {*of_rows}:
+            of_rows[name] = result.out.new_zeros((*self.problem.score_shape.rows, 1), dtype=self.sums)
         part = Part(Shard.whole(self.queries.length), Shard.whole(self.keys.length), self.problem.mask, tiles, kernel)
-        kept = {f"result.{name}": x for name, x in kept.items() if name in ("out", "row_max", "log_denom", "entropy")}
-        return result_of(found), Saved((part,), {**arrays, **kept})
+        return result_of(of_rows), Saved({"heads": part}, arrays, result)
 
     def backward(
-        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
-        ranks, plan, part = self.ranks, self.plan, saved.parts[0]
-        kept = {name.removeprefix("result."): x for name, x in saved.fetched.items() if name.startswith("result.")}
-        arrays = {name: x for name, x in saved.fetched.items() if not name.startswith("result.")}
+        part, value, rows = saved.parts["heads"], operands["value"], self.problem.score_shape.rows
         # The same arrays from all ranks, also where the loss of one does not depend on them.
-        given = {"out": grads.out if grads.out is not None else torch.zeros_like(result.out)}
+        incoming = {"out": grads.out if grads.out is not None else value.new_zeros((*rows, value.shape[-1]))}
         for name, x in (("log_sum_exp", grads.log_sum_exp), ("entropy", grads.entropy)):
             if name in self.problem.statistics:
-                given[name] = x if x is not None else torch.zeros_like(result.log_denom)
-        incoming = RowGradients(**ranks.rows_to_heads(given, dict.fromkeys(given, plan.queries))())
-        problem = self._of_heads({**operands, **arrays})
-        of_heads = part.kernel.backward(problem, part.tiles, result_of(kept), incoming, wanted)
-        shards = self._shards()
-        moved = {name: of_heads[name] for name in shards if name in wanted}
-        heads = {name: operands[name].shape[-4] for name in moved}
-        moved = {name: x.to(operands[name].dtype) if heads[name] > 1 else x for name, x in moved.items()}
-        wait = ranks.heads_to_rows(moved, shards, heads)
-        found = self.zeros_like(operands, wanted - {*shards})
-        for name, x in found.items():
-            self._heads_of(name, x).add_(of_heads[name])
-        return found | wait()
+                incoming[name] = x if x is not None else value.new_zeros((*rows, 1), dtype=self.sums)
+        incoming = self.ranks.fetch(incoming, self._by_heads(self.plan.queries))()
+        problem = self._of_heads({**operands, **saved.fetched})
+        gradients = part.kernel.backward(problem, part.tiles, result, RowGradients(**incoming), requested)
+        transfers = self._transfers(operands)
+        moved = {name: gradients[name] for name in transfers if name in requested}
+        moved = {name: x.to(operands[name].dtype) if transfers[name].by_heads else x for name, x in moved.items()}
+        add_returned = self.ranks.give_back(moved, transfers)
+        totals = self.zeros_like(operands, requested - {*transfers})
+        for name, x in totals.items():
+            self._heads_of(name, x).add_(gradients[name])
+        add_returned(totals)
+        return totals
 
-    def _shards(self) -> dict[str, Sequence[Shard]]:
-        """Return the shards of the operands with an axis of keys or queries."""
+    def _transfers(self, operands: Arrays) -> dict[str, Transfers]:
+        """Return the transfers of the operands with an axis of keys or queries; all ranks need the rows of one head."""
         by_query = (*self.names["query"], *(("bias",) if self.bias_has_queries else ()))
-        return dict.fromkeys(self.names["key"], self.plan.keys) | dict.fromkeys(by_query, self.plan.queries)
+        shards = dict.fromkeys(self.names["key"], self.plan.keys) | dict.fromkeys(by_query, self.plan.queries)
+        return {name: self._by_heads(rows, operands[name].shape[-4] > 1) for name, rows in shards.items()}
+
+    def _by_heads(self, shards: Sequence[Shard], by_heads: bool = True) -> Transfers:
+        """Return the transfers of all rows of an array, of the rank's heads alone or of all."""
+        whole = [Shard.whole(shards[0].length)] * self.ranks.count
+        return Transfers.of(shards, whole, self.ranks.rank, by_heads=by_heads)
 
     def _of_heads(self, arrays: Arrays) -> Problem:
         """Return the problem of all queries of the rank's heads."""
-        problem = self.problem
+        problem, moved = self.problem, self._transfers(arrays)
         shape = dataclasses.replace(self.whole, heads=self.whole.heads // self.ranks.count)
-        moved = self._shards()
-        given = {name: x if name in moved else self._heads_of(name, x) for name, x in arrays.items()}
+        arrays = {name: x if name in moved else self._heads_of(name, x) for name, x in arrays.items()}
         dropout: Any = problem.dropout
         if self.ranks.count > 1:
-            rows, cols = (Shard.whole(x.length).positions(given["value"]) for x in (self.queries, self.keys))
+            rows, cols = (Shard.whole(x.length).positions(arrays["value"]) for x in (self.queries, self.keys))
             dropout = dropout_of(
                 problem, self.whole, rows, cols, lambda x: x.chunk(self.ranks.count, -4)[self.ranks.rank]
             )
         return problem_of_part(
-            problem, shape, given, mask=problem.mask, bias=given.get("bias"), dropout=dropout, sink=given.get("sink")
+            problem, shape, arrays, mask=problem.mask, bias=arrays.get("bias"), dropout=dropout, sink=arrays.get("sink")
         )
 
     def _heads_of(self, name: str, x: Tensor) -> Tensor:

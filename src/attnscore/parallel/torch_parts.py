@@ -59,8 +59,10 @@ class Part(NamedTuple):
 class Saved(NamedTuple):
     """What a forward keeps for its backward, in addition to the operands and the result."""
 
-    parts: tuple[Part, ...]
+    parts: dict[Any, Part]
     fetched: dict[str, Tensor]
+    result: Result | None = None
+    """Result of the queries that the rank has computed, where these are not its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +120,9 @@ class ShardedCall(ABC):
 
     @abstractmethod
     def backward(
-        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
-        """Return the gradients of the operands in `wanted`, in the dtype of sums; shared ones are the rank's share."""
+        """Return the rank's gradients of the operands in `requested`, in the dtype of sums."""
 
     # ---- parts
 
@@ -185,36 +187,41 @@ class ShardedCall(ABC):
         numbers = in_whole(problem.ops, result.statistics, lambda: cols.positions(result.out))
         return part, dataclasses.replace(result, statistics=numbers)
 
-    def gradients_of(
-        self, part: Part, problem: Problem, result: Result, grads: RowGradients, wanted: frozenset[str]
-    ) -> dict[str, Tensor]:
-        """Return the gradients of a part's operands, from the result and the gradients of all queries of the rank.
+    def add_gradients(
+        self, totals: dict[str, Tensor], part: Part, problem: Problem, result: Result, grads: RowGradients,
+        requested: frozenset[str],
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Add the gradients of a part's operands to those of the rank's, and return the gradients of the part's keys.
 
-        They are in the dtype of sums on every rank, whichever kernel computes them.
+        `result` and `grads` are those of all queries of the rank. All gradients are in the dtype of sums, on every
+        rank, whichever kernel computes them.
         """
         at = self.queries.locate(part.rows)
-        own = result_of({name: cut(x, at) for name, x in arrays_of(result).items()})
-        given = (grads.out, grads.log_sum_exp, grads.entropy)
-        incoming = RowGradients(*(None if x is None else cut(x, at) for x in given))
-        names = wanted & frozenset(problem.operands())
-        found = part.kernel.backward(problem, part.tiles, own, incoming, names)
-        return {name: found[name].to(self.sums) for name in names}
-
-    def add_gradients(self, found: dict[str, Tensor], part: Part, of_part: Arrays) -> None:
-        """Add the gradients of a part's operands, but not of its keys, to those of the rank's operands."""
-        for name in of_part.keys() - {*self.names["key"]}:
+        of_part = result_of({name: cut(x, at) for name, x in arrays_of(result).items()})
+        incoming = (None if x is None else cut(x, at) for x in (grads.out, grads.log_sum_exp, grads.entropy))
+        names = requested & frozenset(problem.operands())
+        gradients = part.kernel.backward(problem, part.tiles, of_part, RowGradients(*incoming), names)
+        gradients = {name: gradients[name].to(self.sums) for name in names}
+        for name in names - {*self.names["key"]}:
             if name == "bias":
-                self._add_bias(found[name], part.rows, part.cols, of_part[name])
-            elif name not in found:
-                found[name] = of_part[name]
+                self._add_bias(totals[name], part.rows, part.cols, gradients[name])
             elif name in self.names["query"]:
-                add_rows(positions_first(found[name]), self.queries.locate(part.rows), positions_first(of_part[name]))
+                add_rows(positions_first(totals[name]), at, positions_first(gradients[name]))
             else:
-                found[name] = found[name] + of_part[name]
+                totals[name].add_(gradients[name])
+        return {name: gradients[name] for name in self.names["key"] if name in names}
+
+    def start_of_gradients(self, operands: Arrays, requested: frozenset[str]) -> dict[str, Tensor]:
+        """Return zeros for the gradients that `add_gradients` sums: all but those of the keys."""
+        return self.zeros_like(operands, requested - {*self.names["key"]})
 
     def zeros_like(self, operands: Arrays, names: Iterable[str]) -> dict[str, Tensor]:
         """Return zeros with the shapes of these operands, in the dtype of sums."""
         return {name: torch.zeros_like(operands[name], dtype=self.sums) for name in names}
+
+    def keys_in(self, arrays: Arrays) -> dict[str, Tensor]:
+        """Return the arrays of the keys and values."""
+        return {name: arrays[name] for name in self.names["key"]}
 
 
 class MergedCall(ShardedCall):
