@@ -73,22 +73,29 @@ def file_errors(path: Path, kind: str) -> Iterator[None]:
             yield
     except AttnscoreError:
         raise
-    except PermissionError as error:
-        raise FileError(f"{path}: may not be read") from error
-    except UnicodeDecodeError as error:
-        raise FileError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise FileError(f"{path}: not JSON: {error}") from error
-    except MemoryError as error:
-        raise FileError(f"{path}: needs more memory than there is here") from error
-    except NotImplementedError as error:
-        raise FileError(f"{path}: a {kind} of a sort that is not supported: {_one_line(error)}") from error
-    except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            raise FileError(f"{path}: no such file") from error
-        raise FileError(f"{path}: cannot be read: {error.strerror or _one_line(error)}") from error
-    except Exception as error:  # readers raise RuntimeError, TokenError, struct.error, KeyError and more
-        raise FileError(f"{path}: damaged or truncated {kind}: {_one_line(error)}") from error
+    except Exception as error:
+        raise FileError(f"{path}: {_reason(error, kind)}") from error
+
+
+def _reason(error: Exception, kind: str) -> str:
+    """Return why a file of this kind could not be read."""
+    match error:
+        case PermissionError():
+            return "may not be read"
+        case FileNotFoundError():
+            return "no such file"
+        case OSError():
+            return f"cannot be read: {error.strerror or _one_line(error)}"
+        case UnicodeDecodeError():
+            return f"not UTF-8 text (byte {error.start})"
+        case json.JSONDecodeError():
+            return f"not JSON: {error}"
+        case MemoryError():
+            return "needs more memory than there is here"
+        case NotImplementedError():
+            return f"a {kind} of a sort that is not supported: {_one_line(error)}"
+        case _:  # readers raise RuntimeError, TokenError, struct.error, KeyError and more
+            return f"damaged or truncated {kind}: {_one_line(error)}"
 
 
 def check_destination(path: Path, *, several: bool = False) -> None:
@@ -206,10 +213,10 @@ def _private(name: str, flags: int) -> int:
 
 
 def _known_suffix(path: Path, *, several: bool = False) -> str:
-    suffix, known = path.suffix.lower(), [each for each in SUFFIXES if not (several and each == ".npy")]
-    if suffix not in known:
+    suffix, suffixes = path.suffix.lower(), [each for each in SUFFIXES if not (several and each == ".npy")]
+    if suffix not in suffixes:
         why = "; a .npy file holds one array" if suffix == ".npy" else ""
-        raise FileError(f"{path}: expected a name that ends in {', '.join(known)}{why}")
+        raise FileError(f"{path}: expected a name that ends in {', '.join(suffixes)}{why}")
     return suffix
 
 
@@ -219,7 +226,7 @@ def _read_npy(path: Path) -> dict[str, Array]:
 
 def _read_npz(path: Path) -> dict[str, Array]:
     with path.open("rb") as file:
-        held = os.fstat(file.fileno()).st_size
+        size = os.fstat(file.fileno()).st_size
         # zipfile finds an archive behind any other content; NumPy takes only what begins as one.
         start = file.read(len(_NPY_START))
         if not start:
@@ -229,35 +236,27 @@ def _read_npz(path: Path) -> dict[str, Array]:
         if not start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
             raise FileError(f"{path}: not a .npz file, or one with pickled objects, which are never read")
         with zipfile.ZipFile(file) as archive:
-            members = _members(path, archive, held)
+            members = _members(path, archive, size)
             return {name: _from_npy(path, _printable(name), archive.read(each)) for name, each in members.items()}
 
 
-def _members(path: Path, archive: zipfile.ZipFile, held: int) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of an archive by array name, none of which claims more than the file holds."""
-    found: dict[str, zipfile.ZipInfo] = {}
-    for member in archive.infolist():
-        name = member.filename.removesuffix(".npy")
-        if name in found:
-            raise FileError(f"{path}: holds {_printable(name)} twice")
-        found[name] = member
+def _members(path: Path, archive: zipfile.ZipFile, size: int) -> dict[str, zipfile.ZipInfo]:
+    """Return the members of an archive of this size by array name, none of which claims more than the file holds."""
+    members = _once(path, [(member.filename.removesuffix(".npy"), member) for member in archive.infolist()])
+    for name, member in members.items():
         if member.flag_bits & _ENCRYPTED:
             raise NotImplementedError(f"{_printable(name)} is encrypted")
-        if member.compress_type == zipfile.ZIP_STORED:
-            most = member.compress_size
-        elif member.compress_type == zipfile.ZIP_DEFLATED:
-            most = member.compress_size * _MOST_DEFLATED
-        else:
+        if member.compress_type not in _LARGEST_GROWTH:
             raise NotImplementedError(f"compression method {member.compress_type} of {_printable(name)}")
-        if member.compress_size > held or member.file_size > most:
+        limit = member.compress_size * _LARGEST_GROWTH[member.compress_type]
+        if member.compress_size > size or member.file_size > limit:
             claim = max(member.file_size, member.compress_size)
-            raise ValueError(f"{_printable(name)} claims {claim} bytes, and the file holds {held}")
-    return found
+            raise ValueError(f"{_printable(name)} claims {claim} bytes, and the file holds {size}")
+    return members
 
 
 def _from_npy(path: Path, name: str, content: bytes) -> Array:
     """Return the array of a .npy file; raise unless its header says numbers, and describes exactly what follows it."""
-    held = len(content)
     if not content.startswith(_NPY_START):
         if path.suffix.lower() == ".npz":
             raise FileError(f"{path}: {name} is not an array")
@@ -272,8 +271,8 @@ def _from_npy(path: Path, name: str, content: bytes) -> Array:
     kind, at = _NPY_LENGTHS[version], len(_NPY_START) + 2
     (length,) = struct.unpack_from(kind, content, at)
     before = at + struct.calcsize(kind) + length
-    if before > held:
-        raise ValueError(f"the header of {name} claims {length} bytes, and there are {held}")
+    if before > len(content):
+        raise ValueError(f"the header of {name} claims {length} bytes, and there are {len(content)}")
     read_header = np.lib.format.read_array_header_1_0 if kind == "<H" else np.lib.format.read_array_header_2_0
     shape, is_fortran, dtype = read_header(io.BytesIO(content[at:before]))
     _check_numbers(path, name, dtype)
@@ -281,8 +280,8 @@ def _from_npy(path: Path, name: str, content: bytes) -> Array:
         raise ValueError(f"the header of {name} has the shape {shape}")
     # Whole numbers of Python: those of NumPy overflow.
     claimed = math.prod(map(int, shape)) * dtype.itemsize
-    if claimed != held - before:
-        raise ValueError(f"the header of {name} claims {claimed} bytes of numbers, and there are {held - before}")
+    if claimed != (left := len(content) - before):
+        raise ValueError(f"the header of {name} claims {claimed} bytes of numbers, and there are {left}")
     return np.frombuffer(content, dtype, offset=before).reshape(shape, order="F" if is_fortran else "C")
 
 
@@ -296,19 +295,20 @@ def _read_safetensors(path: Path) -> dict[str, Array]:
 
 
 def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        name = next(name for name in found if [each for each, _ in pairs].count(name) > 1)
+    """Return pairs of a name and a value as a dict; raise FileError for a name that comes twice."""
+    by_name = dict(pairs)
+    if len(by_name) < len(pairs):
+        name = next(name for name in by_name if [each for each, _ in pairs].count(name) > 1)
         raise FileError(f"{path}: holds {_printable(name)} twice")
-    return found
+    return by_name
 
 
 _READERS = {".npy": _read_npy, ".npz": _read_npz, ".safetensors": _read_safetensors}
 _NPY_START = b"\x93NUMPY"
 # How the length of a header is written, by format version. 3.0 differs in the names of fields, which numbers lack.
 _NPY_LENGTHS = {b"\x01\x00": "<H", b"\x02\x00": "<I", b"\x03\x00": "<I"}
-# The most that a byte of deflated data can become (zlib's documentation: 1032:1).
-_MOST_DEFLATED = 1032
+# Bytes that one byte of a member can become, at most (zlib's documentation: 1032:1).
+_LARGEST_GROWTH = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: 1032}
 _ENCRYPTED = 1
 _INSTALL = "pip install 'attnscore[cli]'"
 _SAFETENSORS_TYPES = {

@@ -171,8 +171,8 @@ def unpack_padded(packed: Array, cu: Any, length: int | None = None) -> Array:
     # Padding reads a row of zeros that is appended to the packed ones.
     index = np.where(positions < counts[:, None], ends[:-1, None] + positions, shape[0])
     rows = ops.concat([packed, ops.zeros((1, *shape[1:]), packed)], 0)
-    found = ops.take(rows, ops.asarray(index.reshape(-1), packed), 0)
-    return ops.reshape(found, (len(counts), length, *shape[1:]))
+    padded = ops.take(rows, ops.asarray(index.reshape(-1), packed), 0)
+    return ops.reshape(padded, (len(counts), length, *shape[1:]))
 
 
 # ---- ragged arrays
@@ -198,9 +198,9 @@ def attend_ragged(
         part = ops.ragged(x)
         if part is None:
             raise FrameworkError(message(name, "a jagged tensor, as query is", "another", hint="torch.nested"))
-        wanted = -3 if head_axis == -2 and len(part.values.shape) > 2 else -2
-        if part.axis != wanted:
-            expected = f"lengths that differ on axis {wanted}, as head_axis is {shown(head_axis)}"
+        axis = -3 if head_axis == -2 and len(part.values.shape) > 2 else -2
+        if part.axis != axis:
+            expected = f"lengths that differ on axis {axis}, as head_axis is {shown(head_axis)}"
             raise ShapeError(message(name, expected, f"on axis {part.axis}"))
         parts[name] = part
     for name, x in without.items():

@@ -40,21 +40,21 @@ class CacheFile:
         missing = {each.name for each in fields(cls) if each.default is MISSING} - arrays.keys()
         if missing:
             raise FileError(f"{path}: no cache of keys and values: lacks {', '.join(sorted(missing))}")
-        found: dict[str, Any] = {each.name: arrays[each.name] for each in fields(cls) if each.name in arrays}
-        keys, values, lens = found["keys"], found["values"], found["lens"]
-        numbers = found.keys() & {"slots", "has_heads", "head_axis", "sinks", "window"}
+        contents: dict[str, Any] = {each.name: arrays[each.name] for each in fields(cls) if each.name in arrays}
+        keys, values, lens = contents["keys"], contents["values"], contents["lens"]
+        numbers = contents.keys() & {"slots", "has_heads", "head_axis", "sinks", "window"}
         fits = (
             keys.ndim == values.ndim == 4
-            and all(found[name].ndim == 0 and found[name].dtype.kind in "iub" for name in numbers)
-            and found["key_sizes"].shape == (2,)
-            and keys.shape[2] == values.shape[2] <= found["slots"]
-            and lens.shape == keys.shape[:1] == values.shape[:1] == found.get("oldest", lens).shape
+            and all(contents[name].ndim == 0 and contents[name].dtype.kind in "iub" for name in numbers)
+            and contents["key_sizes"].shape == (2,)
+            and keys.shape[2] == values.shape[2] <= contents["slots"]
+            and lens.shape == keys.shape[:1] == values.shape[:1] == contents.get("oldest", lens).shape
             and lens.dtype.kind in "iu"
             and lens.min(initial=0) >= 0
         )
         if not fits:
             raise FileError(f"{path}: no cache of keys and values: arrays that do not belong together")
-        return cls(**found | {name: int(found[name]) for name in numbers})
+        return cls(**contents | {name: int(contents[name]) for name in numbers})
 
 
 def host_array(ops: Backend, x: Array) -> HostArray:

@@ -58,8 +58,8 @@ class AppendedPositions:
     def entries(self) -> Array:
         """Return the entry that each slot takes, (batch, slot); below 0 for a slot that keeps what it holds."""
         ends = self.index.reshape(self.ends, (-1, 1))
-        held = positions_of_slots(self.index, self._entries(self.size), ends, self.sinks, self.size)
-        return held - self.index.reshape(self.starts, (-1, 1))
+        positions = positions_of_slots(self.index, self._entries(self.size), ends, self.sinks, self.size)
+        return positions - self.index.reshape(self.starts, (-1, 1))
 
     def _entries(self, count: int) -> Array:
         return self.index.reshape(self.index.positions(0, count, self.starts), (1, -1))
