@@ -407,8 +407,8 @@ class KeyValueCache:
         --------
         >>> import numpy as np, attnscore as ats
         >>> x = np.zeros((1, 4, 2))
-        >>> given = ats.KeyValueCache().append(x, x).arguments(x[:, 2:])
-        >>> ats.attend(x[:, 2:], **given, return_weights=True)[1]
+        >>> arguments = ats.KeyValueCache().append(x, x).arguments(x[:, 2:])
+        >>> ats.attend(x[:, 2:], **arguments, return_weights=True)[1]
         array([[[0.33333333, 0.33333333, 0.33333333, 0.        ],
                 [0.25      , 0.25      , 0.25      , 0.25      ]]])
         """
@@ -528,10 +528,10 @@ class KeyValueCache:
         """
         from attnscore.kv_buffers import files
 
-        held = files.CacheFile.read(Path(path))
-        options: dict[str, Any] = {name: getattr(held, name) for name in ("window", "sinks", "head_axis")}
+        contents = files.CacheFile.read(Path(path))
+        options: dict[str, Any] = {name: getattr(contents, name) for name in ("window", "sinks", "head_axis")}
         try:
-            cache = cls(score=score, capacity=held.slots or None, **options)
+            cache = cls(score=score, capacity=contents.slots or None, **options)
         except ArgumentError as error:
             raise FileError(f"{path}: no cache of keys and values: {error}") from error
         like = np.empty(0) if like is None else like
@@ -539,18 +539,20 @@ class KeyValueCache:
         storage = STORAGE[ops.name]
         index = storage.index_ops(ops)
         with storage.scope(ops):
-            heads, dim = map(int, held.key_sizes)
-            cache._has_heads, cache._key_sizes = bool(held.has_heads), (heads, dim)
-            cache._keys, cache._values = (files.buffer_of(ops, x, held.slots, like) for x in (held.keys, held.values))
-            lens = held.lens.astype(np.int64)
+            heads, dim = map(int, contents.key_sizes)
+            cache._has_heads, cache._key_sizes = bool(contents.has_heads), (heads, dim)
+            cache._keys, cache._values = (
+                files.buffer_of(ops, x, contents.slots, like) for x in (contents.keys, contents.values)
+            )
+            lens = contents.lens.astype(np.int64)
             host = lens, np.zeros_like(lens)
             cache._lens, cache._starts = (index.asarray(x, like, "int64") for x in host)
             if storage.is_in_place:
-                oldest = np.maximum(0, lens - (held.slots - held.sinks))
-                cache._oldest = oldest if held.oldest is None else held.oldest
+                oldest = np.maximum(0, lens - (contents.slots - contents.sinks))
+                cache._oldest = oldest if contents.oldest is None else contents.oldest
             # The score that `prepare_keys` leaves depends on the shapes of the keys alone.
             some = ops.zeros((1, heads, 1, dim), cache._keys)
-            cache._prepared_score = cache._prepared(some if held.has_heads else some[:, 0], -3)[1]
+            cache._prepared_score = cache._prepared(some if contents.has_heads else some[:, 0], -3)[1]
         return cache
 
     # ------------------------------------------------------------------ inside
