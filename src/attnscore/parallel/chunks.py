@@ -119,8 +119,8 @@ def attend_chunks(
         )  # fmt: skip
         of_keys = dataclasses.replace(problem, sink=None)
         result = kernels.single_plan(of_keys, kernel)()
-        places = partial(ops.positions, at[0], at[1] - at[0], query)
-        result = dataclasses.replace(result, statistics=in_whole(ops, result.statistics, places))
+        positions = partial(ops.positions, at[0], at[1] - at[0], query)
+        result = dataclasses.replace(result, statistics=in_whole(ops, result.statistics, positions))
         new = state_of(ops, result, parts.counts_of(of_keys, result.log_denom))
         return new._replace(out=ops.astype(result.out, ops.dtype(new.total)) * new.total), problem.sink
 
@@ -136,8 +136,7 @@ def attend_chunks(
         if not statistics:
             return out
         rows = {"log_sum_exp": result.log_sum_exp, **result.statistics}
-        found = {name: layout.rows_from_canonical(ops, rows[name][..., 0]) for name in statistics}
-        return out, AttentionStats(**found)
+        return out, AttentionStats(**{name: layout.rows_from_canonical(ops, rows[name][..., 0]) for name in statistics})
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,11 +27,11 @@ class RowBytes:
     query: int
     out: int
     key: int
-    """Of key and value together."""
+    """Key and value together."""
     key_gradient: int
-    """As `key`, in the dtype of sums."""
+    """Key and value in the dtype of sums."""
     row: int
-    """Of the numbers that are passed with a query, in the dtype of sums: row_max, log_denom, delta; two of entropy."""
+    """Numbers passed with a query, in the dtype of sums: row_max, log_denom, delta, and two for the entropy."""
     heads: int
     kv_heads: int
 
@@ -53,11 +53,11 @@ class RowBytes:
             check_count(name, size)
         if kv_heads and heads % kv_heads:
             raise ArgumentError(message("kv_heads", f"a number that divides heads = {heads}", kv_heads))
-        own, sums = itemsize(dtype), itemsize(accumulator(dtype))
+        number, sums = itemsize(dtype), itemsize(accumulator(dtype))
         kv = batch * kv_heads * (key_dim + value_dim)
         queries = batch * heads
         row = 3 * queries * sums
-        return cls(queries * dim * own, queries * value_dim * own, kv * own, kv * sums, row, heads, kv_heads)
+        return cls(queries * dim * number, queries * value_dim * number, kv * number, kv * sums, row, heads, kv_heads)
 
     @classmethod
     def of_problem(cls, problem: Problem) -> RowBytes:
@@ -91,12 +91,12 @@ def bytes_sent(phase: Phase, size: RowBytes) -> HostArray:
 
 def peak_memory(phases: Sequence[Phase], counts: Counts, size: RowBytes) -> HostArray:
     """Return the bytes of each rank's arrays, and of buffers of the exchange, with the gradients of a backward."""
-    own = counts.queries * size.total(("query", "out")) + counts.keys * size.key
-    found: HostArray = 0 * own
+    of_rank = counts.queries * size.total(("query", "out")) + counts.keys * size.key
+    memory = np.zeros_like(counts.queries)
     for phase in phases:
-        held = sum((rows * size.total(arrays) for arrays, rows in phase.held), np.zeros(1, np.int64))
-        found = found + own + held // phase.share
-    return found
+        buffers = sum((rows * size.total(arrays) for arrays, rows in phase.held), np.zeros(1, np.int64))
+        memory = memory + of_rank + buffers // phase.share
+    return memory
 
 
 # ---- the choice

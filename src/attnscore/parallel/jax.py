@@ -176,10 +176,10 @@ def _planned(
         raise ArgumentError(message("gradient", expected, "'queries'"))
     key, options = options.unpack(key)
     problem = options.own_problem(query, key, value)
-    own = problem.score_shape
-    queries = held_by_devices("queries", options.queries, own.query_len, axis_name)
-    keys = held_by_devices("keys", options.queries if options.keys is None else options.keys, own.key_len, axis_name)
-    whole = dataclasses.replace(own, query_len=queries.length, key_len=keys.length)
+    shape = problem.score_shape
+    queries = held_by_devices("queries", options.queries, shape.query_len, axis_name)
+    keys = held_by_devices("keys", options.queries if options.keys is None else options.keys, shape.key_len, axis_name)
+    whole = dataclasses.replace(shape, query_len=queries.length, key_len=keys.length)
     mask = options.whole_mask(problem, whole)
     bias = None if options.bias is None else _checked_bias(problem, options.bias, query, whole)
     problem = dataclasses.replace(problem, mask=mask, bias=bias)
@@ -194,5 +194,5 @@ def _checked_bias(problem: Problem, bias: Any, query: Array, whole: ScoreShape) 
     shape = tuple(bias.shape)
     rows = whole if whole.is_relative(shape) else dataclasses.replace(problem.score_shape, key_len=whole.key_len)
     check_bias_shape(shape, rows)
-    found: Array = rows.to_canonical(problem.ops, bias)
-    return found
+    canonical: Array = rows.to_canonical(problem.ops, bias)
+    return canonical

@@ -47,9 +47,9 @@ def split_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
     held = Held(check_shards("shards", shards))
     _check_rows("x", x, held.length, axis)
     table = held.positions.reshape(-1)
-    found = jnp.take(_on_each_device(x, axis), jnp.asarray(np.minimum(table, max(0, held.length - 1))), axis)
+    rows = jnp.take(_on_each_device(x, axis), jnp.asarray(np.minimum(table, max(0, held.length - 1))), axis)
     inside = jnp.asarray(table < held.length).reshape(-1, *(1,) * (x.ndim - 1 - axis % x.ndim))
-    return found if held.is_full else jnp.where(inside, found, jnp.zeros((), x.dtype))
+    return rows if held.is_full else jnp.where(inside, rows, jnp.zeros((), x.dtype))
 
 
 def join_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
@@ -76,12 +76,12 @@ class Held:
 
     @property
     def length(self) -> int:
-        """Of the whole sequence."""
+        """Length of the whole sequence."""
         return self.shards[0].length
 
     @cached_property
     def rows(self) -> int:
-        """Of each device's array."""
+        """Rows of each device's array, with padding."""
         return max(map(len, self.shards))
 
     @property
@@ -97,7 +97,7 @@ class Held:
 
     @cached_property
     def order(self) -> HostArray:
-        """Where each row of the sequence is in the arrays of all devices, one behind the other."""
+        """Where each row of the sequence is in the concatenated arrays of all devices."""
         return np.argsort(self.positions, axis=None, kind="stable")[: self.length]
 
     @property
@@ -116,8 +116,7 @@ class Held:
 
 def entry(table: HostArray, device: Array) -> Array:
     """Return the device's entry of a table; computed where that takes less memory than the table."""
-    counted = table - table[:, :1] == np.arange(table.shape[-1]) if table.ndim == 2 and table.shape[-1] else np.array(0)
-    if counted.all():
+    if table.ndim == 2 and table.shape[-1] and (table - table[:, :1] == np.arange(table.shape[-1])).all():
         return jnp.take(jnp.asarray(table[:, 0]), device) + jnp.arange(table.shape[-1])
     return jnp.take(jnp.asarray(table), device, 0)
 
@@ -142,8 +141,8 @@ def _on_each_device(x: Array, axis: int) -> Array:
     if not sharding.mesh.explicit_axes or spec[axis] is None:
         return x
     whole = (None if i == axis % x.ndim else names for i, names in enumerate(spec))
-    found: Array = _sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, _sharding.PartitionSpec(*whole)))
-    return found
+    resharded: Array = _sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, _sharding.PartitionSpec(*whole)))
+    return resharded
 
 
 def _check_rows(name: str, x: Array, rows: int, axis: int) -> None:

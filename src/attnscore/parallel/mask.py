@@ -23,8 +23,7 @@ _CUT = (Dense, Documents, KeyPadding, Neighbours)
 def with_batch_axis(mask: Mask, whole: ScoreShape) -> Mask:
     """Return a mask of the whole sequence whose arrays (head, query, key) have an axis of batch elements in front.
 
-    What is known of a mask is by batch element, and by head only where it has both axes: three axes would be read as
-    (batch, query, key).
+    Three axes would be read as (batch, query, key).
     """
 
     def widened(atom: Mask) -> Mask:
@@ -105,9 +104,9 @@ def _graph(mask: Neighbours, at: Sharded) -> Mask:
     count, rows = len(rows), rows[rows < at.query_len]
     row, keys = edges_of(table, rows)
     local = np.searchsorted(cols, keys)
-    held = np.append(cols, -1)[local] == keys
-    counts = np.bincount(row[held], minlength=count)
-    return Neighbours(np.cumsum([0, *counts]), local[held])
+    is_local = np.append(cols, -1)[local] == keys
+    counts = np.bincount(row[is_local], minlength=count)
+    return Neighbours(np.cumsum([0, *counts]), local[is_local])
 
 
 def _cut(x: Any, positions: Any, axis: int, length: int) -> Array:
@@ -117,14 +116,14 @@ def _cut(x: Any, positions: Any, axis: int, length: int) -> Array:
     size = x.shape[axis]
     if size == 1 != length:
         return x
-    known = backends.host(positions)
+    index = backends.host(positions)
     ops = backends.of({"x": x})
-    if known is not None and len(known) and known[-1] < size and known[-1] - known[0] == len(known) - 1:
-        return ops.slice_axis(x, axis % len(x.shape), int(known[0]), len(known))
-    if known is None:
+    if index is not None and len(index) and index[-1] < size and index[-1] - index[0] == len(index) - 1:
+        return ops.slice_axis(x, axis % len(x.shape), int(index[0]), len(index))
+    if index is None:
         ops = backends.of({"positions": positions})
         x = ops.asarray(x, positions)
         positions = -ops.maximum(-positions, ops.full((), 1 - size, positions))
     else:
-        positions = ops.asarray(np.minimum(known, size - 1), x)
+        positions = ops.asarray(np.minimum(index, size - 1), x)
     return ops.take(x, positions, axis)

@@ -40,10 +40,8 @@ class Pairs:
 
         Where heads have masks of their own, it is the mean of theirs, rounded up.
         """
-        found = np.zeros(self.query_len, np.int64)
-        for strip in self.strips(((0, self.query_len),)):
-            found[strip.rows] = strip.counts
-        return found
+        strips = self.strips(((0, self.query_len),))
+        return np.concatenate([np.zeros(0, np.int64), *(strip.counts for strip in strips)])
 
     def strips(self, ranges: Iterable[Range]) -> Iterator[Strip]:
         """Yield the pairs of the queries in `ranges`, some queries at a time."""
@@ -59,25 +57,25 @@ class Pairs:
 
     def strip(self, rows: HostArray) -> Strip:
         """Return the pairs of some queries."""
-        known, rest = None, None
+        intervals, rest = None, None
         if self.mask is not None:
-            known, rest = split(self.mask, self.query_len, self.key_len, self.batch, rows)
-        if known is None:
+            intervals, rest = split(self.mask, self.query_len, self.key_len, self.batch, rows)
+        if intervals is None:
             zero = np.zeros((1, 1, len(rows)), np.int64)
-            known = IntervalSet(zero, zero + self.key_len)
+            intervals = IntervalSet(zero, zero + self.key_len)
         parts = [] if rest is None else parts_of(rest)
         tables = [part.table(self.key_len) for part in parts if isinstance(part, Neighbours)]
         evaluated = [part for part in parts if not isinstance(part, Neighbours) and _is_readable(part)]
-        return Strip(self, rows, known, tuple(table for table in tables if table is not None), all_of(evaluated))
+        return Strip(self, rows, intervals, tuple(table for table in tables if table is not None), all_of(evaluated))
 
 
 @dataclass(frozen=True, eq=False)
 class Strip:
-    """The unmasked pairs of some queries: those in `known` that the graphs and `rest` have too."""
+    """The unmasked pairs of some queries: pairs in the intervals, in all graphs and in `rest`."""
 
     pairs: Pairs
     rows: HostArray
-    known: IntervalSet
+    intervals: IntervalSet
     graphs: tuple[NeighbourTable, ...]
     rest: Mask | None
 
@@ -86,26 +84,25 @@ class Strip:
         """Number of unmasked keys of each query, (rows,) int64, as in `Pairs.per_query`."""
         if self.graphs:
             row, keys = edges_of(self.graphs[0], self.rows)
-            start, stop = self.known.start[..., row], self.known.stop[..., row]
+            start, stop = self.intervals.start[..., row], self.intervals.stop[..., row]
             inside = np.any((start <= keys) & (keys < stop), 0)
             per_batch = np.stack([np.bincount(row, x, len(self.rows)) for x in inside])
         elif self.rest is None:
-            per_batch = (self.known.stop - self.known.start).sum(0)
+            per_batch = (self.intervals.stop - self.intervals.start).sum(0)
         else:
             blocks = [block.sum(-1).mean(0, keepdims=True) for _, block in self._blocks()]
             per_batch = np.concatenate([np.zeros((1, 0)), *blocks], -1)
-        found: HostArray = np.ceil(per_batch.mean(0) * self.pairs.batch).astype(np.int64)
-        return found
+        return np.asarray(np.ceil(per_batch.mean(0) * self.pairs.batch).astype(np.int64))
 
     @cached_property
     def keys(self) -> tuple[Range, ...]:
         """The keys that any of the queries attends in any batch row and head, as ranges in rising order."""
-        start, stop = self.known.start.reshape(-1), self.known.stop.reshape(-1)
-        found = union(start[start < stop], stop[start < stop])
+        start, stop = self.intervals.start.reshape(-1), self.intervals.stop.reshape(-1)
+        ranges = union(start[start < stop], stop[start < stop])
         if not self.graphs and self.rest is None:
-            return found
+            return ranges
         # By a flag for each key: these masks take far more memory themselves.
-        attended = _flags(found, self.pairs.key_len)
+        attended = _flags(ranges, self.pairs.key_len)
         for graph in self.graphs:
             attended &= _flags(_ranges_near(edges_of(graph, self.rows)[1]), self.pairs.key_len)
         if self.rest is not None:
@@ -118,15 +115,15 @@ class Strip:
 
     def attending(self, keys: Iterable[Range]) -> tuple[Range, ...]:
         """Return the queries that may attend any of `keys`, by their intervals, as ranges in rising order."""
-        found = np.zeros(len(self.rows), bool)
+        is_attending = np.zeros(len(self.rows), bool)
         for start, stop in keys:
-            overlap = np.minimum(self.known.stop, stop) > np.maximum(self.known.start, start)
-            found |= overlap.any((0, 1))
-        rows = self.rows[found]
+            overlap = np.minimum(self.intervals.stop, stop) > np.maximum(self.intervals.start, start)
+            is_attending |= overlap.any((0, 1))
+        rows = self.rows[is_attending]
         return union(rows, rows + 1)
 
     def _blocks(self) -> Iterator[tuple[slice, HostArray]]:
-        """Yield blocks of queries and their unmasked pairs by `known` and `rest`, (matrices, queries, key)."""
+        """Yield blocks of queries and their unmasked pairs by the intervals and `rest`, (matrices, queries, key)."""
         ops, pairs = backends.load("numpy"), self.pairs
         cols = np.arange(pairs.key_len)[None]
         count = max(1, thresholds.COUNTED_PAIRS // max(1, pairs.key_len * pairs.batch))
@@ -134,10 +131,10 @@ class Strip:
         shape = ScoreShape((pairs.batch,), heads, 1, pairs.query_len, pairs.key_len, has_heads=heads > 1)
         for first in range(0, len(self.rows), count):
             at = slice(first, first + count)
-            start, stop = self.known.start[..., at, None], self.known.stop[..., at, None]
+            start, stop = self.intervals.start[..., at, None], self.intervals.stop[..., at, None]
             block: HostArray = np.any((start <= cols) & (cols < stop), 0)
             if self.rest is not None:
-                # (batch, head, group, queries, key): the known intervals are those of the batch rows.
+                # (batch, head, group, queries, key): the intervals are those of the batch rows.
                 visible = self.rest.visible(ops, shape, self.rows[at, None], cols)
                 block = np.logical_and(block[:, None, None], visible)
             # Not by -1, which an array without keys does not tell.

@@ -48,7 +48,7 @@ class Exchange:
     pairs: tuple[int, ...]
     _of_mask: Pairs = field(repr=False, compare=False)
     # Not an argument: a copy with other queries has results of its own.
-    _known: BoundedCache[Shard] = field(default_factory=BoundedCache, init=False, repr=False, compare=False)
+    _cache: BoundedCache[Shard] = field(default_factory=BoundedCache, init=False, repr=False, compare=False)
 
     @property
     def ranks(self) -> int:
@@ -64,7 +64,7 @@ class Exchange:
 
         They are found by the intervals of the mask: there may be a few too many, never too few.
         """
-        return self._known.get_or_compute(
+        return self._cache.get_or_compute(
             (target, source), lambda: self.attending_keys(self.queries[target], self.transfer(source, target))
         )
 
@@ -80,7 +80,7 @@ class Exchange:
             strips = self._of_mask.strips(queries.ranges)
             return Shard.of((pair for strip in strips for pair in strip.keys), self.keys[0].length)
 
-        return self._known.get_or_compute(queries, compute)
+        return self._cache.get_or_compute(queries, compute)
 
     @cached_property
     def needed_blocks(self) -> tuple[Shard, ...]:
@@ -90,11 +90,9 @@ class Exchange:
     @cached_property
     def passed(self) -> tuple[Shard, ...]:
         """The queries that are passed to each rank: all that attend keys of it, in whole blocks."""
-        ranks, found = range(self.ranks), []
-        for owner in ranks:
-            attending = (pair for rank in ranks for pair in self.attending(rank, owner).ranges)
-            found.append(in_blocks(Shard.of(attending, self.queries[0].length), BACKWARD_QUERIES))
-        return tuple(found)
+        ranks, length = range(self.ranks), self.queries[0].length
+        ranges = [[pair for rank in ranks for pair in self.attending(rank, owner).ranges] for owner in ranks]
+        return tuple(in_blocks(Shard.of(attending, length), BACKWARD_QUERIES) for attending in ranges)
 
     def sent(self, rank: int) -> int:
         """Return how many keys a rank sends: a key that two other ranks need counts twice."""
@@ -158,8 +156,8 @@ def exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard],
     keys = _complete("keys", keys, len(queries))
     # The layers of a model have one mask. Those with arrays, which may change, are counted anew.
     fields = (None,) if mask is None else None if mask.arrays() else numbers_of(mask, None)
-    known = None if fields is None else (fields, queries, keys, batch)
-    return _EXCHANGES.get_or_compute(known, lambda: _exchange(mask, queries, keys, batch))
+    cache_key = None if fields is None else (fields, queries, keys, batch)
+    return _EXCHANGES.get_or_compute(cache_key, lambda: _exchange(mask, queries, keys, batch))
 
 
 _EXCHANGES: BoundedCache[Exchange] = BoundedCache(64)
@@ -195,9 +193,9 @@ def _distinguishes_heads(mask: Mask, whole: ScoreShape) -> bool:
     return mask.heads > 1
 
 
-def _moved(held: Sequence[Shard], wanted: Sequence[Shard]) -> HostArray:
-    """Return how many positions that one rank holds another wants, (source, target)."""
-    return np.array([[len(own & other) for other in wanted] for own in held])
+def _moved(held: Sequence[Shard], needed: Sequence[Shard]) -> HostArray:
+    """Return how many positions that one rank holds another needs, (source, target)."""
+    return np.array([[len(source & target) for target in needed] for source in held])
 
 
 def in_blocks(shard: Shard, size: int) -> Shard:
@@ -206,9 +204,9 @@ def in_blocks(shard: Shard, size: int) -> Shard:
     return Shard.of(ends, shard.length)
 
 
-def _complete(name: str, given: Sequence[Shard], ranks: int | None = None) -> tuple[Shard, ...]:
+def _complete(name: str, shards: Sequence[Shard], ranks: int | None = None) -> tuple[Shard, ...]:
     """Return the shards of all ranks; raise ArgumentError unless each position of the sequence belongs to one."""
-    shards = check_shards(name, given, ranks)
+    shards = check_shards(name, shards, ranks)
     length = shards[0].length
     ranges = sorted(pair for shard in shards for pair in shard.ranges)
     ends = [0, *(stop for _, stop in ranges)]

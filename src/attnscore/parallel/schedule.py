@@ -82,5 +82,4 @@ def schedule(counts: Counts, mode: str, gradient: str) -> tuple[Phase, ...]:
 
 def sent(rows: HostArray) -> HostArray:
     """Return how many rows each rank sends to others."""
-    found: HostArray = rows.sum(1) - np.diagonal(rows)
-    return found
+    return np.asarray(rows.sum(1) - np.diagonal(rows))

@@ -131,8 +131,7 @@ class Shard:
 
     @cached_property
     def _positions(self) -> HostArray:
-        found = [np.arange(start, stop) for start, stop in self.ranges]
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
+        return np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in self.ranges)])
 
     def positions(self, like: Array = None) -> Array:
         """Return the global positions, (positions,) int64, of NumPy or of the framework and device of `like`.
@@ -168,13 +167,13 @@ class Shard:
     def __and__(self, other: Shard) -> Shard:
         """Return the positions in both."""
         _check_same_length(self, other)
-        found, mine, theirs = [], 0, 0
+        ranges, mine, theirs = [], 0, 0
         while mine < len(self.ranges) and theirs < len(other.ranges):
             (start, stop), (other_start, other_stop) = self.ranges[mine], other.ranges[theirs]
             if max(start, other_start) < min(stop, other_stop):
-                found.append((max(start, other_start), min(stop, other_stop)))
+                ranges.append((max(start, other_start), min(stop, other_stop)))
             mine, theirs = (mine + 1, theirs) if stop <= other_stop else (mine, theirs + 1)
-        return Shard(tuple(found), self.length)
+        return Shard(tuple(ranges), self.length)
 
     def __or__(self, other: Shard) -> Shard:
         """Return the positions in either."""
@@ -191,14 +190,14 @@ class Shard:
         """
         if (self & part) != part:
             raise ArgumentError(message("part", "positions that the shard holds", shown(part)))
-        found, first, mine = [], 0, iter(self.ranges)
+        ranges, first, mine = [], 0, iter(self.ranges)
         start, stop = next(mine, (0, 0))
         for part_start, part_stop in part.ranges:
             while stop < part_stop:
                 first += stop - start
                 start, stop = next(mine)
-            found.append((first + part_start - start, first + part_stop - start))
-        return Shard(tuple(found), len(self)).ranges
+            ranges.append((first + part_start - start, first + part_stop - start))
+        return Shard(tuple(ranges), len(self)).ranges
 
 
 def balanced_shards(
@@ -275,28 +274,28 @@ def consecutive_shards(
 
 def check_shards(name: str, shards: Any, ranks: int | None = None) -> tuple[Shard, ...]:
     """Return the shards of all ranks; raise ArgumentError unless they are some, one for each of `ranks`."""
-    found = tuple(shards) if isinstance(shards, Iterable) else ()
-    if not found or not all(isinstance(shard, Shard) for shard in found):
+    of_ranks = tuple(shards) if isinstance(shards, Iterable) else ()
+    if not of_ranks or not all(isinstance(shard, Shard) for shard in of_ranks):
         raise ArgumentError(message(name, "a Shard of each rank", shown(shards)))
-    if ranks not in (None, len(found)):
-        raise ArgumentError(message(name, f"one shard for each of {ranks} ranks", len(found)))
-    return found
+    if ranks not in (None, len(of_ranks)):
+        raise ArgumentError(message(name, f"one shard for each of {ranks} ranks", len(of_ranks)))
+    return of_ranks
 
 
 def cut(loads: HostArray, ranks: int) -> HostArray:
     """Return where consecutive loads are cut into parts of about the same sum, (ranks + 1,)."""
     sums = np.append(0, np.cumsum(loads if loads.any() else np.ones_like(loads)))
-    wanted = sums[-1] * np.arange(1, ranks) / ranks
-    after = np.clip(np.searchsorted(sums, wanted), 1, None)
+    targets = sums[-1] * np.arange(1, ranks) / ranks
+    after = np.clip(np.searchsorted(sums, targets), 1, None)
     # The edge before, where it is nearer.
-    edges = np.minimum(after - (wanted - sums[after - 1] < sums[np.minimum(after, len(loads))] - wanted), len(loads))
+    edges = np.minimum(after - (targets - sums[after - 1] < sums[np.minimum(after, len(loads))] - targets), len(loads))
     return np.concatenate([[0], edges, [len(loads)]]).astype(np.int64)
 
 
 def deal(loads: HostArray, ranks: int) -> HostArray:
     """Return the rank that gets each of the loads: the largest first, to the rank with the least so far."""
     share = -(-len(loads) // ranks)
-    # Ranks by their load so far, then by what they have got and their number.
+    # Ranks by their load so far, then by the number of their loads, then by rank.
     heap = [(0, 0, rank) for rank in range(ranks)]
     owner = np.empty(len(loads), np.int64)
     for i in np.argsort(-loads, kind="stable").tolist():
