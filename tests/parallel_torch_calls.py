@@ -25,7 +25,7 @@ from attnscore.layers.torch import MultiHeadAttention
 from attnscore.masks import Mask
 from attnscore.parallel import Shard, balanced_shards, exchange
 from attnscore.parallel.torch import attend, explain, gather_rows, merge_over
-from attnscore.parallel.torch_parts import ShardedCall
+from attnscore.parallel.torch_modes import ShardedCall
 from cases import MASK, SCORE, Sizes
 
 STATISTICS = ats.AttentionStats._fields

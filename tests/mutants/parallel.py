@@ -81,7 +81,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "parts-dropout-by-local-positions",
-        "src/attnscore/parallel/torch_parts.py",
+        "src/attnscore/parallel/torch_modes.py",
         "ShardedCall.problem_of",
         "A.positions(B)",
         "torch.arange(len(A))",
@@ -90,7 +90,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "parts-lengths-of-the-part",
-        "src/attnscore/parallel/torch_parts.py",
+        "src/attnscore/parallel/torch_modes.py",
         "ShardedCall.mask_of",
         "shard_mask(self.problem.mask, A, B, self.queries.length, self.keys.length)",
         "shard_mask(self.problem.mask, A, B, len(A), len(B))",

@@ -24,10 +24,12 @@ from attnscore.parallel.jax_rows import Held, entry, join_rows, split_rows
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.parts import (
     SOFTMAX_ALONE,
+    arrays_of,
     dropout_of,
     finished,
     kernel_of,
     problem_of_part,
+    result_of,
     state_of,
 )
 from attnscore.parallel.plan import Exchange, have_masks_of_their_own
@@ -44,7 +46,9 @@ Arrays = Mapping[str, Array]
 
 
 def role_of(problem: Problem, name: str) -> str:
-    """Return which rows an operand has: "query", "key" or "shared" (none)."""
+    """Return which rows an array of the form has, "query", "key" or "shared" (none); the name of another operand."""
+    if name in ("bias", "sink"):
+        return name
     return "key" if name == "value" else problem.form.role(name)
 
 
@@ -70,9 +74,8 @@ class Call(ABC):
         return lax.axis_index(self.axis_name)
 
     def operands(self, *roles: str) -> dict[str, Array]:
-        """Return the arrays of the form, and the value, of some roles."""
-        found = {**self.problem.form.arrays(), "value": self.problem.value}
-        return {name: x for name, x in found.items() if role_of(self.problem, name) in roles}
+        """Return the operands of some roles: "query", "key", "shared" (without rows), "bias", "sink"."""
+        return {name: x for name, x in self.problem.operands().items() if role_of(self.problem, name) in roles}
 
     @abstractmethod
     def run(self) -> Result:
@@ -88,11 +91,29 @@ class Call(ABC):
         )
         return SinglePlan(kernel_of(self.kernel, problem), problem, tiling.plan(problem))()
 
-    def bias_of(self, bias: Array, rows: Array, cols: Array, *, consecutive: bool) -> Array:
-        """Return the bias of the device's queries and the keys `cols`, which may be consecutive."""
+    def part(
+        self, keys: Held, cols: Any, operands: Arrays, statistics: tuple[str, ...] | None = None, *, sink: Any = None
+    ) -> Result:
+        """Return the result of the device's queries over the keys at `cols`, among `keys` of all devices.
+
+        `operands` may have a bias, of all keys.
+        """
+        rows, whole = self.queries.of_device(self.device), self.whole
+        shape = dataclasses.replace(whole, query_len=self.queries.rows, key_len=cols.shape[0])
+        padded = not (self.queries.is_full and keys.is_full)
+        mask = shard_mask(self.problem.mask, rows, cols, whole.query_len, whole.key_len, padded=padded)
+        dropout = dropout_of(self.problem, whole, rows, jnp.asarray(cols))
+        bias = self.bias_of(operands["bias"], keys, rows, jnp.asarray(cols)) if "bias" in operands else None
+        result = self.compute(shape, operands, mask, bias, dropout, sink, statistics)
+        numbers = in_whole(self.problem.ops, result.statistics, lambda: jnp.asarray(cols))
+        return dataclasses.replace(result, statistics=numbers)
+
+    def bias_of(self, bias: Array, keys: Held, rows: Array, cols: Array) -> Array:
+        """Return the bias of the device's queries and the keys at `cols`, among `keys` of all devices."""
         if not self.whole.is_relative(tuple(bias.shape)):
-            return bias if bias.shape[-1] == 1 else jnp.take(bias, cols, -1, mode="clip")
-        if consecutive and self.queries.is_consecutive and rows.shape[0] and cols.shape[0]:
+            is_whole = all(len(shard) == keys.length for shard in keys.shards)
+            return bias if is_whole or bias.shape[-1] == 1 else jnp.take(bias, cols, -1, mode="clip")
+        if keys.is_consecutive and self.queries.is_consecutive and rows.shape[0] and cols.shape[0]:
             # One number for each key - query, from that of the last query and the first key on.
             count = rows.shape[0] + cols.shape[0] - 1
             begin = cols[0] - rows[0] - rows.shape[0] + self.whole.query_len
@@ -106,20 +127,10 @@ class Gather(Call):
 
     def run(self) -> Result:
         arrays = {name: self._fetch(x) for name, x in self.operands("key").items()}
-        rows = self.queries.of_device(self.device)
-        # Of the host where they are the same for all devices.
+        # Positions of the host where they are the same for all devices.
         cols = np.arange(self.keys.length) if self._is_whole else self._needed.of_device(self.device)
-        shape = dataclasses.replace(self.whole, query_len=self.queries.rows, key_len=cols.shape[0])
-        padded = not self.queries.is_full or not self._needed.is_full
-        mask = shard_mask(self.problem.mask, rows, cols, self.whole.query_len, self.whole.key_len, padded=padded)
-        dropout = dropout_of(self.problem, self.whole, rows, jnp.asarray(cols))
-        bias = self.problem.bias
-        if bias is not None and not (self._is_whole and bias.shape[-1] == self.whole.key_len):
-            bias = self.bias_of(bias, rows, jnp.asarray(cols), consecutive=self._needed.is_consecutive)
-        given = {**self.operands("query", "shared"), **arrays}
-        found = self.compute(shape, given, mask, bias, dropout, self.problem.sink)
-        numbers = in_whole(self.problem.ops, found.statistics, lambda: jnp.asarray(cols))
-        return dataclasses.replace(found, statistics=numbers)
+        operands = {**self.operands("query", "shared", "bias"), **arrays}
+        return self.part(self._needed, cols, operands, sink=self.problem.sink)
 
     @cached_property
     def _needed(self) -> Held:
@@ -144,8 +155,8 @@ class Gather(Call):
 
         def backward(_: None, grad: Array) -> tuple[Array]:
             axes = axes_of((grad,))
-            (found,) = jax.vjp(self._rows, differing(jnp.zeros(shape, sums), axes))[1](grad.astype(sums))
-            return (found.astype(grad.dtype),)
+            (gradient,) = jax.vjp(self._rows, differing(jnp.zeros(shape, sums), axes))[1](grad.astype(sums))
+            return (gradient.astype(grad.dtype),)
 
         fetch.defvjp(lambda x: (self._rows(x), None), backward)
         return fetch(x)
@@ -159,31 +170,30 @@ class Gather(Call):
             pairs = [(rank, (rank + distance) % self.plan.ranks) for rank, part in enumerate(sent.shards) if len(part)]
             rows = jnp.take(x, entry(self._places(sent, self.keys.positions), self.device), -2)
             parts.append(lax.ppermute(rows, self.axis_name, pairs))
-        found = jnp.concatenate(parts, -2) if len(parts) > 1 else x
+        arrays = jnp.concatenate(parts, -2) if len(parts) > 1 else x
         arrived = [np.roll(sent.positions, distance, 0) for distance, sent in self._sent.items()]
         places = self._places(self._needed, np.concatenate([self.keys.positions, *arrived], -1))
-        return jnp.take(found, entry(places, self.device), -2)
+        return jnp.take(arrays, entry(places, self.device), -2)
 
     @cached_property
     def _sent(self) -> dict[int, Held]:
         """What each device sends to the one at a distance, by the distances at which any sends rows."""
-        ranks = range(self.plan.ranks)
-        found = {}
+        ranks, sent = range(self.plan.ranks), {}
         for distance in ranks[1:]:
-            held = Held(tuple(self.plan.transfer(rank, (rank + distance) % self.plan.ranks) for rank in ranks))
-            if held.rows:
-                found[distance] = held
-        return found
+            rows = Held(tuple(self.plan.transfer(rank, (rank + distance) % self.plan.ranks) for rank in ranks))
+            if rows.rows:
+                sent[distance] = rows
+        return sent
 
-    def _places(self, wanted: Held, positions: HostArray) -> HostArray:
-        """Return where the rows that each device wants are among those at `positions`; any row for padding."""
-        found = []
-        for rows, of_device in zip(wanted.positions, positions, strict=True):
+    def _places(self, needed: Held, positions: HostArray) -> HostArray:
+        """Return where the rows that each device needs are among those at `positions`; any row for padding."""
+        indices = []
+        for rows, of_device in zip(needed.positions, positions, strict=True):
             order = np.argsort(of_device, kind="stable")
             last = max(0, int(np.count_nonzero(of_device < self.keys.length)) - 1)
-            places = np.minimum(np.searchsorted(of_device[order], rows), last)
-            found.append(order[places] if len(order) else places)
-        return np.stack(found)
+            index = np.minimum(np.searchsorted(of_device[order], rows), last)
+            indices.append(order[index] if len(order) else index)
+        return np.stack(indices)
 
 
 class Heads(Call):
@@ -191,13 +201,13 @@ class Heads(Call):
 
     @staticmethod
     def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
-        found = []
+        reasons = []
         if have_masks_of_their_own(problem.mask, whole):
-            found.append("each head has a mask of its own")
+            reasons.append("each head has a mask of its own")
         shared = {name: x for name, x in problem.form.arrays().items() if role_of(problem, name) == "shared"}
         if any(x.ndim > 2 or (PARAMETER in name and x.size > 1) for name, x in shared.items()):
-            found.append("each head has parameters of its own")
-        return tuple(found)
+            reasons.append("each head has parameters of its own")
+        return tuple(reasons)
 
     def run(self) -> Result:
         arrays = {name: self._rows(x, self.queries) for name, x in self.operands("query").items()}
@@ -208,10 +218,8 @@ class Heads(Call):
         bias = None if self.problem.bias is None else self._bias(self.problem.bias)
         sink = self.problem.sink
         sink = sink if sink is None or sink.shape[-2] == 1 else self._own_heads(sink, -2)
-        found = self.compute(shape, {**arrays, **self.operands("shared")}, self.problem.mask, bias, dropout, sink)
-        statistics = {name: self._back(x) for name, x in found.statistics.items()}
-        out, row_max, log_denom = (self._back(x) for x in (found.out, found.row_max, found.log_denom))
-        return Result(out, row_max, log_denom, statistics)
+        result = self.compute(shape, {**arrays, **self.operands("shared")}, self.problem.mask, bias, dropout, sink)
+        return result_of({name: self._back(x) for name, x in arrays_of(result).items()})
 
     @property
     def _count(self) -> int:
@@ -225,15 +233,15 @@ class Heads(Call):
         """Return all rows of the device's heads, of an array (*lead, head or 1, group, own rows, dim)."""
         heads, length = x.ndim - 4, x.ndim - 2
         if x.shape[heads] == 1:
-            found = lax.all_gather(x, self.axis_name, axis=length, tiled=True)
+            rows = lax.all_gather(x, self.axis_name, axis=length, tiled=True)
         else:
-            found = lax.all_to_all(x, self.axis_name, heads, length, tiled=True)
-        return join_rows(found, held.shards)
+            rows = lax.all_to_all(x, self.axis_name, heads, length, tiled=True)
+        return join_rows(rows, held.shards)
 
     def _back(self, x: Array) -> Any:
         """Return the device's rows of all heads, of an array (*lead, own heads, group, all rows, dim)."""
-        found = split_rows(x, self.queries.shards)
-        return lax.all_to_all(found, self.axis_name, x.ndim - 2, x.ndim - 4, tiled=True)
+        rows = split_rows(x, self.queries.shards)
+        return lax.all_to_all(rows, self.axis_name, x.ndim - 2, x.ndim - 4, tiled=True)
 
     def _bias(self, bias: Array) -> Array:
         if self.whole.is_relative(tuple(bias.shape)) or (bias.shape[-2] == 1 and self.queries.rows > 1):
@@ -255,38 +263,35 @@ class Ring(Call):
     def run(self) -> Result:
         dropout, mask = self.problem.dropout, self.problem.mask
         seed = () if dropout is None or not isinstance(dropout.seed, SeedHalves) else tuple(dropout.seed)
-        read = [*(() if mask is None else mask.leaves()), *seed]
-        extras = {name: x for name, x in (("bias", self.problem.bias), ("sink", self.problem.sink)) if x is not None}
-        given = {**self.operands("query", "key", "shared"), **extras}
-        axes = axes_of((*given.values(), self.device))
+        operands = self.problem.operands()
+        axes = axes_of((*operands.values(), self.device))
         # Arrays that all devices have are cast, so that JAX sums their gradients over the devices.
-        given = {name: differing(x, axes) for name, x in given.items()}
-        constants = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in read]
+        operands = {name: differing(x, axes) for name, x in operands.items()}
+        constants = [jnp.asarray(x) for x in (*(() if mask is None else mask.leaves()), *seed)]
 
         @jax.custom_vjp
-        def ring(given: Arrays, constants: Sequence[Array]) -> dict[str, Array]:
-            return self._reading(constants)._forward(given)
+        def ring(operands: Arrays, constants: Sequence[Array]) -> dict[str, Array]:
+            return self._with_constants(constants)._forward(operands)
 
-        def forward(given: Arrays, constants: Sequence[Array]) -> Any:
-            found = self._reading(constants)._forward(given)
-            return found, (given, constants, {name: found[name] for name in ("out", *self._differentiable)})
+        def forward(operands: Arrays, constants: Sequence[Array]) -> Any:
+            outputs = self._with_constants(constants)._forward(operands)
+            return outputs, (operands, constants, {name: outputs[name] for name in ("out", *self._differentiable)})
 
         def backward(saved: Any, grads: Arrays) -> Any:
-            given, constants, found = saved
-            return self._reading(constants)._backward(given, found, grads), None
+            operands, constants, outputs = saved
+            return self._with_constants(constants)._backward(operands, outputs, grads), None
 
         ring.defvjp(forward, backward)
-        found = ring(given, constants)
-        out = found.pop("out").astype(self.problem.value.dtype)
-        return Result(out, found.pop("row_max"), found.pop("log_denom"), found)
+        outputs = ring(operands, constants)
+        return result_of({**outputs, "out": outputs["out"].astype(self.problem.value.dtype)})
 
-    def _reading(self, constants: Sequence[Array]) -> Ring:
-        """Return the call over these arrays of the mask, and this seed."""
-        left, problem = iter(constants), self.problem
-        mask = None if problem.mask is None else problem.mask.with_leaves(left)
+    def _with_constants(self, constants: Sequence[Array]) -> Ring:
+        """Return the call with these arrays of the mask, and this seed."""
+        arrays, problem = iter(constants), self.problem
+        mask = None if problem.mask is None else problem.mask.with_leaves(arrays)
         dropout = problem.dropout
         if dropout is not None and isinstance(dropout.seed, SeedHalves):
-            dropout = dataclasses.replace(dropout, seed=SeedHalves(*left))
+            dropout = dataclasses.replace(dropout, seed=SeedHalves(*arrays))
         return dataclasses.replace(self, problem=dataclasses.replace(problem, mask=mask, dropout=dropout))
 
     @property
@@ -309,43 +314,35 @@ class Ring(Call):
         pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
         return {name: lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
 
-    def _part(self, step: int, given: Arrays, statistics: tuple[str, ...]) -> tuple[Result, Array | None]:
+    def _part(self, step: int, operands: Arrays, statistics: tuple[str, ...]) -> tuple[Result, Array | None]:
         """Return the result over the keys that the device has at a step, and their number where a statistic needs it.
 
         The sink belongs to the first step.
         """
-        rows = self.queries.of_device(self.device)
         cols = self.keys.of_device((self.device - step) % self.plan.ranks)
-        shape = dataclasses.replace(self.whole, query_len=self.queries.rows, key_len=self.keys.rows)
-        padded = not (self.queries.is_full and self.keys.is_full)
-        mask = shard_mask(self.problem.mask, rows, cols, self.whole.query_len, self.whole.key_len, padded=padded)
-        bias = given.get("bias")
-        if bias is not None:
-            bias = self.bias_of(bias, rows, cols, consecutive=self.keys.is_consecutive)
         # The parts are merged in the dtype of sums.
-        arrays = {**given, "value": given["value"].astype(self._sums)}
-        dropout, sink = dropout_of(self.problem, self.whole, rows, cols), given.get("sink") if step == 0 else None
-        result = self.compute(shape, arrays, mask, bias, dropout, sink, statistics)
-        numbers = in_whole(self.problem.ops, result.statistics, lambda: cols)
-        result = dataclasses.replace(result, statistics=numbers)
-        return result, self._count(shape, arrays, mask, bias) if {*COUNTED} & {*statistics} else None
+        operands = {**operands, "value": operands["value"].astype(self._sums)}
+        result = self.part(self.keys, cols, operands, statistics, sink=operands.get("sink") if step == 0 else None)
+        return result, self._count(cols, operands) if {*COUNTED} & {*statistics} else None
 
-    def _count(self, shape: ScoreShape, arrays: Arrays, mask: Mask | None, bias: Array | None) -> Array:
-        """Return how many keys of a part each query attends: the sum of exp(0)."""
-        hides = None if bias is None else jnp.where(jnp.isneginf(bias), bias, 0)
+    def _count(self, cols: Array, operands: Arrays) -> Array:
+        """Return how many of the keys at `cols` each query attends: the sum of exp(0)."""
+        rows = dataclasses.replace(self.whole, query_len=self.queries.rows).rows
         # Some scores have no single array of queries or keys.
-        query = jnp.zeros((*shape.rows, 1), self._sums)
-        key = jnp.zeros((*shape.lead, shape.heads, 1, shape.key_len, 1), self._sums)
-        form = InnerForm(query, key)
-        given = {"query": query, "key": key, "value": arrays["value"][..., :1]}
-        layout = dataclasses.replace(self.problem.layout, value_dim=1)
-        call = dataclasses.replace(self, problem=dataclasses.replace(self.problem, form=form, layout=layout))
-        return jnp.round(jnp.exp(call.compute(shape, given, mask, hides, None, None, ("log_sum_exp",)).log_sum_exp))
+        query = jnp.zeros((*rows, 1), self._sums)
+        key = jnp.zeros((*self.whole.lead, self.whole.heads, 1, cols.shape[0], 1), self._sums)
+        form, layout = InnerForm(query, key), dataclasses.replace(self.problem.layout, value_dim=1)
+        problem = dataclasses.replace(self.problem, form=form, layout=layout, dropout=None)
+        zeros = {"query": query, "key": key, "value": operands["value"][..., :1]}
+        if (bias := operands.get("bias")) is not None:
+            zeros["bias"] = jnp.where(jnp.isneginf(bias), bias, 0)
+        result = dataclasses.replace(self, problem=problem).part(self.keys, cols, zeros, ("log_sum_exp",))
+        return jnp.round(jnp.exp(result.log_sum_exp))
 
-    def _forward(self, given: Arrays) -> dict[str, Array]:
+    def _forward(self, operands: Arrays) -> dict[str, Array]:
         """Return output, row_max, log_denom and statistics over the keys of all devices."""
         ops, statistics = self.problem.ops, joinable(self.problem.statistics)
-        of_keys = {name: x for name, x in given.items() if name != "sink"}
+        of_keys = {name: x for name, x in operands.items() if name != "sink"}
         state = None
         for step in range(self.plan.ranks):
             if step:
@@ -355,54 +352,53 @@ class Ring(Call):
                 new = state_of(ops, part, count)
                 new = new._replace(out=part.out * new.total)
                 state = new if state is None else online_softmax.merge(ops, state, new)
-        result = finished(ops, cast(RowState, state), given.get("sink"), self.problem.statistics)
-        rows = {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
-        return rows | result.statistics | {"log_sum_exp": result.log_sum_exp}
+        result = finished(ops, cast(RowState, state), operands.get("sink"), self.problem.statistics)
+        return {**arrays_of(result), "log_sum_exp": result.log_sum_exp}
 
-    def _backward(self, given: Arrays, found: Arrays, grads: Arrays) -> dict[str, Array]:
-        keys = {name: given[name] for name in self.operands("key")}
-        totals = {name: jnp.zeros_like(x, self._sums) for name, x in given.items()}
+    def _backward(self, operands: Arrays, outputs: Arrays, grads: Arrays) -> dict[str, Array]:
+        keys = {name: operands[name] for name in self.operands("key")}
+        totals = {name: jnp.zeros_like(x, self._sums) for name, x in operands.items()}
         of_keys = {name: totals.pop(name) for name in keys}
 
-        def part_at(step: int, given: Arrays) -> dict[str, Array]:
-            result, _ = self._part(step, given, self._differentiable)
+        def part_at(step: int, operands: Arrays) -> dict[str, Array]:
+            result, _ = self._part(step, operands, self._differentiable)
             return {"out": result.out, **{name: result.statistics[name] for name in self._differentiable}}
 
         for step in range(self.plan.ranks):
             if step:
                 keys = self._next(keys)
             if self._is_attended(step):
-                part, vjp = jax.vjp(functools.partial(part_at, step), {**given, **keys})
-                (grad,) = vjp(_gradients_of_part(part, found, grads))
+                part, vjp = jax.vjp(functools.partial(part_at, step), {**operands, **keys})
+                (grad,) = vjp(_gradients_of_part(part, outputs, grads))
                 totals = {name: x + grad[name].astype(x.dtype) for name, x in totals.items()}
                 of_keys = {name: x + grad[name].astype(x.dtype) for name, x in of_keys.items()}
             if step == 0:
-                # Those of the device's own keys stay; those of the others begin at the next device.
+                # The gradients of the device's own keys stay; those of the others begin at the next device.
                 own, of_keys = of_keys, {name: jnp.zeros_like(x) for name, x in of_keys.items()}
             else:
                 # After the last step the gradients are where the keys came from.
                 of_keys = self._next(of_keys)
         totals |= {name: x + of_keys[name] for name, x in own.items()}
-        return {name: totals[name].astype(x.dtype) for name, x in given.items()}
+        return {name: totals[name].astype(x.dtype) for name, x in operands.items()}
 
 
-def _gradients_of_part(part: Arrays, found: Arrays, grads: Arrays) -> dict[str, Array]:
+def _gradients_of_part(part: Arrays, outputs: Arrays, grads: Arrays) -> dict[str, Array]:
     """Return the gradients of the output and statistics of a part, from those of all keys.
 
     With w = exp(lse_part - lse): out = sum w out_part, and the entropy H = sum w (H_part - log w). All w change with
     lse_part, which leaves the differences from out and H.
     """
-    total = found["log_sum_exp"]
+    total = outputs["log_sum_exp"]
     log = part["log_sum_exp"] - jnp.where(jnp.isneginf(total), 0, total)
     w = jnp.exp(log)
     grad_out = grads["out"].astype(w.dtype)
-    of_total = (grad_out * (part["out"] - found["out"])).sum(-1, keepdims=True) + grads["log_sum_exp"]
-    result = {"out": (w * grad_out).astype(part["out"].dtype)}
+    of_total = (grad_out * (part["out"] - outputs["out"])).sum(-1, keepdims=True) + grads["log_sum_exp"]
+    gradients = {"out": (w * grad_out).astype(part["out"].dtype)}
     if "entropy" in part:
         # w log w is 0 where w is.
-        of_total = of_total + grads["entropy"] * (part["entropy"] - jnp.where(w == 0, 0, log) - found["entropy"])
-        result["entropy"] = w * grads["entropy"]
-    return {**result, "log_sum_exp": w * of_total}
+        of_total = of_total + grads["entropy"] * (part["entropy"] - jnp.where(w == 0, 0, log) - outputs["entropy"])
+        gradients["entropy"] = w * grads["entropy"]
+    return {**gradients, "log_sum_exp": w * of_total}
 
 
 WAYS: Final[dict[str, type[Call]]] = {"gather": Gather, "ring": Ring, "heads": Heads}

@@ -67,6 +67,17 @@ def dropout_of(
     return PairDropout(dropout.probability, dropout.seed, first + ops.reshape(rows, (-1, 1)), cols[None])
 
 
+def arrays_of(result: Result) -> dict[str, Array]:
+    """Return the arrays of a result by name."""
+    return {"out": result.out, "log_denom": result.log_denom, "row_max": result.row_max, **result.statistics}
+
+
+def result_of(arrays: Mapping[str, Array]) -> Result:
+    """Return the result of these arrays: the inverse of `arrays_of`."""
+    statistics = {**arrays}
+    return Result(statistics.pop("out"), statistics.pop("row_max"), statistics.pop("log_denom"), statistics)
+
+
 # ---- merging
 
 
@@ -77,8 +88,8 @@ def state_of(ops: Backend, result: Result, count: Array | None = None) -> RowSta
     number of unmasked keys of each query, is required with `mean_score` and `var_score`.
     """
     log_denom, total = result.log_denom, ops.exp(result.log_denom)
-    found = {**result.statistics, "log_denom": log_denom, "total": total, "count": count}
-    sums = {name: ACCUMULATORS[name].of_result(ops, found) for name in online_softmax.needed(tuple(result.statistics))}
+    rows = {**result.statistics, "log_denom": log_denom, "total": total, "count": count}
+    sums = {name: ACCUMULATORS[name].of_result(ops, rows) for name in online_softmax.needed(tuple(result.statistics))}
     return RowState(ops.where(log_denom == -math.inf, -math.inf, result.row_max), total, total, sums)
 
 
@@ -95,5 +106,4 @@ def finished(ops: Backend, state: RowState, sink: Array | None, statistics: tupl
     """Return the result of the queries from the state after all keys, with these statistics; `sink`: (head, group)."""
     if sink is not None:
         sink = ops.astype(ops.reshape(sink, (*ops.shape(sink), 1, 1)), ops.dtype(state.total))
-    out, row_max, log_denom, found = online_softmax.finish(ops, state, sink, statistics)
-    return Result(out, row_max, log_denom, found)
+    return Result(*online_softmax.finish(ops, state, sink, statistics))

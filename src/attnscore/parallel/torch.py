@@ -34,10 +34,10 @@ from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.masks import Mask
 from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.options import Options
+from attnscore.parallel.parts import arrays_of, result_of
 from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard, check_shards
-from attnscore.parallel.torch_modes import WAYS, PassQueries
-from attnscore.parallel.torch_parts import Saved, ShardedCall, arrays_of, result_of
+from attnscore.parallel.torch_modes import WAYS, PassQueries, Saved, ShardedCall
 from attnscore.parallel.torch_ranks import Ranks, Transfers, summed_over_ranks
 from attnscore.problem.problem import Problem, check_extra
 from attnscore.problem.results import RowGradients, present
@@ -185,14 +185,13 @@ def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) 
     """
     ranks = Ranks.of(group)
     shards = check_shards("shards", shards, ranks.count)
-    held = shards[ranks.rank]
-    if not -x.dim() <= axis < x.dim() or x.shape[axis] != len(held):
-        raise ShapeError(message("x", f"{len(held)} positions on axis {axis}", f"shape {tuple(x.shape)}"))
+    count, length = len(shards[ranks.rank]), shards[0].length
+    if not -x.dim() <= axis < x.dim() or x.shape[axis] != count:
+        raise ShapeError(message("x", f"{count} positions on axis {axis}", f"shape {tuple(x.shape)}"))
     rows = x.movedim(axis, 0)
-    transfers = Transfers.of(shards, [Shard.whole(held.length)] * ranks.count, ranks.rank)
-    found = _Fetched.apply(rows.reshape(len(held), math.prod(rows.shape[1:])), ranks, transfers)  # type: ignore[no-untyped-call]  # torch's own
-    whole: Tensor = found.reshape(held.length, *rows.shape[1:]).movedim(0, axis)
-    return whole
+    transfers = Transfers.of(shards, [Shard.whole(length)] * ranks.count, ranks.rank)
+    whole: Tensor = _Fetched.apply(rows.reshape(count, math.prod(rows.shape[1:])), ranks, transfers)  # type: ignore[no-untyped-call]  # torch's own
+    return whole.reshape(length, *rows.shape[1:]).movedim(0, axis)
 
 
 def merge_over(out: Tensor, log_sum_exp: Tensor, group: Any) -> tuple[Tensor, Tensor]:
@@ -227,9 +226,9 @@ class _Fetched(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        found: dict[str, Tensor] = {}
-        ctx.ranks.give_back({"x": grad}, ctx.transfers)(found)
-        return found["x"], None, None
+        totals: dict[str, Tensor] = {}
+        ctx.ranks.give_back({"x": grad}, ctx.transfers)(totals)
+        return totals["x"], None, None
 
 
 # ---- planning
@@ -240,16 +239,17 @@ def _planned(
 ) -> tuple[ShardedCall, ParallelExplanation]:
     """Return the call of this rank, and the explanation of the call of all."""
     ranks = Ranks.of(group)
-    own: Problem | Exception
+    problem_or_error: Problem | Exception
     try:
         check = check_flag("check", check)
-        own = _own_problem(ranks, query, key, value, options, check_flag("sum_parameters", sum_parameters))
+        sum_parameters = check_flag("sum_parameters", sum_parameters)
+        problem_or_error = _problem_of_rank(ranks, query, key, value, options, sum_parameters)
     except Exception as error:
         # Raised once the others, which wait for this rank's part of the check, know of it.
-        own, check = error, check is not False
+        problem_or_error, check = error, check is not False
     device = next((x.device for x in (query, key, value) if isinstance(x, Tensor)), None)
-    facts = _agreed(ranks, own, device or ranks.device, options, check)
-    problem = cast(Problem, own)
+    facts = _agreed(ranks, problem_or_error, device or ranks.device, options, check)
+    problem = cast(Problem, problem_or_error)
     queries = _shards("queries", options.queries, ranks, facts.query_lens, None)
     keys = _shards("keys", options.keys, ranks, facts.key_lens, queries)
     shape = problem.score_shape
@@ -268,8 +268,8 @@ def _planned(
     if problem.bias is not None:
         bias_has_queries = not _check_bias(problem.bias, problem, whole, queries, keys, facts)
         is_summed = sum_parameters and not bias_has_queries
-        found = summed_over_ranks(problem.bias, ranks.group) if is_summed else problem.bias
-        problem = dataclasses.replace(problem, bias=whole.to_canonical(problem.ops, found))
+        bias = summed_over_ranks(problem.bias, ranks.group) if is_summed else problem.bias
+        problem = dataclasses.replace(problem, bias=whole.to_canonical(problem.ops, bias))
     plan = exchange(mask, queries, keys, batch=whole.batch)
     explanation = _chosen(problem, whole, plan, options, bias_has_queries)
     way = PassQueries if explanation.gradient == "queries" else WAYS[explanation.mode]
@@ -296,7 +296,7 @@ def _is_differentiated(problem: Problem) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in problem.operands().values())
 
 
-def _own_problem(
+def _problem_of_rank(
     ranks: Ranks, query: Tensor, key: Any, value: Tensor, options: Options, sum_parameters: bool
 ) -> Problem:
     """Return the problem of the rank's own rows, without a mask, and with the bias as it was given."""
@@ -309,14 +309,14 @@ def _own_problem(
             hint = "multiply the queries or keys with it"
             raise ArgumentError(message("score", "no scale of each position", f"scale {shape}", hint=hint))
 
-    def own(x: Any) -> Any:
+    def summed(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x  # for the checks of the call
         # A copy: FSDP frees the memory of parameters, which it cannot where NumPy has seen it.
         return summed_over_ranks(x.clone(), ranks.group) if sum_parameters else x.clone()
 
-    given = dataclasses.replace(options, score=with_arrays(score, own), sink=own(options.sink))
-    problem = given.own_problem(query, key, value)
+    options = dataclasses.replace(options, score=with_arrays(score, summed), sink=summed(options.sink))
+    problem = options.own_problem(query, key, value)
     if problem.ops.name != "torch":
         raise FrameworkError(message("query, key, value", "tensors of torch", f"arrays of {problem.ops.name}"))
     if options.bias is None:
@@ -338,54 +338,56 @@ class _Facts:
     seeds: tuple[int, ...]
 
 
-def _agreed(ranks: Ranks, own: Problem | Exception, device: torch.device, options: Options, check: bool) -> _Facts:
+def _agreed(
+    ranks: Ranks, problem: Problem | Exception, device: torch.device, options: Options, check: bool
+) -> _Facts:  # fmt: skip
     """Exchange what the ranks have to know of each other, and raise on all of them where their arguments differ.
 
     Without `check` nothing is compared, and nothing sent where the shards are given and tell all.
     """
-    if not check and isinstance(own, Exception):
-        raise own
+    if not check and isinstance(problem, Exception):
+        raise problem
     if not check and options.queries is not None and options.bias is None and not options.dropout:
         return _Facts((), (), (), ())
     numbers = [0] * 4
-    if isinstance(own, Problem):
-        bias = 0 if own.bias is None else (1, 1, *own.bias.shape)[-2]
-        seed = 0 if own.dropout is None else int(own.dropout.seed)  # type: ignore[arg-type]  # no traced one
-        numbers = [own.score_shape.query_len, own.score_shape.key_len, bias, seed]
-    described = _described(own, options) if check else {}
+    if isinstance(problem, Problem):
+        bias = 0 if problem.bias is None else (1, 1, *problem.bias.shape)[-2]
+        seed = 0 if problem.dropout is None else int(problem.dropout.seed)  # type: ignore[arg-type]  # no traced one
+        numbers = [problem.score_shape.query_len, problem.score_shape.key_len, bias, seed]
+    described = _described(problem, options) if check else {}
     digest = hashlib.blake2b(repr(described).encode(), digest_size=7).digest()
-    *found, digests = zip(*ranks.agree([*numbers, int.from_bytes(digest, "little")], device), strict=True)
+    *facts, digests = zip(*ranks.agree([*numbers, int.from_bytes(digest, "little")], device), strict=True)
     every = ranks.objects(described) if len(set(digests)) > 1 else []
-    if isinstance(own, Exception):
-        raise own
+    if isinstance(problem, Exception):
+        raise problem
     if errors := [f"on rank {rank}: {each['error']}" for rank, each in enumerate(every) if "error" in each]:
         raise ArgumentError(message("arguments", "those of a valid call on all ranks", "; ".join(errors)))
     if every:
         name = next(name for name in described if len({each.get(name) for each in every}) > 1)
         got = "; ".join(f"{each.get(name)} on rank {rank}" for rank, each in enumerate(every))
         raise ArgumentError(message(name, "the same on all ranks", got))
-    return _Facts(*found)
+    return _Facts(*facts)
 
 
-def _described(own: Problem | Exception, options: Options) -> dict[str, str]:
-    """Return the arguments that have to be the same on all ranks, by name, as text; of a rank's error, that alone."""
-    if not isinstance(own, Problem):
-        return {"error": f"{type(own).__name__}: {own}"}
-    shape, layout = own.score_shape, own.layout
-    found = {
+def _described(problem: Problem | Exception, options: Options) -> dict[str, str]:
+    """Return the arguments that have to be the same on all ranks, by name, as text; or the error of a rank."""
+    if not isinstance(problem, Problem):
+        return {"error": f"{type(problem).__name__}: {problem}"}
+    shape, layout = problem.score_shape, problem.layout
+    texts = {
         "query, key, value": f"batch {shape.lead}, heads {shape.heads} x {shape.groups}, dims {layout.dim}, "
-        f"{layout.key_dim}, {layout.value_dim}, {own.dtype} on {own.value.device.type}",
+        f"{layout.key_dim}, {layout.value_dim}, {problem.dtype} on {problem.value.device.type}",
     }
     names = [field.name for field in dataclasses.fields(options) if field.name != "bias"]
-    found |= {name: _text(getattr(options, name)) for name in names}
-    found["bias"] = "none"
-    if own.bias is not None:
-        sizes = [*map(str, own.bias.shape)]
+    texts |= {name: _text(getattr(options, name)) for name in names}
+    texts["bias"] = "none"
+    if problem.bias is not None:
+        sizes = [*map(str, problem.bias.shape)]
         # Each rank has the bias of its queries.
         sizes[-2:-1] = ["own queries"] * len(sizes[-2:-1])
-        found["bias"] = f"{own.ops.dtype(own.bias)} of shape ({', '.join(sizes)})"
-    wanted = [name for name, x in own.operands().items() if x.requires_grad and torch.is_grad_enabled()]
-    return {**found, "requires_grad": ", ".join(wanted) or "none"}
+        texts["bias"] = f"{problem.ops.dtype(problem.bias)} of shape ({', '.join(sizes)})"
+    differentiated = [name for name, x in problem.operands().items() if x.requires_grad and torch.is_grad_enabled()]
+    return {**texts, "requires_grad": ", ".join(differentiated) or "none"}
 
 
 def _text(x: Any) -> str:
@@ -395,26 +397,28 @@ def _text(x: Any) -> str:
         return f"{_text(repr(x))} {' '.join(values)}".rstrip()
     if backends.is_array(x):
         host = None if getattr(x, "requires_grad", False) else backends.host(x)
-        content = (
-            "" if host is None else hashlib.blake2b(np.ascontiguousarray(host).tobytes(), digest_size=8).hexdigest()
-        )
+        content = "" if host is None else _digest(np.ascontiguousarray(host).tobytes())
         return f"{type(x).__name__} {tuple(x.shape)} {x.dtype} {content}".rstrip()
     if isinstance(x, (list, tuple)) and all(isinstance(part, Shard) for part in x) and x:
-        return hashlib.blake2b(repr(x).encode(), digest_size=8).hexdigest()
+        return _digest(repr(x).encode())
     # Addresses of functions differ from process to process.
     return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
 
 
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
 def _shards(
-    name: str, given: Sequence[Shard] | None, ranks: Ranks, lens: Sequence[int], otherwise: Sequence[Shard] | None
+    name: str, shards: Sequence[Shard] | None, ranks: Ranks, lens: Sequence[int], otherwise: Sequence[Shard] | None
 ) -> tuple[Shard, ...]:
-    """Return the shards of all ranks: those given, or consecutive parts of these lengths."""
-    if given is None and otherwise is not None and (not lens or [*map(len, otherwise)] == [*lens]):
-        given = otherwise
-    if given is None:
+    """Return the shards of all ranks: the caller's, or consecutive parts of these lengths."""
+    if shards is None and otherwise is not None and (not lens or [*map(len, otherwise)] == [*lens]):
+        shards = otherwise
+    if shards is None:
         ends = [0, *accumulate(lens)]
         return tuple(Shard(((start, stop),), ends[-1]) for start, stop in pairwise(ends))
-    shards = check_shards(name, given, ranks.count)
+    shards = check_shards(name, shards, ranks.count)
     if lens and [*map(len, shards)] != [*lens]:
         raise ArgumentError(message(name, f"a Shard of each rank, with {[*lens]} positions", [*map(len, shards)]))
     return shards
@@ -487,9 +491,9 @@ def _local(x: Any) -> Any:
 
 
 def _like_dtensor(query: Any) -> Callable[[Any], Any]:
-    """Return what makes DTensors of the rank's results, where the query is one."""
+    """Return a function that makes DTensors of the rank's results where the query is a DTensor."""
     if not isinstance(query, DTensor):
-        return lambda found: found
+        return lambda results: results
     mesh, placements = query.device_mesh, query.placements
 
     def wrap(x: Any) -> Any:

@@ -162,9 +162,9 @@ class Ranks:
 
     def agree(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Return the numbers of all ranks, in the order of ranks."""
-        own = torch.tensor(numbers, dtype=torch.int64, device=device)
-        numbers_of_all = own.new_empty(self.count * len(numbers))
-        _all_gather(numbers_of_all, own, group=self.group)
+        numbers_of_rank = torch.tensor(numbers, dtype=torch.int64, device=device)
+        numbers_of_all = numbers_of_rank.new_empty(self.count * len(numbers))
+        _all_gather(numbers_of_all, numbers_of_rank, group=self.group)
         return numbers_of_all.view(self.count, len(numbers)).tolist()
 
     def objects(self, x: Any) -> list[Any]:
