@@ -217,6 +217,8 @@ class ShardedCall(ABC):
         for name in names - {*self.names["key"]}:
             if name == "bias":
                 self._add_bias(totals[name], part.rows, part.cols, gradients[name])
+            elif name not in totals:
+                totals[name] = gradients[name]
             elif name in self.names["query"]:
                 add_rows(positions_first(totals[name]), at, positions_first(gradients[name]))
             else:
@@ -224,8 +226,8 @@ class ShardedCall(ABC):
         return {name: gradients[name] for name in self.names["key"] if name in names}
 
     def start_of_gradients(self, operands: Arrays, requested: frozenset[str]) -> dict[str, Tensor]:
-        """Return zeros for the gradients that `add_gradients` sums: all but those of the keys."""
-        return self.zeros_like(operands, requested - {*self.names["key"]})
+        """Return zeros for gradients that all parts share; those of the queries begin with the first part, without."""
+        return self.zeros_like(operands, requested - {*self.names["key"], *self.names["query"]})
 
     def zeros_like(self, operands: Arrays, names: Iterable[str]) -> dict[str, Tensor]:
         """Return zeros with the shapes of these operands, in the dtype of sums."""
@@ -383,8 +385,11 @@ class Gather(ShardedCall):
             of_keys = self.add_gradients(totals, outer, problem, result, grads, names)
         add_returned = self.ranks.give_back(of_keys, self.transfers)
         if inner := saved.parts.get("inner"):
+            of_outer_queries = {name: totals.pop(name) for name in self.names["query"] if name in totals}
             problem = self.problem_of(*inner[:3], operands)
             totals |= self.add_gradients(totals, inner, problem, result, grads, requested)
+            for name, x in of_outer_queries.items():
+                add_rows(positions_first(totals[name]), self.queries.locate(self.outer), positions_first(x))
         add_returned(totals)
         return totals
 
@@ -523,7 +528,7 @@ class PassQueries(MergedCall):
         wait = self.ranks.fetch(sent, Transfers.of(self.plan.queries, passed, self.ranks.rank))
         # While the queries are on their way: the gradients of the rank's own.
         of_keys = {*self.names["key"]}
-        totals = self.start_of_gradients(operands, requested)
+        totals = self.zeros_like(operands, requested - of_keys)
         names = requested - of_keys - {"sink"}
         fetched = {**operands, **saved.fetched}
         for block in self._blocks(self.transfers.needed, fetched, BACKWARD_KEYS) if names else ():
