@@ -16,7 +16,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, Ragged
 from attnscore.base.arguments import check_count, is_whole, shown
-from attnscore.base.sizes import is_unknown
+from attnscore.base.layout import is_unknown
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message
 from attnscore.masks import And, Causal, Mask, Or, Packed, SlidingWindow
 from attnscore.masks.index_values import check_cumulative, check_whole

@@ -18,7 +18,7 @@ from attnscore.analysis.weights import matrix_of, problem_without_value, sliced
 from attnscore.backends.base import Array, HostArray
 from attnscore.base import thresholds
 from attnscore.base.arguments import is_whole, shown
-from attnscore.base.sizes import is_unknown
+from attnscore.base.layout import is_unknown
 from attnscore.errors import ArgumentError, message
 from attnscore.kernels import tiling
 from attnscore.problem.problem import Problem

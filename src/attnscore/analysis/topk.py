@@ -20,8 +20,7 @@ import numpy as np
 from attnscore import kernels
 from attnscore.backends.base import HALF_PRECISION, Array, Backend, HostArray
 from attnscore.base import thresholds
-from attnscore.base.layout import ScoreShape
-from attnscore.base.sizes import is_unknown
+from attnscore.base.layout import ScoreShape, is_unknown
 from attnscore.kernels import tiling
 from attnscore.masks import IntervalMask
 from attnscore.problem.online_softmax import NEG_INF

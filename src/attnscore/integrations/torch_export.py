@@ -22,7 +22,7 @@ from attnscore.backends import torch_private as private
 from attnscore.backends.base import SeedHalves, accumulator
 from attnscore.backends.torch import TorchBackend
 from attnscore.base.arguments import check_flag, is_number, shown
-from attnscore.base.sizes import Unknown, surely_equal
+from attnscore.base.layout import Unknown, surely_equal
 from attnscore.errors import FrameworkError, message
 from attnscore.integrations.torch_expressions import SAVED, read
 from attnscore.kernels import SinglePlan

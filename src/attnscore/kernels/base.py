@@ -19,7 +19,7 @@ from typing import Any, cast
 from attnscore import backends
 from attnscore.backends.base import Array, DifferentiableOp, SeedHalves
 from attnscore.base.arguments import CallArguments
-from attnscore.base.sizes import may_equal
+from attnscore.base.layout import may_equal
 from attnscore.kernels.tiling import TilePlan
 from attnscore.problem.dropout import Dropout, PairDropout
 from attnscore.problem.problem import Problem

@@ -12,7 +12,7 @@ import dataclasses
 from typing import cast, final
 
 from attnscore.backends.base import Array, Backend, sum_to
-from attnscore.base.sizes import is_unknown
+from attnscore.base.layout import is_unknown
 from attnscore.errors import KernelUnavailable
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.tiling import Segment, TilePlan

@@ -21,7 +21,7 @@ from typing import Any, final
 
 from attnscore.backends.base import Array, Backend, sum_to
 from attnscore.base import thresholds
-from attnscore.base.sizes import is_unknown
+from attnscore.base.layout import is_unknown
 from attnscore.kernels import tiled, tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.streaming import Streaming

@@ -26,8 +26,7 @@ import numpy as np
 
 from attnscore.backends.base import Array, Backend, HostArray, sum_to
 from attnscore.base import thresholds
-from attnscore.base.layout import CanonicalLayout
-from attnscore.base.sizes import is_unknown
+from attnscore.base.layout import CanonicalLayout, is_unknown
 from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel, preferred
 from attnscore.kernels.native.kernel import Native

@@ -19,8 +19,7 @@ from typing import Any, cast
 
 from attnscore.backends.base import HALF_PRECISION, Array, Backend, sum_to
 from attnscore.base import thresholds
-from attnscore.base.layout import entries_of
-from attnscore.base.sizes import is_unknown
+from attnscore.base.layout import entries_of, is_unknown
 from attnscore.kernels.tiling import DynamicSegment, Segment, TilePlan
 from attnscore.masks.shape_spec import ShapeSpec
 from attnscore.problem import dropout as dropouts

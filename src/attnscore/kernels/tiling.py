@@ -20,8 +20,7 @@ import numpy as np
 
 from attnscore.backends.base import Array, Backend
 from attnscore.base import thresholds
-from attnscore.base.layout import ScoreShape
-from attnscore.base.sizes import at_most, is_unknown
+from attnscore.base.layout import ScoreShape, at_most, is_unknown
 from attnscore.masks import IntervalSet, Mask
 from attnscore.masks.intervals import HostArray
 from attnscore.problem.problem import Problem

@@ -10,7 +10,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, Backend, HostArray
 from attnscore.base.arguments import shown
-from attnscore.base.sizes import is_unknown, may_equal
+from attnscore.base.layout import is_unknown, may_equal
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 
 

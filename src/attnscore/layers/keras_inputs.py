@@ -16,7 +16,7 @@ from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, SeedHalves
 from attnscore.base.arguments import shown
 from attnscore.base.cache import BoundedCache
-from attnscore.base.sizes import may_equal
+from attnscore.base.layout import may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, message
 from attnscore.layers import shared
 from attnscore.masks import Causal, Dense, KeyPadding, Mask

@@ -6,8 +6,7 @@ from typing import Any
 
 from attnscore import backends
 from attnscore.base.arguments import shown
-from attnscore.base.layout import ScoreShape
-from attnscore.base.sizes import is_unknown, may_equal
+from attnscore.base.layout import ScoreShape, is_unknown, may_equal
 from attnscore.errors import MaskError, message
 from attnscore.masks.base import Mask, all_of
 from attnscore.masks.builtin import Dense, ValidLens

@@ -14,8 +14,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
-from attnscore.base.layout import ScoreShape, entries_of
-from attnscore.base.sizes import is_unknown
+from attnscore.base.layout import ScoreShape, entries_of, is_unknown
 from attnscore.errors import MaskError, message
 from attnscore.masks.base import And, Ends, IntervalMask, IntervalSetMask, Mask, Not, Or, check_shapes
 from attnscore.masks.index_values import (

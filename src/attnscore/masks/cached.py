@@ -19,8 +19,7 @@ from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.base import thresholds
 from attnscore.base.cache import BoundedCache
-from attnscore.base.layout import ScoreShape, entries_of
-from attnscore.base.sizes import is_unknown
+from attnscore.base.layout import ScoreShape, entries_of, is_unknown
 from attnscore.masks.base import And, IntervalSetMask, Mask, inside, split
 from attnscore.masks.builtin import BUILTIN, Dense
 from attnscore.masks.index_values import by_row

@@ -23,8 +23,7 @@ from attnscore.backends.base import Array, Backend, importable
 from attnscore.base import thresholds
 from attnscore.base.arguments import is_whole, shown
 from attnscore.base.cache import BoundedCache
-from attnscore.base.layout import ScoreShape
-from attnscore.base.sizes import is_unknown, may_equal
+from attnscore.base.layout import ScoreShape, is_unknown, may_equal
 from attnscore.errors import AttnscoreError, MaskError, message
 from attnscore.masks.base import IntervalSetMask, Mask
 from attnscore.masks.cached import CachedMask

@@ -11,8 +11,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import is_whole, shown
-from attnscore.base.layout import ScoreShape, entries_of
-from attnscore.base.sizes import is_unknown
+from attnscore.base.layout import ScoreShape, entries_of, is_unknown
 from attnscore.errors import MaskError, message
 from attnscore.masks.intervals import HostArray
 from attnscore.masks.shape_spec import ShapeSpec

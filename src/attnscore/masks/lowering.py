@@ -15,8 +15,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
-from attnscore.base.layout import ScoreShape
-from attnscore.base.sizes import is_unknown
+from attnscore.base.layout import ScoreShape, is_unknown
 from attnscore.masks.base import And, Mask, Not, Or, all_of, atoms_of, parts_of
 from attnscore.masks.builtin import Dense, Documents, KeyPadding
 from attnscore.masks.dynamic_intervals import without_interval_parts

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnscore import backends
-from attnscore.base.sizes import is_unknown, may_equal
+from attnscore.base.layout import is_unknown, may_equal
 from attnscore.errors import MaskError, message
 
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
-from attnscore.base.layout import ScoreShape
-from attnscore.base.sizes import may_equal
+from attnscore.base.layout import ScoreShape, may_equal
 from attnscore.errors import MaskError, message
 from attnscore.masks.base import CompoundMask, IntervalSetMask, Mask
 from attnscore.masks.intervals import IntervalSet, normalized

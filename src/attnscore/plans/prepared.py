@@ -10,8 +10,7 @@ from typing import Any, final
 from attnscore import backends, scores
 from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import shown
-from attnscore.base.layout import AxisLayout, ScoreShape
-from attnscore.base.sizes import may_equal
+from attnscore.base.layout import AxisLayout, ScoreShape, may_equal
 from attnscore.errors import ArgumentError, ShapeError, message, with_shapes
 from attnscore.problem.problem import check_each, check_head_axis
 from attnscore.scores.base import describe

@@ -16,8 +16,7 @@ import numpy as np
 from attnscore import backends, scores
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator
 from attnscore.base.arguments import check_held, check_number, is_number, is_whole, shown
-from attnscore.base.layout import AxisLayout, ScoreShape, Shape, check_bias_shape
-from attnscore.base.sizes import broadcast, is_unknown, may_equal
+from attnscore.base.layout import AxisLayout, ScoreShape, Shape, broadcast, check_bias_shape, is_unknown, may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message, with_shapes
 from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split
 from attnscore.problem import normalizers, relative

@@ -14,8 +14,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import check_count, is_whole, shown
-from attnscore.base.layout import ScoreShape
-from attnscore.base.sizes import is_unknown
+from attnscore.base.layout import ScoreShape, is_unknown
 from attnscore.errors import ArgumentError, message
 
 Span = tuple[int, int]

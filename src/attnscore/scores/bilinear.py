@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore.backends.base import Array, Backend
-from attnscore.base.sizes import broadcast
+from attnscore.base.layout import broadcast
 from attnscore.errors import ShapeError, message
 from attnscore.scores.base import Score, per_head, projected, widen
 from attnscore.scores.dot import Dot

@@ -13,7 +13,7 @@ from typing import Any, final
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import check_number, shown
-from attnscore.base.sizes import broadcast
+from attnscore.base.layout import broadcast
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.base import Score, check, learned, lower, lower_rowwise, multiplied, operations_of, widen
 from attnscore.scores.forms import AdditiveForm, DistanceForm, Form, InnerForm, SumForm, checked_tile

@@ -24,7 +24,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends import tape
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator, sum_to
-from attnscore.base.sizes import broadcast, may_equal
+from attnscore.base.layout import broadcast, may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.scores.activations import Activation
 from attnscore.scores.arrays import with_new_arrays

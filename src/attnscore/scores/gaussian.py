@@ -16,7 +16,7 @@ from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.base import thresholds
 from attnscore.base.arguments import check_held, largest_of
-from attnscore.base.sizes import broadcast, is_unknown
+from attnscore.base.layout import broadcast, is_unknown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.base import (
     Score,

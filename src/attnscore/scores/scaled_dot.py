@@ -13,7 +13,7 @@ from typing import Any, final
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base.arguments import check_held, check_number, is_number, shown
-from attnscore.base.sizes import broadcast, may_equal
+from attnscore.base.layout import broadcast, may_equal
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.base import Score, require_same_dim, widen, with_nonfinite_rows_isolated
 from attnscore.scores.forms import Form, InnerForm

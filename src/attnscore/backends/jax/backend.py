@@ -39,7 +39,7 @@ from attnscore.backends.jax.tracers import (
 )
 from attnscore.backends.numpy import detached, is_finite, name_of
 from attnscore.base import thresholds
-from attnscore.base.sizes import Unknown, at_most, is_unknown
+from attnscore.base.layout import Unknown, at_most, is_unknown
 from attnscore.errors import ArgumentError, message
 
 # `jnp.asarray` in a third of its time (17 us with JAX 0.10, which compiles a program for each shape either way). Both

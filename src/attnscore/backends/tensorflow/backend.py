@@ -21,7 +21,7 @@ from attnscore.backends.base import Array, Backend, HostArray, Modules, SeedHalv
 from attnscore.backends.numpy import NumpyBackend, is_finite
 from attnscore.backends.tensorflow import dynamic_shapes, gradients, graphs, private
 from attnscore.backends.tensorflow.dynamic_shapes import sizes
-from attnscore.base.sizes import Unknown, is_unknown
+from attnscore.base.layout import Unknown, is_unknown
 from attnscore.base.threads import get_num_threads
 from attnscore.errors import FrameworkError, message
 

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from attnscore.backends.base import Array
-from attnscore.base.sizes import Unknown, at_most
+from attnscore.base.layout import Unknown, at_most
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -17,8 +17,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, HostArray, SeedHalves
 from attnscore.base.cache import BoundedCache
-from attnscore.base.layout import AxisLayout, CanonicalLayout
-from attnscore.base.sizes import broadcast, is_unknown
+from attnscore.base.layout import AxisLayout, CanonicalLayout, broadcast, is_unknown
 from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.native.marshalling import (
