@@ -16,7 +16,7 @@ import tensorflow as tf
 import torch
 
 import attnscore as ats
-from attnscore import api, backends
+from attnscore import backends
 from attnscore import kv_cache as cache_module
 from attnscore.errors import FileError
 from attnscore.layers.torch import MultiHeadAttention
@@ -351,8 +351,8 @@ def test_a_compiled_layer_with_a_cache(compiled_graphs: Callable[[], int]) -> No
 def test_a_thousand_steps(framework: str, window: int | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps find their plan, allocate the same, and write into the same buffers: all but when these double."""
     planned = []
-    build = plan.build
-    monkeypatch.setattr(api.plans, "build", lambda *args: planned.append(args[0]) or build(*args))
+    choose = plan.kernels.choose
+    monkeypatch.setattr(plan.kernels, "choose", lambda *args: planned.append(args[0]) or choose(*args))
     x = _array(framework, np.ones((2, HEADS, count, DIM), np.float32))
     cache = ats.KeyValueCache(window=window, sinks=2 if window else 0)
     buffers, peaks = set(), []

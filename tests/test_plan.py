@@ -33,7 +33,7 @@ NATIVE = ats.available()["kernels"]["native"] is None
 def _build_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let every call fail from here on whose plan is not in the cache."""
     if NATIVE:
-        patch.delattr(plan, "planned")
+        patch.delattr(plan, "build_problem")
 
 
 def _inputs(queries: int = 4, keys: int = 6) -> list[torch.Tensor]:
@@ -104,8 +104,10 @@ def test_plans_of_many_heads_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plans_in_use_survive_large_calls_and_growing_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     builds: list[tuple[int, ...]] = []
     monkeypatch.setattr(plan, "PLANS", BoundedCache(8, 100))
-    build = plan.build
-    monkeypatch.setattr(plan, "build", lambda *args: builds.append(args[1].score_shape.rows) or build(*args))
+    choose = plan.kernels.choose
+    monkeypatch.setattr(
+        plan.kernels, "choose", lambda name, problem: builds.append(problem.score_shape.rows) or choose(name, problem)
+    )
     arrays = [torch.randn(2, n, 5) for n in (1, 6, 6)]
     for length in range(1, 20):
         ats.attend(*arrays)

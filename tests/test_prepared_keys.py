@@ -226,7 +226,7 @@ def test_a_decoding_step_has_a_plan(name: str, monkeypatch: pytest.MonkeyPatch) 
     wanted = ats.attend(query, prepared, value, kernel="dense")
     for step in range(2):
         ats.attend(query[:, step : step + 1], prepared, value)
-    monkeypatch.delattr(plan, "planned")
+    monkeypatch.delattr(plan, "build_problem")
     torch.testing.assert_close(ats.attend(query[:, 2:], prepared, value), wanted[:, 2:])
 
 

@@ -178,7 +178,7 @@ def test_torch(lead: tuple[int, ...], head_axis: int, monkeypatch: pytest.Monkey
     given = {name: a.transpose(1, 2) if head_axis == -2 and name != "bias" else a for name, a in leaves.items()}
     ats.attend(**given, head_axis=head_axis)
     # The plan is cached: the call builds no problem again.
-    monkeypatch.setattr(plan, "planned", None)
+    monkeypatch.setattr(plan, "build_problem", None)
     found = ats.attend(**given, head_axis=head_axis)
     found = found.transpose(1, 2) if head_axis == -2 else found
     np.testing.assert_allclose(found.detach(), out, atol=1e-12)

@@ -14,7 +14,7 @@ from attnscore.masks import ValidLens
 from attnscore.packing import attend_ragged
 from attnscore.plans import plan as plans
 from attnscore.plans.prepared import PreparedKeys
-from attnscore.problem.problem import Problem, build_problem, wanted_statistics
+from attnscore.problem.problem import Problem, build_problem
 from attnscore.problem.results import present
 from attnscore.scores import ScoreGradients, arrays_of
 from attnscore.scores.base import Pullback
@@ -111,21 +111,18 @@ def attend(
     options = (head_axis, normalizer, kernel, dropout, return_weights, return_stats)
     arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, seed))
     signature = plans.signature(arguments, options)
-    if signature is None and (held := plans.with_held_arrays(arguments)) is not None:
-        arguments, signature = held, plans.signature(held, options)
-    if (plan := plans.PLANS.get(signature)) is not None:
-        return plan.run(arguments)
-    query, key, value = arguments[:3]
-    ops = backends.of_type(type(query)) or backends.of({"query": query})
-    if ops.ragged(query) is not None:
-        return attend_ragged(
-            attend, {"query": query, "key": key, "value": value}, mask, head_axis=head_axis, score=score, sink=sink,
-            dropout=dropout, seed=seed, normalizer=normalizer, kernel=kernel, return_stats=return_stats,
-            without={"valid_lens": valid_lens, "bias": bias, "return_weights": return_weights},
-        )  # fmt: skip
-    with ops.numeric_scope():
-        plan, arguments = plans.planned(signature, arguments, options)
-        return plan.run(arguments)
+    if signature is None:
+        # Neither variables nor ragged arrays have a signature.
+        arguments = plans.with_held_arrays(arguments)
+        signature, (query, key, value, *_) = plans.signature(arguments, options), arguments
+        if backends.of({"query": query}).ragged(query) is not None:
+            return attend_ragged(
+                attend, {"query": query, "key": key, "value": value}, mask, head_axis=head_axis, score=score,
+                sink=sink, dropout=dropout, seed=seed, normalizer=normalizer, kernel=kernel, return_stats=return_stats,
+                without={"valid_lens": valid_lens, "bias": bias, "return_weights": return_weights},
+            )  # fmt: skip
+    plan, arguments = plans.plan_for(signature, arguments, options)
+    return plan.run(arguments)
 
 
 class Gradients(NamedTuple):
@@ -193,11 +190,11 @@ def attend_vjp(
     if ops.has_autodiff:
         hint = "attend() is differentiable there by itself"
         raise FrameworkError(message("query", "a NumPy array", f"one of {ops.name}", hint=hint))
-    statistics, flag = wanted_statistics(return_stats, normalizer), check_flag("return_weights", return_weights)
+    flag = check_flag("return_weights", return_weights)
     with ops.numeric_scope():
         problem, score_pullback = build_problem(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
-            dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer, statistics=statistics,
+            dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer, statistics=return_stats,
             matrix="weights" if flag else None, pullback=True,
         )  # fmt: skip
         op = kernels.single_plan(problem, kernel)
@@ -215,7 +212,7 @@ def attend_vjp(
     def pullback(
         grad_out: Array, grad_log_sum_exp: Array = None, grad_entropy: Array = None, grad_weights: Array = None
     ) -> Gradients:
-        if grad_entropy is not None and "entropy" not in statistics:
+        if grad_entropy is not None and "entropy" not in problem.statistics:
             raise ArgumentError(
                 message("grad_entropy", "return_stats to name the entropy", f"return_stats={shown(return_stats)}")
             )
@@ -225,7 +222,7 @@ def attend_vjp(
             raise ArgumentError(message("grad_weights", "return_weights=True", "False"))
         with ops.numeric_scope():
             of_outputs = {"grad_out": grad_out, "grad_log_sum_exp": grad_log_sum_exp}
-            of_outputs |= {"grad_entropy": grad_entropy} if "entropy" in statistics else {}
+            of_outputs |= {"grad_entropy": grad_entropy} if "entropy" in problem.statistics else {}
             of_outputs |= {"grad_weights": grad_weights} if flag else {}
             incoming = [row_gradient(problem, name, grad) for name, grad in of_outputs.items()]
             found = op.backward(tuple(operands.values()), outputs[: op.saved_outputs], incoming)

@@ -17,7 +17,7 @@ from attnscore.errors import ArgumentError, message
 from attnscore.kernels import tiling
 from attnscore.kernels.tiling import TilePlan
 from attnscore.plans.prepared import PreparedKeys
-from attnscore.problem.problem import build_problem, wanted_statistics
+from attnscore.problem.problem import build_problem
 from attnscore.scores import Additive, Bilinear, arrays_of
 from attnscore.scores.base import operations_of
 
@@ -220,7 +220,7 @@ def explain(
         problem, _ = build_problem(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer,
-            statistics=wanted_statistics(return_stats, normalizer), matrix="weights" if flag else None,
+            statistics=return_stats, matrix="weights" if flag else None,
         )  # fmt: skip
         score_shape, layout = problem.score_shape, problem.layout
         # First, because it raises for symbolic sizes.

@@ -19,7 +19,7 @@ from attnscore.masks.base import IntervalSetMask
 from attnscore.plans import plan as plans
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.online_softmax import NEG_INF, log_weights
-from attnscore.problem.problem import NO_VALUE, PairMatrix, Problem, build_problem, without_value
+from attnscore.problem.problem import NO_VALUE, PairMatrix, Problem, build_problem
 from attnscore.scores.forms import Role
 
 HostIndex = np.ndarray[Any, Any]
@@ -68,10 +68,12 @@ def attention_weights(
     ops = backends.of({"query": query})
     is_whole_matrix = query_index is None and key_index is None
     if is_whole_matrix and type(key) is type(query) and len(key.shape) >= 2 and ops.is_plain(query, key):
-        return _planned(
-            query, key, key[..., :0], score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
-            head_axis=head_axis, normalizer=normalizer,
-        )[1]  # fmt: skip
+        # The call of `attend` for values of value_dim 0.
+        values, options = key[..., :0], (head_axis, normalizer, "auto", 0.0, True, False)
+        arguments = CallArguments(query, key, values, score, mask, valid_lens, bias, sink, None)
+        signature = plans.signature(arguments, options)
+        plan, arguments = plans.plan_for(signature, arguments, options, has_value=False)
+        return plan.run(arguments)[1]
     with ops.numeric_scope():
         problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis, normalizer)
         rows = sliced(problem, query_index, None)
@@ -87,22 +89,6 @@ def attention_weights(
             weights = problem.normalizer.weights(ops, scores, result.row_max, result.log_denom)
         # Exactly 0 where masked, even if an unmasked NaN makes the other weights of the query NaN.
         return _from_canonical(block, ops.where(scores == NEG_INF, 0.0, weights))
-
-
-def _planned(
-    query: Array, key: Array, value: Array, *, score: Any, mask: Any, valid_lens: Any, bias: Any, sink: Any,
-    head_axis: int, normalizer: Any,
-) -> Any:  # fmt: skip
-    """Return the output and all weights by the execution plan of a call of `attend`, for values of value_dim 0."""
-    options = (head_axis, normalizer, "auto", 0.0, True, False)
-    arguments = tuple.__new__(CallArguments, (query, key, value, score, mask, valid_lens, bias, sink, None))
-    signature = plans.signature(arguments, options)
-    if (plan := plans.PLANS.get(signature)) is not None:
-        return plan.run(arguments)
-    with backends.of({"query": query}).numeric_scope():
-        problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis, normalizer)
-        problem = dataclasses.replace(problem, matrix="weights")
-        return plans.build(signature, problem, "auto", arguments).run(arguments)
 
 
 def attention_scores(
@@ -150,7 +136,7 @@ def problem_without_value(
         query, key, NO_VALUE, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, head_axis=head_axis,
         normalizer=normalizer,
     )  # fmt: skip
-    return without_value(problem)
+    return problem
 
 
 def matrix_of(problem: Problem, kind: PairMatrix) -> Array:

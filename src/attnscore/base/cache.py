@@ -63,10 +63,16 @@ class BoundedCache(Generic[Result]):
         if entry is not None:
             entry.used = self._inserted
             return entry.value
-        result = compute()
+        return self.put(key, compute(), weight)
+
+    def put(self, key: Hashable, result: Result, weight: float = 0) -> Result:
+        """Cache the result for `key`, as `get_or_compute` does; return it, or that of another thread, cached before."""
         if key is None or weight > self._max_weight:
             return result
-        entry = self._entries.setdefault(key, _Entry(result, weight, self._inserted))
+        try:
+            entry = self._entries.setdefault(key, _Entry(result, weight, self._inserted))
+        except _UNHASHABLE:
+            return result
         # Now, so that a hit that follows is younger than the insertion.
         self._inserted += 1
         self._make_room(key)

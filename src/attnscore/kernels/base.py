@@ -124,7 +124,8 @@ class SinglePlan(Plan, DifferentiableOp):
     is_reusable = False
 
     def run(self, arguments: CallArguments) -> Any:
-        return present(self.problem, self())
+        with self.problem.ops.numeric_scope():
+            return present(self.problem, self())
 
     @property
     def has_loops(self) -> bool:

@@ -19,7 +19,7 @@ from attnscore.parallel.plan import Exchange
 from attnscore.parallel.schedule import MODES
 from attnscore.parallel.shard import Shard
 from attnscore.plans.prepared import PreparedKeys
-from attnscore.problem.problem import Problem, build_problem, wanted_statistics
+from attnscore.problem.problem import Problem, build_problem
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +61,7 @@ class Options:
         problem, _ = build_problem(
             query, key, value, score=self.score, sink=self.sink, dropout=self.dropout, seed=self.seed,
             head_axis=self.head_axis, normalizer=self.normalizer,
-            statistics=wanted_statistics(self.return_stats, self.normalizer), rowwise=True,
+            statistics=self.return_stats, rowwise=True,
         )  # fmt: skip
         return problem
 

@@ -8,17 +8,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from attnscore import scores
-from attnscore.backends.base import Array, Backend
+from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base.arguments import CallArguments
-from attnscore.kernels import Plan
+from attnscore.kernels import Kernel, Plan
 from attnscore.kernels.native.plan import NativePlan
-from attnscore.plans.padding import over_rows, real_rows
-from attnscore.scores import Additive
+from attnscore.kernels.tiling import TilePlan
+from attnscore.plans.padding import may_save, over_rows, real_rows
+from attnscore.problem.problem import Problem
+from attnscore.scores import Additive, Bilinear, Cosine, ScaledDot
 from attnscore.scores.base import widen
+
+SCORES = (Additive, Bilinear, Cosine)
+"""Scores that may project or normalise queries and keys."""
+
+
+def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
+    """Return `Kernel.prepare`, for a call whose score may be lowered to another one of computed arrays."""
+    ops, score, form, layout = problem.ops, problem.score, problem.form, problem.layout
+    computed = form.query is not problem.query, form.key is not problem.key
+    if not any(computed) or ops.dtype(form.query) != problem.dtype:
+        return kernel.prepare(problem, tiles, arrays)
+    query, key, *w_v = lower(ops, score, arrays["query"], arrays["key"], computed)
+    if w_v:
+        score_of_plan: Any = replace(score, w_v=None, W_q=None, W_k=None, bias=None)
+        form = replace(form, w_v=w_v[0])  # type: ignore[call-arg]  # an additive form
+    else:
+        score_of_plan = ScaledDot(form.scale)  # type: ignore[attr-defined]  # a product
+    form = replace(
+        form,
+        query=layout.to_canonical(ops, query, is_query=True),
+        key=layout.to_canonical(ops, key, is_query=False),
+    )
+    layout = replace(layout, dim=query.shape[-1], key_dim=key.shape[-1])
+    # The same problem, of the computed arrays: the kernel reads nothing else of a call.
+    lowered_problem = replace(problem, layout=layout, score=score_of_plan, query=form.query, key=form.key, form=form)
+    lowered_arrays = {**arrays, "query": query, "key": key, **({"w_v": w_v[0]} if w_v else {})}
+    plan = kernel.prepare(lowered_problem, tiles, lowered_arrays)
+    if type(plan) is not NativePlan:
+        return kernel.prepare(problem, tiles, arrays)
+    # `plain_product` enters no `numeric_scope`: calls with a signature are outside of PyTorch's autocast.
+    is_product = type(score) is Bilinear and ops.dtype(score.W) == accumulator(problem.dtype)
+    # Normalised keys (cosine) are no product.
+    is_projected = computed[1] and type(score) is not Cosine
+    # With heads, an axis in front of a key's positions is theirs.
+    is_unpadded = is_projected and plan.reads_lens and layout.axes == 3
+    leaves_out_padding = is_unpadded and may_save(ops, arrays["key"], key.shape[-1])
+    return LoweredPlan(ops, plan, score_of_plan, computed, is_product, leaves_out_padding)
 
 
 def lower(

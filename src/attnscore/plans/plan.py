@@ -14,41 +14,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
 from attnscore import backends, kernels, scores
-from attnscore.backends.base import Array, Backend, accumulator
+from attnscore.backends.base import Array, Backend
 from attnscore.base import thresholds
 from attnscore.base.arguments import CallArguments, check_flag
 from attnscore.base.cache import BoundedCache
 from attnscore.kernels import Plan, SinglePlan, tiling
-from attnscore.kernels.native.plan import NativePlan
 from attnscore.masks import Dense
 from attnscore.masks.cached import numbers_of
-from attnscore.plans.lowered import LoweredPlan, lower
-from attnscore.plans.padding import may_save
-from attnscore.problem.problem import Problem, build_problem, wanted_statistics
+from attnscore.plans import lowered
+from attnscore.problem.problem import NO_VALUE, Problem, build_problem
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
 from attnscore.scores.arrays import arrays_of, with_arrays
-from attnscore.scores.forms import InnerForm
 
 PLANS: BoundedCache[Plan] = BoundedCache(256, thresholds.PLANNED_HEADS)
 _NUMBERS = (int, float)
 _LENS_DTYPES = ("int32", "int64")
-# Of NumPy's masks and lengths, in the byte order of the machine.
-_DTYPES_READ = {np.dtype(name): name for name in ("bool", *_LENS_DTYPES)}
+# Dtypes of NumPy's masks and lengths that each call reads, in the byte order of the machine.
+_READ_DTYPES = {np.dtype(name): name for name in ("bool", *_LENS_DTYPES)}
 
 
 def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashable | None:
     """Return the cache key of a call's plan, or None where it cannot be cached; `options` are the other arguments."""
     query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
     kind = type(query)
-    if (found := _score_signature(score)) is None or (ops := backends.of_type(kind)) is None:
+    if (of_score := _score_signature(score)) is None or (ops := backends.of_type(kind)) is None:
         return None
     for x in (key, value):
         # Some may be parameters, or differentiated, and the others not.
@@ -58,9 +54,9 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
     if type(dropout) is float and dropout and seed is None and ops.draws_seeds_by_example():
         # Inside a vmap each example may draw a seed of its own, which no plan takes.
         return None
-    of_score, parameters = found
-    arrays = [query, key, value, *parameters]
-    parts: list[Hashable] = [of_score, bias is None, sink is None, *map(type, options), options]
+    score_numbers, score_arrays = of_score
+    arrays = [query, key, value, *score_arrays]
+    numbers: list[Hashable] = [score_numbers, bias is None, sink is None, *map(type, options), options]
     if bias is not None or sink is not None or seed is not None:
         if type(seed) not in (int, type(None)):
             return None
@@ -70,25 +66,22 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
             return None
         arrays += extras
     if mask is not None or valid_lens is not None:
-        array_read = _read_at_each_call(ops, query, mask, valid_lens)
-        if array_read is None:
-            of_mask = numbers_of(mask, valid_lens)
-            if of_mask is None:
+        mask_array = _read_at_each_call(ops, query, mask, valid_lens)
+        if mask_array is None:
+            mask_numbers = numbers_of(mask, valid_lens)
+            if mask_numbers is None:
                 return None
-            parts.append(of_mask)
+            numbers.append(mask_numbers)
         else:
-            parts.append("mask" if valid_lens is None else "valid_lens")
-            if type(array_read) is np.ndarray and kind is not np.ndarray:
-                parts += (array_read.shape, array_read.strides)
+            numbers.append("mask" if valid_lens is None else "valid_lens")
+            if type(mask_array) is np.ndarray and kind is not np.ndarray:
+                numbers += (mask_array.shape, mask_array.strides)
             else:
-                arrays.append(array_read)
-    of_arrays = ops.signature(arrays)
-    if of_arrays is None and _is_product(of_score):
-        of_arrays = ops.device_signature(arrays)
-    if of_arrays is None:
-        return None
-    parts.append(of_arrays)
-    return tuple(parts)
+                arrays.append(mask_array)
+    layouts = ops.signature(arrays)
+    if layouts is None and _is_product(score_numbers):
+        layouts = ops.device_signature(arrays)
+    return None if layouts is None else (*numbers, layouts)
 
 
 def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Array | None:
@@ -98,7 +91,7 @@ def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Arra
     """
     x = mask if lens is None else lens
     if type(x) is np.ndarray:
-        dtype = _DTYPES_READ.get(x.dtype) if x.flags.aligned else None
+        dtype = _READ_DTYPES.get(x.dtype) if x.flags.aligned else None
     elif backends.of_type(type(x)) is ops:
         dtype = ops.dtype(x)
     else:
@@ -117,8 +110,8 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
     """
     kind: Any = type(score)
     if kind is str:
-        found = scores.named(score)
-        return (found, ()) if isinstance(found, type) else None
+        cls = scores.named(score)
+        return (cls, ()) if isinstance(cls, type) else None
     if kind is ScaledDot or kind is Cosine or kind is Gaussian:
         number = score.bandwidth if kind is Gaussian else score.scale
         if kind is Gaussian and getattr(number, "shape", None) == ():
@@ -135,54 +128,78 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
         slope, arrays = score.negative_slope, (score.W_q, score.W_k, score.bias)
         if type(score.activation) is not str or type(slope) not in _NUMBERS:
             return None
-        signature = (Additive, score.activation, type(slope), slope, *(x is None for x in arrays))
-        given = tuple(x for x in arrays if x is not None)
+        numbers = (Additive, score.activation, type(slope), slope, *(x is None for x in arrays))
+        projections = tuple(x for x in arrays if x is not None)
         axes = [len(getattr(x, "shape", ())) for x in (score.w_v, *arrays)]
-        if given and (axes[0] != 1 or axes[1] > 2 or axes[2] > 2 or axes[3] > 1):
+        if projections and (axes[0] != 1 or axes[1] > 2 or axes[2] > 2 or axes[3] > 1):
             return None
-        return signature, (score.w_v, *given)
+        return numbers, (score.w_v, *projections)
     return None
 
 
-def _is_product(of_score: Any) -> bool:
-    """Whether the signature of a score is that of a product of queries and keys, times a number at most."""
-    return of_score in (Dot, ScaledDot) or (type(of_score) is tuple and of_score[0] is ScaledDot)
+def _is_product(score_numbers: Any) -> bool:
+    """Whether a score with this signature is a product of queries and keys, times a number at most."""
+    return score_numbers in (Dot, ScaledDot) or (type(score_numbers) is tuple and score_numbers[0] is ScaledDot)
 
 
-def planned(
-    cache_key: Hashable | None, arguments: CallArguments, options: tuple[Any, ...]
+def plan_for(
+    cache_key: Hashable | None, arguments: CallArguments, options: tuple[Any, ...], *, has_value: bool = True
 ) -> tuple[Plan, CallArguments]:
-    """Check a call that has no plan yet; return its plan, and its arguments with the seed where one was drawn.
+    """Return the plan of a call, and its arguments with the seed of its dropout where a new plan has drawn one.
 
-    Raises what `attnscore.attend` does. `cache_key` is the `signature` of the call, `options` are those of it.
+    Raises what `attnscore.attend` does. `cache_key` is the `signature` of the call, and `options` are its other
+    arguments. Without a value (`has_value`) messages name query and key alone.
     """
-    ops = backends.of_type(type(arguments.query))
-    # What a score computes while a plan is built is recorded by no autograd: a plan computes it anew, and a checkpoint
-    # that runs the first call again would find other saved tensors.
-    if cache_key is not None and ops is not None and _records(ops, arguments):
-        plan, given = _planned(cache_key, _without_gradients(ops, arguments), options)
-        arguments = arguments._replace(seed=given.seed)
-        if plan.is_reusable:
-            return plan, arguments
-    return _planned(cache_key, arguments, options)
+    if (cached_plan := PLANS.get(cache_key)) is not None:
+        return cached_plan, arguments
+    ops = backends.of_type(type(arguments.query)) or backends.of({"query": arguments.query})
+    examples = arguments if cache_key is None else _without_gradients(ops, arguments)
+    is_detached = examples is not arguments
+    query, key, value, score, mask, valid_lens, bias, sink, seed = examples
+    head_axis, normalizer, kernel_name, dropout, return_weights, return_stats = options
+    with ops.numeric_scope():
+        problem, _ = build_problem(
+            query, key, value if has_value else NO_VALUE, score=score, mask=mask, valid_lens=valid_lens, bias=bias,
+            sink=sink, dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer,
+            statistics=return_stats, matrix="weights" if check_flag("return_weights", return_weights) else None,
+        )  # fmt: skip
+        tiles = tiling.plan(problem)
+        kernel = kernels.choose(kernel_name, problem)
+        if cache_key is None:
+            plan: Plan = SinglePlan(kernel, problem, tiles)
+        elif type(problem.score) in lowered.SCORES:
+            plan = lowered.prepare(kernel, problem, tiles, _caller_arrays(examples, problem))
+        else:
+            plan = kernel.prepare(problem, tiles, _caller_arrays(examples, problem))
+    if problem.dropout is not None:
+        # Drawn by `build_problem` where the caller gave none; a plan that is given None would draw another.
+        arguments = arguments._replace(seed=problem.dropout.seed)
+    if plan.is_reusable:
+        return PLANS.put(cache_key, plan, plan.heads), arguments
+    # A plan of one call runs on the arrays of its problem, which autograd has to record.
+    return plan_for(None, arguments, options, has_value=has_value) if is_detached else (plan, arguments)
 
 
-def with_held_arrays(arguments: CallArguments) -> CallArguments | None:
-    """Return the arguments of a call with the arrays that variables hold in their place; None without variables."""
-    query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
-    given = query, key, value, mask, valid_lens, bias, sink
-    found = tuple(map(backends.held, given))
-    held_score = score if type(score) is str else with_arrays(score, backends.held)
-    if held_score is score and all(map(operator.is_, given, found)):
-        return None
-    query, key, value, mask, valid_lens, bias, sink = found
-    return CallArguments(query, key, value, held_score, mask, valid_lens, bias, sink, seed)
+def with_held_arrays(arguments: CallArguments) -> CallArguments:
+    """Return the arguments of a call with the arrays that variables hold in their place."""
+    return _with_arrays(arguments, backends.held)
+
+
+def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:
+    """Return the arguments of a call with detached arrays, where its score would compute from arrays on a tape.
+
+    What a score computes while a plan is built is recorded by no autograd: a plan computes it anew, and a checkpoint
+    that runs the first call again would find other saved tensors.
+    """
+    if not _records(ops, arguments):
+        return arguments
+    return _with_arrays(arguments, lambda x: ops.stop_gradient(x) if backends.of_type(type(x)) is ops else x)
 
 
 def _records(ops: Backend, arguments: CallArguments) -> bool:
     """Whether autograd would record what the score of a call computes while its plan is built."""
     score = arguments.score
-    computes = score == "cosine" if type(score) is str else type(score) in (Additive, Bilinear, Cosine, Gaussian)
+    computes = score == "cosine" if type(score) is str else type(score) in (*lowered.SCORES, Gaussian)
     if not (computes and ops.has_autodiff):
         return False
     arrays = (arguments.query, arguments.key, *arrays_of(score).values())
@@ -190,48 +207,20 @@ def _records(ops: Backend, arguments: CallArguments) -> bool:
     return all(backends.of_type(type(x)) is ops for x in arrays) and ops.needs_grad(*arrays)
 
 
-def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:
-    """Return the arguments of a call with detached arrays."""
+def _with_arrays(arguments: CallArguments, change: Callable[[Any], Any]) -> CallArguments:
+    """Return the arguments of a call, and the arrays of its score, changed; the same object where nothing changes."""
     query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
-    query, key, value = map(ops.stop_gradient, (query, key, value))
-    bias, sink = (ops.stop_gradient(x) if backends.of_type(type(x)) is ops else x for x in (bias, sink))
-    score = with_arrays(score, ops.stop_gradient) if type(score) is not str else score
-    return CallArguments(query, key, value, score, mask, valid_lens, bias, sink, seed)
+    query, key, value, mask, valid_lens, bias, sink = map(change, (query, key, value, mask, valid_lens, bias, sink))
+    score = score if type(score) is str else with_arrays(score, change)
+    changed = CallArguments(query, key, value, score, mask, valid_lens, bias, sink, seed)
+    return arguments if all(map(operator.is_, arguments, changed)) else changed
 
 
-def _planned(
-    cache_key: Hashable | None, arguments: CallArguments, options: tuple[Any, ...]
-) -> tuple[Plan, CallArguments]:
-    query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
-    head_axis, normalizer, kernel, dropout, return_weights, return_stats = options
-    problem, _ = build_problem(
-        query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout,
-        seed=seed, head_axis=head_axis, normalizer=normalizer,
-        statistics=wanted_statistics(return_stats, normalizer),
-        matrix="weights" if check_flag("return_weights", return_weights) else None,
-    )  # fmt: skip
-    plan = build(cache_key, problem, kernel, arguments)
-    # `build_problem` has drawn a seed where the caller gave none; a plan that is given None would draw another.
-    return plan, arguments if problem.dropout is None else arguments._replace(seed=problem.dropout.seed)
-
-
-def build(cache_key: Hashable | None, problem: Problem, kernel: str, arguments: CallArguments) -> Plan:
-    """Return the plan of a problem, cached under `cache_key` where its kernel can reuse it for other arrays."""
-    tiles, chosen = tiling.plan(problem), kernels.choose(kernel, problem)
-    if cache_key is None:
-        return SinglePlan(chosen, problem, tiles)
-    arrays = _arrays_of(arguments, problem)
-    plan = chosen.prepare(problem, tiles, arrays)
-    if not plan.is_reusable and _is_lowered(problem):
-        plan = _build_lowered(problem, kernel, arrays) or plan
-    return PLANS.get_or_compute(cache_key, lambda: plan, plan.heads) if plan.is_reusable else plan
-
-
-def _arrays_of(arguments: CallArguments, problem: Problem) -> dict[str, Array]:
+def _caller_arrays(arguments: CallArguments, problem: Problem) -> dict[str, Array]:
     """Return the caller's arrays that each call of a plan passes, by name."""
     query, key, value, _, mask, valid_lens, bias, sink, _ = arguments
     score = problem.score
-    found = {
+    arrays = {
         "query": query,
         "key": key,
         "value": value,
@@ -242,48 +231,4 @@ def _arrays_of(arguments: CallArguments, problem: Problem) -> dict[str, Array]:
         "valid_lens": None if valid_lens is None else _read_at_each_call(problem.ops, query, mask, valid_lens),
         "sink": sink,
     }
-    return {name: x for name, x in found.items() if x is not None}
-
-
-def _build_lowered(problem: Problem, kernel: str, arrays: dict[str, Array]) -> LoweredPlan | None:
-    """Return the plan of a call whose score is lowered, or None where the kernel has none for the lowered call."""
-    ops, score, form, dropout = problem.ops, problem.score, problem.form, problem.dropout
-    computed = form.query is not problem.query, form.key is not problem.key
-    query, key = (ops.stop_gradient(arrays[name]) for name in ("query", "key"))
-    query, key, *w_v = lower(ops, score, query, key, computed)
-    lowered: Any = ScaledDot(form.scale) if isinstance(form, InnerForm) else None
-    if w_v:
-        lowered = Additive(w_v[0], activation=score.activation, negative_slope=score.negative_slope)
-    given = {**arrays, "query": query, "key": key}
-    lowered_problem, _ = build_problem(
-        query, key, arrays["value"], score=lowered, mask=problem.mask,
-        bias=arrays.get("bias"), sink=arrays.get("sink"),
-        dropout=0.0 if dropout is None else dropout.probability, seed=0,
-        head_axis=problem.layout.head_axis,
-        normalizer="softmax" if problem.normalizer is None else problem.normalizer,
-        statistics=problem.statistics, matrix=problem.matrix,
-    )  # fmt: skip
-    if "w_v" in given:
-        given["w_v"] = lowered.w_v
-        # The plan is cached, and holds no array of a caller: each call passes its w_v.
-        lowered = dataclasses.replace(lowered, w_v=None)
-    chosen, tiles = kernels.choose(kernel, lowered_problem), tiling.plan(lowered_problem)
-    plan = chosen.prepare(lowered_problem, tiles, given)
-    if type(plan) is not NativePlan:
-        return None
-    # `plain_product` enters no `numeric_scope`: calls with a signature are outside of PyTorch's autocast.
-    is_product = type(score) is Bilinear and ops.dtype(score.W) == accumulator(problem.dtype)
-    # Normalised keys (cosine) are no product.
-    is_projected = computed[1] and type(score) is not Cosine
-    # With heads, an axis in front of a key's positions is theirs.
-    is_unpadded = is_projected and plan.reads_lens and problem.layout.axes == 3
-    leaves_out_padding = is_unpadded and may_save(ops, arrays["key"], key.shape[-1])
-    return LoweredPlan(ops, plan, lowered, computed, is_product, leaves_out_padding)
-
-
-def _is_lowered(problem: Problem) -> bool:
-    """Return whether lowering replaces query or key by computed arrays (projected, normalised) of the value's dtype."""
-    form = problem.form
-    if type(problem.score) not in (Additive, Bilinear, Cosine) or problem.ops.dtype(form.query) != problem.dtype:
-        return False
-    return form.query is not problem.query or form.key is not problem.key
+    return {name: x for name, x in arrays.items() if x is not None}

@@ -5,7 +5,6 @@ Only this module checks shapes, dtypes and devices; the modules that take a prob
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -245,22 +244,25 @@ def build_problem(
     seed: int | None = None,
     head_axis: int = -3,
     normalizer: Any = "softmax",
-    statistics: tuple[str, ...] = (),
+    statistics: bool | tuple[str, ...] = (),
     matrix: PairMatrix | None = None,
     pullback: bool = False,
     rowwise: bool = False,
 ) -> tuple[Problem, Pullback | None]:
     """Check all arguments, lower the score, and bring all arrays to the canonical axes.
 
-    `value` is NO_VALUE where only the weights matter. With `pullback`, the VJP function of the score is returned too,
-    for a framework without autodiff. With `rowwise`, the arrays are a part of a sequence: parts are lowered alike.
+    `value` is NO_VALUE where only the weights matter; `statistics` is the `return_stats` of `attend`. With `pullback`,
+    the VJP function of the score is returned too, for a framework without autodiff. With `rowwise`, the arrays are a
+    part of a sequence: parts are lowered alike.
     """
     bias, sink = map(backends.held, (bias, sink))
     arrays = {"query": query, "key": key} | ({} if value is NO_VALUE else {"value": value})
     extras = {name: x for name, x in (("bias", bias), ("sink", sink)) if backends.is_array(x)}
     ops = backends.of(arrays | extras)
     backends.check_not_recorded(ops, "this function")
-    score, checked_normalizer = scores.resolve(score), normalizers.resolve(normalizer)
+    score, checked_statistics = scores.resolve(score), wanted_statistics(statistics, normalizer)
+    is_softmax = type(normalizer) is str and normalizer == "softmax"
+    checked_normalizer = None if is_softmax else normalizers.resolve(normalizer)
     if sink is not None and checked_normalizer is not None:
         raise ArgumentError(message("sink", "None, as the normalizer is not the softmax", shown(sink)))
     score = with_arrays(score, backends.held)
@@ -285,9 +287,10 @@ def build_problem(
         raise ShapeError(with_shapes(str(error), {name: tuple(x.shape) for name, x in arrays.items()})) from None
     key_len = layout.score_shape.key_len
     is_too_long = not is_unknown(key_len) and key_len > MOST_KEYS and accumulator(ops.dtype(value)) == "float32"
-    if is_too_long and {*statistics} & {*KEYS}:
+    if is_too_long and {*checked_statistics} & {*KEYS}:
         expected = f"at most {MOST_KEYS} keys of float32, of whose indices kernels keep 24 bits"
         raise ArgumentError(message("return_stats", expected, key_len, hint="attend_chunks joins parts"))
+    is_without_dropout = type(dropout) is float and dropout == 0 and seed is None
     problem = Problem(
         ops=ops,
         layout=layout,
@@ -299,9 +302,9 @@ def build_problem(
         mask=checked_mask,
         bias=None if bias is None else check_bias(ops, bias, layout, query),
         sink=None if sink is None else check_sink(ops, sink, layout, query),
-        dropout=check_dropout(dropout, ops.as_seed(seed), lambda: ops.draw_seed(query)),
+        dropout=None if is_without_dropout else check_dropout(dropout, ops.as_seed(seed), lambda: ops.draw_seed(query)),
         normalizer=checked_normalizer,
-        statistics=statistics,
+        statistics=checked_statistics,
         matrix=matrix,
     )
     return problem, score_pullback
@@ -309,6 +312,8 @@ def build_problem(
 
 def wanted_statistics(return_stats: Any, normalizer: Any = "softmax") -> tuple[str, ...]:
     """Return the names of the statistics that ``return_stats`` selects; True: all that the normalizer has."""
+    if return_stats is False:
+        return ()
     is_softmax = normalizers.resolve(normalizer) is None
     known = tuple(name for name, row in TABLE.items() if is_softmax or row.of != "softmax")
     if return_stats is None or isinstance(return_stats, (bool, np.bool_)):
@@ -336,9 +341,3 @@ def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: A
         backends.check_devices(ops, query, whole.arrays(), host_passes=True)
 
     return cached_mask(whole, ops, layout.score_shape, check)
-
-
-def without_value(problem: Problem) -> Problem:
-    """Return the problem with values of dimension 0: for the log-sum-exp and statistics alone."""
-    layout = dataclasses.replace(problem.layout, value_dim=0)
-    return dataclasses.replace(problem, layout=layout, value=problem.value[..., :0], dropout=None)
