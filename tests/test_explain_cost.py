@@ -205,6 +205,19 @@ def test_a_kernel_asked_for_is_the_one_that_is_named(kernel: str) -> None:
     assert set(plan.reasons) == set(kernels.table()) - {kernel}
 
 
+def test_what_a_kernel_declares_agrees_with_its_reasons() -> None:
+    """`auto` asks no reasons of a kernel whose needs a problem does not meet, nor of one that is never slower."""
+    problem, _ = build_problem(*inputs(4))
+    needs: set[str] = set()
+    for kernel in kernels.table().values():
+        needs |= kernel.needs
+        if kernel.needs:
+            assert kernel.reasons_against(problem), kernel.name
+        if not kernel.is_sometimes_slower:
+            assert type(kernel).reasons_not_automatic is Kernel.reasons_not_automatic, kernel.name
+    assert needs == {"masked", "staged"}
+
+
 def test_automatic_never_takes_quadratic_memory_by_surprise() -> None:
     assert ats.explain(*inputs(8)).kernel != "dense"
     assert "quadratic" in " ".join(ats.explain(*inputs(4096)).reasons["dense"])

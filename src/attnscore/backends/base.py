@@ -177,6 +177,8 @@ class Backend(ABC):
     """Whether comparing an unknown size with a number settles, for the whole program, if they are equal."""
     wants_aligned = True
     """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
+    has_programs = False
+    """Whether it traces programs, for whose arrays `needs_host_callback` and `fuses` answer."""
     has_slow_callbacks = False
     """Whether a `host_callback` takes longer than a small call in the framework's own operations."""
     has_mutable_arrays = True

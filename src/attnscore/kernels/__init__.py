@@ -5,7 +5,7 @@ from __future__ import annotations
 from attnscore.base.arguments import check_choice
 from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels import tiling
-from attnscore.kernels.base import Kernel, Plan, SinglePlan, preferred
+from attnscore.kernels.base import Fact, Kernel, Plan, SinglePlan
 from attnscore.kernels.dense import Dense
 from attnscore.kernels.formula import FewKeys, OneTile
 from attnscore.kernels.fused import Fused
@@ -46,11 +46,25 @@ def choose(name: str, problem: Problem) -> Kernel:
     """
     check_choice("kernel", name, names())
     if name == "auto":
-        return preferred(_TABLE.values(), problem)
-    reasons = _TABLE[name].reasons_against(problem)
-    if reasons:
+        facts = _facts(problem)
+        return next(
+            kernel
+            for kernel in _TABLE.values()
+            if kernel.needs <= facts
+            and not kernel.reasons_against(problem)
+            and not (kernel.is_sometimes_slower and kernel.reasons_not_automatic(problem))
+        )
+    if reasons := _TABLE[name].reasons_against(problem):
         raise KernelUnavailable(message("kernel", f"a problem that {name!r} can run", "; ".join(reasons)))
     return _TABLE[name]
+
+
+def _facts(problem: Problem) -> set[Fact]:
+    """Return which of the facts that kernels need are true of a problem."""
+    ops, operands = problem.ops, problem.operands().values()
+    is_staged = ops.has_programs and (ops.needs_host_callback(*operands) or ops.fuses(*operands))
+    facts: dict[Fact, bool] = {"masked": problem.mask is not None, "staged": is_staged}
+    return {fact for fact, is_true in facts.items() if is_true}
 
 
 def single_plan(problem: Problem, kernel: str = "auto") -> SinglePlan:
@@ -60,14 +74,11 @@ def single_plan(problem: Problem, kernel: str = "auto") -> SinglePlan:
 
 def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:
     """Return, for every kernel but the chosen one, why it was not chosen."""
-    found, order = {}, list(_TABLE)
+    reasons_by_name, preference = {}, f"{chosen.name} was asked for"
     for name, kernel in _TABLE.items():
-        if kernel is not chosen:
-            why = (
-                "was asked for"
-                if order.index(name) < order.index(chosen.name)
-                else "comes first in the order of preference"
-            )
-            later = (f"{chosen.name} {why}",)
-            found[name] = kernel.reasons_against(problem) or kernel.reasons_not_automatic(problem) or later
-    return found
+        if kernel is chosen:
+            preference = f"{chosen.name} comes first in the order of preference"
+        else:
+            reasons = kernel.reasons_against(problem) or kernel.reasons_not_automatic(problem)
+            reasons_by_name[name] = reasons or (preference,)
+    return reasons_by_name

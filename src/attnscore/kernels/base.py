@@ -14,7 +14,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, Literal, cast
 
 from attnscore import backends
 from attnscore.backends.base import Array, DifferentiableOp, SeedHalves
@@ -26,12 +26,19 @@ from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients, present
 from attnscore.problem.statistics import DIFFERENTIABLE
 
+Fact = Literal["masked", "staged"]
+"""Fact about a problem: it has a mask; its arrays are traced by a program of TensorFlow or JAX."""
+
 
 class Kernel(ABC):
     """Interface of all kernels."""
 
     name: str
     summary: str
+    needs: ClassVar[frozenset[Fact]] = frozenset()
+    """Facts without which the kernel has `reasons_against` any problem, so that "auto" need not ask for them."""
+    is_sometimes_slower: ClassVar[bool] = False
+    """Whether the kernel may have `reasons_not_automatic`."""
     has_vjp: bool
     """Whether ``backward`` computes the gradient; otherwise the framework's autodiff differentiates ``forward``."""
     matrix_is_second_pass: bool = False
@@ -133,23 +140,28 @@ class SinglePlan(Plan, DifferentiableOp):
         return not (may_equal(tiles.query_tile, tiles.query_len) and may_equal(tiles.key_tile, tiles.key_len))
 
     @property
-    def statistics(self) -> tuple[str, ...]:
-        """Statistics among the outputs after the saved ones, in their order."""
-        return tuple(name for name in self.problem.statistics if name not in DIFFERENTIABLE)
+    def _differentiable(self) -> tuple[str, ...]:
+        """Names of the outputs that carry gradients; the gradient of log_denom is that of the log-sum-exp."""
+        entropy = ("entropy",) if "entropy" in self.problem.statistics else ()
+        return ("out", "log_denom", *entropy, *(() if self.problem.matrix is None else ("matrix",)))
 
     @property
-    def _differentiable(self) -> tuple[str, ...]:
-        """Names in `RowGradients` of the outputs that carry gradients."""
-        entropy = ("entropy",) if "entropy" in self.problem.statistics else ()
-        return ("out", "log_sum_exp", *entropy, *(() if self.problem.matrix is None else ("matrix",)))
+    def _saved(self) -> tuple[str, ...]:
+        """Names of the outputs that the backward reads."""
+        return (*self._differentiable, "row_max", *(("scores",) if self.kernel.saves_scores else ()))
+
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        """Names of all outputs."""
+        return (*self._saved, *(name for name in self.problem.statistics if name not in DIFFERENTIABLE))
 
     @property
     def differentiable_outputs(self) -> int:
-        return 2 + ("entropy" in self.problem.statistics) + (self.problem.matrix is not None)
+        return len(self._differentiable)
 
     @property
     def saved_outputs(self) -> int:
-        return self.differentiable_outputs + 1 + self.kernel.saves_scores
+        return len(self._saved)
 
     @property
     def seed(self) -> int:
@@ -165,8 +177,7 @@ class SinglePlan(Plan, DifferentiableOp):
         return self if kernel is self.kernel else dataclasses.replace(self, kernel=kernel)
 
     def without_saved(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        count = self.saved_outputs
-        return (*outputs[: count - 1], *outputs[count:]) if self.kernel.saves_scores else outputs
+        return tuple(x for name, x in zip(self._outputs, outputs, strict=True) if name != "scores")
 
     def constants(self) -> tuple[Array, ...]:
         return () if self.problem.mask is None else tuple(self.problem.mask.arrays().values())
@@ -216,24 +227,17 @@ class SinglePlan(Plan, DifferentiableOp):
         # A framework may call this when it differentiates a program, outside the scope of the call.
         with self.problem.ops.numeric_scope():
             result = self.kernel.forward(self._with(arrays), self.tiles)
-        entropy = (result.statistics["entropy"],) if "entropy" in self.problem.statistics else ()
-        matrix = () if self.problem.matrix is None else (result.matrix,)
-        scores = (result.scores,) if self.kernel.saves_scores else ()
-        others = (result.statistics[name] for name in self.statistics)
-        return (result.out, result.log_denom, *entropy, *matrix, result.row_max, *scores, *others)
+        outputs = {**vars(result), **result.statistics}
+        return tuple(outputs[name] for name in self._outputs)
 
     def result(self, outputs: Sequence[Array]) -> Result:
-        """Return the outputs by name."""
-        count = self.differentiable_outputs
-        statistics = dict(zip(self.statistics, outputs[self.saved_outputs :], strict=False))
-        named = dict(zip(self._differentiable, outputs, strict=False))
-        if "entropy" in named:
-            statistics["entropy"] = named["entropy"]
-        scores = outputs[count + 1] if self.kernel.saves_scores else None
-        found = Result(outputs[0], outputs[count], outputs[1], statistics, named.get("matrix"), scores)
+        """Return all outputs by name, or the saved ones."""
+        named = dict(zip(self._outputs, outputs, strict=False))
+        statistics = {name: named[name] for name in self.problem.statistics if name in named}
         if "log_sum_exp" in self.problem.statistics:
-            statistics["log_sum_exp"] = found.log_sum_exp
-        return found
+            statistics["log_sum_exp"] = named["row_max"] + named["log_denom"]
+        others = {name: named.get(name) for name in ("matrix", "scores")}
+        return Result(named["out"], named["row_max"], named["log_denom"], statistics, **others)
 
     def backward(
         self,
@@ -246,10 +250,11 @@ class SinglePlan(Plan, DifferentiableOp):
         chosen = frozenset(names if wanted is None else itertools.compress(names, wanted))
         with ops.numeric_scope():
             result = self.result(outputs)
-            incoming = RowGradients(**dict(zip(self._differentiable, grads, strict=False)))
-            found = self.kernel.backward(self._with(arrays), self.tiles, result, incoming, chosen)
+            incoming = dict(zip(self._differentiable, grads, strict=False))
+            row_gradients = RowGradients(*map(incoming.get, ("out", "log_denom", "entropy", "matrix")))
+            gradients = self.kernel.backward(self._with(arrays), self.tiles, result, row_gradients, chosen)
             return tuple(
-                ops.astype(found[name], ops.dtype(x)) if name in chosen else None
+                ops.astype(gradients[name], ops.dtype(x)) if name in chosen else None
                 for name, x in zip(names, arrays, strict=True)
             )
 

@@ -33,6 +33,7 @@ class Dense(Kernel):
 
     name = "dense"
     summary = "the whole n x n matrix, by the definition: the oracle"
+    is_sometimes_slower = True
     has_vjp = False
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:

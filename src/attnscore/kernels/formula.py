@@ -41,6 +41,7 @@ _FORMS = (InnerForm, AdditiveForm, DistanceForm)
 class _Formula(Kernel):
     """What both kernels share: their derivatives of derivatives, and their backward of a gradient of the output."""
 
+    needs = frozenset(("staged",))
     has_vjp = True
 
     @property
@@ -87,6 +88,7 @@ class OneTile(_Formula):
 
     name = "one_tile"
     summary = "the formula on a single tile, for small calls of graphs"
+    is_sometimes_slower = True
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         ops, shape = problem.ops, problem.score_shape

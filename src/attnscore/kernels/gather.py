@@ -52,6 +52,7 @@ class Gather(Kernel):
 
     name = "gather"
     summary = "gathered neighbours, O(edges) time and memory"
+    needs = frozenset(("masked",))
     has_vjp = True
     block_kernels: tuple[Kernel, ...] = (Native(), Streaming())
     """Rows of the table of kernels from which each block takes one, in the order of preference; the last runs any."""

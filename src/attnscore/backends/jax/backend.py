@@ -63,6 +63,7 @@ class JaxBackend(Backend):
     name = "jax"
     has_autodiff = True
     has_mutable_arrays = False
+    has_programs = True
     xp = jnp
     differentiable = staticmethod(gradients.differentiable)
     stop_gradient = staticmethod(lax.stop_gradient)

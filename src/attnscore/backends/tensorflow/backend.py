@@ -47,6 +47,7 @@ class TensorFlowBackend(Backend):
     name = "tensorflow"
     has_autodiff = True
     has_mutable_arrays = False
+    has_programs = True
     has_slow_callbacks = True
     fallbacks = private.FALLBACKS
     xp = Modules(tf.math, tf, tf.experimental.numpy)
