@@ -40,8 +40,7 @@ from attnscore.masks import Dense, Mask, ValidLens
 from attnscore.masks.index_values import host_ints
 from attnscore.masks.shape_spec import shape_of
 from attnscore.plans.prepared import prepare_keys
-from attnscore.scores.arrays import arrays_of, with_arrays
-from attnscore.scores.base import describe
+from attnscore.scores.base import arrays_of, describe, with_arrays
 
 __all__ = ["KeyValueCache", "RollingWindow"]
 

@@ -41,7 +41,7 @@ from attnscore.problem.results import Result, RowGradients
 from attnscore.problem.statistics import STATISTICS
 from attnscore.scores import arrays_of, registered, resolve
 from attnscore.scores.activations import NAMES as ACTIVATIONS
-from attnscore.scores.arrays import with_arrays, with_new_arrays
+from attnscore.scores.base import with_arrays, with_new_arrays
 
 __all__ = ["check_framework", "check_kernel", "check_score", "main"]
 

@@ -33,8 +33,7 @@ from attnscore.plans.prepared import PreparedKeys, prepare_keys
 from attnscore.problem import normalizers
 from attnscore.problem.dropout import check_dropout
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
-from attnscore.scores.arrays import with_arrays
-from attnscore.scores.base import with_nonfinite_rows_isolated
+from attnscore.scores.base import with_arrays, with_nonfinite_rows_isolated
 
 A = TypeVar("A")
 """The array of a framework."""

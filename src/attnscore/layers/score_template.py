@@ -22,8 +22,7 @@ from attnscore.backends.base import Array
 from attnscore.base.arguments import check_choice, shown
 from attnscore.errors import ArgumentError, message
 from attnscore.scores import Combination, arrays_of
-from attnscore.scores.arrays import with_arrays
-from attnscore.scores.base import Wrapper
+from attnscore.scores.base import Wrapper, with_arrays
 
 
 def names_in(score: Any, known: Sequence[str]) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ from attnscore.parallel.torch_ranks import Ranks, Transfers, summed_over_ranks
 from attnscore.problem.problem import Problem, check_extra
 from attnscore.problem.results import RowGradients, present
 from attnscore.problem.statistics import AttentionStats
-from attnscore.scores.arrays import scores_in, with_arrays
+from attnscore.scores.base import scores_in, with_arrays
 
 __all__ = ["attend", "explain", "gather_rows", "merge_over"]
 

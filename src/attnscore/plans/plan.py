@@ -31,7 +31,7 @@ from attnscore.masks.cached import numbers_of
 from attnscore.plans import lowered
 from attnscore.problem.problem import NO_VALUE, Problem, build_problem
 from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
-from attnscore.scores.arrays import arrays_of, with_arrays
+from attnscore.scores.base import arrays_of, with_arrays
 
 PLANS: BoundedCache[Plan] = BoundedCache(256, thresholds.PLANNED_HEADS)
 _NUMBERS = (int, float)

@@ -22,8 +22,7 @@ from attnscore.problem import normalizers, relative
 from attnscore.problem.dropout import Dropout, check_dropout
 from attnscore.problem.normalizers import Normalizer
 from attnscore.problem.statistics import KEYS, MOST_KEYS, TABLE
-from attnscore.scores.arrays import with_arrays
-from attnscore.scores.base import Pullback
+from attnscore.scores.base import Pullback, with_arrays
 from attnscore.scores.forms import Form
 
 PairMatrix = Literal["scores", "weights"]

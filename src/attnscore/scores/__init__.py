@@ -11,11 +11,11 @@ from attnscore import backends
 from attnscore.base.arguments import shown
 from attnscore.errors import ArgumentError, message
 from attnscore.scores.additive import Additive
-from attnscore.scores.arrays import arrays_of
 from attnscore.scores.base import (
     Score,
     ScoreGradients,
     Wrapper,
+    arrays_of,
     check,
     check_score_arrays,
     lower,

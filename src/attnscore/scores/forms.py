@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
 
@@ -27,7 +27,6 @@ from attnscore.backends.base import FLOATING, Array, Backend, accumulator, sum_t
 from attnscore.base.layout import broadcast, may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.scores.activations import Activation
-from attnscore.scores.arrays import with_new_arrays
 
 Role = Literal["query", "key", "shared"]
 PARAMETER = "score."
@@ -224,6 +223,8 @@ class TileForm(Form):
 
     score: Any
     parameters: Mapping[str, Array]
+    with_parameters: Callable[[Iterable[Array]], Any]
+    """Function that returns the score with other parameters, in their order."""
     roles: ClassVar[Mapping[str, Role]] = {"query": "query", "key": "key"}
 
     def role(self, name: str) -> Role:
@@ -236,7 +237,7 @@ class TileForm(Form):
         parameters = {name: arrays.get(PARAMETER + name, x) for name, x in self.parameters.items()}
         sides = {name: x for name, x in arrays.items() if name in self.roles}
         return dataclasses.replace(
-            self, score=with_new_arrays(self.score, parameters.values()), parameters=parameters, **sides
+            self, score=self.with_parameters(parameters.values()), parameters=parameters, **sides
         )
 
     def _prefixed(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
@@ -244,7 +245,7 @@ class TileForm(Form):
 
     def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
         def tile(ops: Backend, query: Array, key: Array, *parameters: Array) -> Array:
-            return checked_tile(ops, with_new_arrays(self.score, parameters), query, key)
+            return checked_tile(ops, self.with_parameters(parameters), query, key)
 
         scores = checked_tile(ops, self.score, self.query, self.key)
         # Where query and key have 1 along a batch axis of the value, so have the scores, and their gradient has not.

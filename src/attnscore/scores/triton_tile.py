@@ -8,7 +8,7 @@ from typing import Any, Literal, final, get_args
 from attnscore import backends
 from attnscore.base.arguments import check_choice, shown
 from attnscore.errors import ArgumentError, message
-from attnscore.scores.arrays import arrays_of
+from attnscore.scores.base import arrays_of
 
 PairValue = Literal["product", "squared_distance", "channels"]
 
