@@ -237,7 +237,7 @@ class KeyValueCache:
         if signature != self._checked:
             self._check(ops, {"key": key, "value": value})
         for kind in (KeyValueCache, type(self.score)):
-            ops.register_pytree(kind)
+            backends.register_pytree(kind)
         with storage.scope(ops):
             prepared, prepared_score = self._prepared(key, self.head_axis)
             pair = tuple(with_heads_first(ops, x, self.head_axis) for x in (prepared, value))

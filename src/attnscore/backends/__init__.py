@@ -162,10 +162,14 @@ def check_not_recorded(ops: Backend, name: str) -> None:
         raise FrameworkError(message(name, expected, "one inside"))
 
 
+_PYTREES: set[type] = set()
+
+
 def register_pytree(kind: type) -> None:
-    """Register a class of scores or masks as a pytree, if the caller has imported JAX."""
-    if sys.modules.get("jax") is not None:
+    """Register a class of scores or masks as a pytree, once, if the caller has imported JAX."""
+    if kind not in _PYTREES and sys.modules.get("jax") is not None:
         load("jax").register_pytree(kind)
+        _PYTREES.add(kind)
 
 
 # Constant to Dynamo, which meets it where a compiled function makes a score, and cannot trace into JAX.

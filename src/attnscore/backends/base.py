@@ -340,9 +340,6 @@ class Backend(ABC):
         """Return the backend of the arrays that `host_callback` passes: `host`, NumPy's, or one derived from it."""
         return host
 
-    def register_pytree(self, kind: type) -> None:  # noqa: B027  # most have no pytrees
-        """Register a class of scores or masks with the framework."""
-
     def draws_seeds_by_example(self) -> bool:
         """Whether `draw_seed` may give a seed for each example of a ``vmap``, which no plan reads."""
         return False

@@ -123,7 +123,7 @@ def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys
             found, remaining_score = prepare_keys_of(ops, score, canonical)
         except ShapeError as error:
             raise ShapeError(with_shapes(str(error), shapes)) from None
-        ops.register_pytree(type(remaining_score))
+        backends.register_pytree(type(remaining_score))
         if found is canonical:
             return PreparedKeys(key, remaining_score)
         found = ops.astype(_on_caller_axes(ops, layout, found, score), ops.dtype(key))

@@ -265,7 +265,7 @@ def build_problem(
     if sink is not None and checked_normalizer is not None:
         raise ArgumentError(message("sink", "None, as the normalizer is not the softmax", shown(sink)))
     score = with_arrays(score, backends.held)
-    ops.register_pytree(type(score))
+    backends.register_pytree(type(score))
     arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))
     layout = check_arrays(ops, arrays, head_axis)
     query, key = arrays["query"], arrays["key"]
