@@ -179,7 +179,7 @@ class AxisLayout:
                 return ops.swap_axes(ops.expand_dims(x, -3), -4, -2)
             x = ops.swap_axes(x, -3, -2)
         if not is_query or self.score_shape.groups == 1 or x.shape[-3] == 1:
-            return ops.expand_dims(x, -3)
+            return ops.reshape(x, (*x.shape[:-2], 1, *x.shape[-2:]))
         return ops.reshape(x, (*x.shape[:-3], self.score_shape.heads, self.score_shape.groups, *x.shape[-2:]))
 
     def scores_from_canonical(self, ops: Backend, x: Array) -> Array:
