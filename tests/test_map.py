@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -61,16 +62,27 @@ def entries(call: Callable[[], Any], query: torch.Tensor) -> Counter[str]:
     return found
 
 
-def files_of(call: Callable[[], Any]) -> set[str]:
-    """The files of the package of which some code runs."""
-    found: set[str] = set()
+def calls_of(call: Callable[[], Any]) -> list[tuple[str, str]]:
+    """The functions of the package that are called, in order: their file and qualified name."""
+    calls: list[tuple[str, str]] = []
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(SOURCE):
+            path = Path(frame.f_code.co_filename).relative_to(SOURCE).as_posix()
+            calls.append((path, frame.f_code.co_qualname))
+
     before = sys.getprofile()
-    sys.setprofile(lambda frame, event, _: found.add(frame.f_code.co_filename) if event == "call" else None)
+    sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(before)
-    return {path for path in found if Path(path).is_relative_to(SOURCE)}
+    return calls
+
+
+def files_of(call: Callable[[], Any]) -> set[str]:
+    """The files of the package of which some code runs."""
+    return {file for file, _ in calls_of(call)}
 
 
 @pytest.fixture
@@ -87,6 +99,22 @@ def test_the_map_counts_all_files_of_a_call() -> None:
     miss, hit = (len(files_of(lambda: ats.attend(query, key, value))) for _ in range(2))
     assert f"code of {miss} files of the package runs on a miss and of {hit} on a hit" in PAGE.read_text()
     assert miss <= 18 and hit <= 6
+
+
+@pytest.mark.skipif(not NATIVE, reason="the map is that of the native kernel")
+@pytest.mark.usefixtures("first_call")
+def test_a_reader_of_a_miss_goes_back_to_a_file_once() -> None:
+    """From `attend` to the kernel; operations of backends, checks of arguments and the kernel itself are looked up.
+
+    Methods do not count: they are those of the data that the functions pass on.
+    """
+    query, key, value = torch.randn(3, 2, 3, 5, 8)
+    calls = calls_of(lambda: ats.attend(query, key, value))
+    walk = [file for file, name in calls if not {".", "<"} & {*name}]
+    path = [file for file in walk if not file.startswith(("backends/", "base/", "kernels/native/"))]
+    visits = Counter(file for file, _ in groupby(path))
+    assert path[:2] == ["api.py", "plans/plan.py"] and "kernels/__init__.py" in path
+    assert max(visits.values()) <= 2, visits
 
 
 @pytest.mark.skipif(not NATIVE, reason="the map is that of the native kernel")

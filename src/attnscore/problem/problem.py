@@ -259,19 +259,27 @@ def build_problem(
     extras = {name: x for name, x in (("bias", bias), ("sink", sink)) if backends.is_array(x)}
     ops = backends.of(arrays | extras)
     backends.check_not_recorded(ops, "this function")
-    score, checked_statistics = scores.resolve(score), wanted_statistics(statistics, normalizer)
-    is_softmax = type(normalizer) is str and normalizer == "softmax"
-    checked_normalizer = None if is_softmax else normalizers.resolve(normalizer)
-    if sink is not None and checked_normalizer is not None:
-        raise ArgumentError(message("sink", "None, as the normalizer is not the softmax", shown(sink)))
-    score = with_arrays(score, backends.held)
-    backends.register_pytree(type(score))
     arrays = dict(zip(arrays, ops.autocast(*arrays.values()), strict=True))
     layout = check_arrays(ops, arrays, head_axis)
     query, key = arrays["query"], arrays["key"]
     value = arrays["value"] if "value" in arrays else key[..., :0]
+    names = wanted_statistics(statistics, normalizer)
+    if {*names} & {*KEYS} and accumulator(ops.dtype(value)) == "float32":
+        _check_indices(layout.score_shape.key_len)
+    # Only a call that asks for another normalizer, a mask or dropout has its checks.
+    is_softmax = type(normalizer) is str and normalizer == "softmax"
+    checked_normalizer = None if is_softmax else normalizers.resolve(normalizer)
+    if sink is not None and checked_normalizer is not None:
+        raise ArgumentError(message("sink", "None, as the normalizer is not the softmax", shown(sink)))
+    checked_mask = None
+    if mask is not None or valid_lens is not None:
+        checked_mask = _mask(ops, mask, valid_lens, layout, query)
+    checked_dropout = None
+    if type(dropout) is not float or dropout != 0 or seed is not None:
+        checked_dropout = check_dropout(dropout, ops.as_seed(seed), lambda: ops.draw_seed(query))
+    score = with_arrays(scores.resolve(score), backends.held)
+    backends.register_pytree(type(score))
     scores.check_score_arrays(ops, score, query)
-    checked_mask = _mask(ops, mask, valid_lens, layout, query)
     canonical_query = layout.to_canonical(ops, query, is_query=True)
     canonical_key = layout.to_canonical(ops, key, is_query=False)
     try:
@@ -284,12 +292,6 @@ def build_problem(
     except ShapeError as error:
         # A score knows only dimensions and canonical axes; the message shows the shapes of the caller's arrays.
         raise ShapeError(with_shapes(str(error), {name: tuple(x.shape) for name, x in arrays.items()})) from None
-    key_len = layout.score_shape.key_len
-    is_too_long = not is_unknown(key_len) and key_len > MOST_KEYS and accumulator(ops.dtype(value)) == "float32"
-    if is_too_long and {*checked_statistics} & {*KEYS}:
-        expected = f"at most {MOST_KEYS} keys of float32, of whose indices kernels keep 24 bits"
-        raise ArgumentError(message("return_stats", expected, key_len, hint="attend_chunks joins parts"))
-    is_without_dropout = type(dropout) is float and dropout == 0 and seed is None
     problem = Problem(
         ops=ops,
         layout=layout,
@@ -301,12 +303,19 @@ def build_problem(
         mask=checked_mask,
         bias=None if bias is None else check_bias(ops, bias, layout, query),
         sink=None if sink is None else check_sink(ops, sink, layout, query),
-        dropout=None if is_without_dropout else check_dropout(dropout, ops.as_seed(seed), lambda: ops.draw_seed(query)),
+        dropout=checked_dropout,
         normalizer=checked_normalizer,
-        statistics=checked_statistics,
+        statistics=names,
         matrix=matrix,
     )
     return problem, score_pullback
+
+
+def _check_indices(key_len: Any) -> None:
+    """Raise ArgumentError where float32 cannot hold the indices of the keys, which are a statistic."""
+    if not is_unknown(key_len) and key_len > MOST_KEYS:
+        expected = f"at most {MOST_KEYS} keys of float32, of whose indices kernels keep 24 bits"
+        raise ArgumentError(message("return_stats", expected, key_len, hint="attend_chunks joins parts"))
 
 
 def wanted_statistics(return_stats: Any, normalizer: Any = "softmax") -> tuple[str, ...]:
@@ -314,23 +323,20 @@ def wanted_statistics(return_stats: Any, normalizer: Any = "softmax") -> tuple[s
     if return_stats is False:
         return ()
     is_softmax = normalizers.resolve(normalizer) is None
-    known = tuple(name for name, row in TABLE.items() if is_softmax or row.of != "softmax")
+    available = tuple(name for name, row in TABLE.items() if is_softmax or row.of != "softmax")
     if return_stats is None or isinstance(return_stats, (bool, np.bool_)):
-        return known if return_stats else ()
-    expected = "a flag or names among " + ", ".join(known)
+        return available if return_stats else ()
+    expected = "a flag or names among " + ", ".join(available)
     names = (return_stats,) if isinstance(return_stats, str) else return_stats
     if not isinstance(names, (tuple, list, set, frozenset)):
         raise ArgumentError(message("return_stats", expected, shown(return_stats)))
-    unknown = [name for name in names if not isinstance(name, str) or name not in known]
-    if unknown:
+    if unknown := [name for name in names if not isinstance(name, str) or name not in available]:
         raise ArgumentError(message("return_stats", expected, shown(unknown)))
-    return tuple(name for name in known if name in names)
+    return tuple(name for name in available if name in names)
 
 
 def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: Array) -> Mask | None:
     """Return `mask` and `valid_lens` as one checked mask."""
-    if mask is None and valid_lens is None:
-        return None
     whole = cast(Mask, as_mask(mask, valid_lens, layout.score_shape))
     ops.check_can_mask(layout.score_shape.query_len, layout.score_shape.key_len)
 
