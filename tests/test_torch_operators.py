@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 import attnscore as ats
 from attnscore import scores
 from attnscore.layers import torch as layers
-from attnscore.scores import arrays as score_arrays
+from attnscore.scores import base as score_base
 from own_scores import OwnPlain
 
 BATCH, HEADS, QUERIES, KEYS, DIM, HIDDEN = 2, 2, 5, 7, 4, 3
@@ -30,7 +30,7 @@ BATCH, HEADS, QUERIES, KEYS, DIM, HIDDEN = 2, 2, 5, 7, 4, 3
 def fresh_compiler(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     # What an earlier call has learnt is not there where a layer is compiled first.
-    monkeypatch.setattr(score_arrays, "_FIELD_NAMES", {})
+    monkeypatch.setattr(score_base, "_FIELD_NAMES", {})
     torch.compiler.reset()
     yield
     torch.compiler.reset()
