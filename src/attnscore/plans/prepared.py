@@ -10,9 +10,9 @@ from typing import Any, final
 from attnscore import backends, scores
 from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import shown
-from attnscore.base.layout import AxisLayout, ScoreShape, may_equal
+from attnscore.base.layout import AxisLayout, may_equal
 from attnscore.errors import ArgumentError, ShapeError, message, with_shapes
-from attnscore.problem.problem import check_each, check_head_axis
+from attnscore.problem.problem import check_arrays
 from attnscore.scores.base import describe
 from attnscore.scores.base import prepare_keys as prepare_keys_of
 
@@ -111,33 +111,21 @@ def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys
     ops = backends.of({"key": key})
     backends.check_not_recorded(ops, "prepare_keys")
     score = scores.resolve(score)
-    shapes = check_each(ops, {"key": key})
-    check_head_axis(head_axis, shapes)
+    layout = check_arrays(ops, {"key": key}, head_axis)
     scores.check_score_arrays(ops, score, key)
     # A compiler records the operations below with autocast's own casts; otherwise autocast is applied once, here.
     with ops.numeric_scope() if backends.compiled() is None else contextlib.nullcontext():
         (key,) = ops.autocast(key) if backends.compiled() is None else (key,)
-        layout = _layout(shapes["key"], int(head_axis))
         canonical = layout.to_canonical(ops, key, is_query=False)
         try:
-            found, remaining_score = prepare_keys_of(ops, score, canonical)
+            prepared, remaining_score = prepare_keys_of(ops, score, canonical)
         except ShapeError as error:
-            raise ShapeError(with_shapes(str(error), shapes)) from None
+            raise ShapeError(with_shapes(str(error), {"key": ops.shape(key)})) from None
         backends.register_pytree(type(remaining_score))
-        if found is canonical:
+        if prepared is canonical:
             return PreparedKeys(key, remaining_score)
-        found = ops.astype(_on_caller_axes(ops, layout, found, score), ops.dtype(key))
-        return PreparedKeys(found, remaining_score)
-
-
-def _layout(shape: tuple[int, ...], head_axis: int) -> AxisLayout:
-    """Return the layout of keys alone."""
-    axes, dim = len(shape), shape[-1]
-    lead, heads, length = (shape[:-3], shape[-3], shape[-2]) if axes >= 4 else (shape[:-2] or (1,), 1, shape[-2])
-    if axes >= 4 and head_axis == -2:
-        heads, length = length, heads
-    score_shape = ScoreShape(lead, heads, 1, length, length, has_batch=axes >= 3, has_heads=axes >= 4)
-    return AxisLayout(axes, head_axis, score_shape, dim, dim, 0)
+        prepared = ops.astype(_on_caller_axes(ops, layout, prepared, score), ops.dtype(key))
+        return PreparedKeys(prepared, remaining_score)
 
 
 def _on_caller_axes(ops: Backend, layout: AxisLayout, x: Array, score: Any) -> Array:
@@ -146,7 +134,7 @@ def _on_caller_axes(ops: Backend, layout: AxisLayout, x: Array, score: Any) -> A
     if not may_equal(got, expected):
         raise ShapeError(message(f"prepare_keys of {type(score).__name__}", f"{expected} keys, as it was given", got))
     if not layout.score_shape.has_heads and x.shape[-4] * x.shape[-3] != 1:
-        wanted = "parameters without an axis of heads, as the key has none"
-        raise ShapeError(message("score", wanted, f"those of {x.shape[-4] * x.shape[-3]} heads"))
+        expected_parameters = "parameters without an axis of heads, as the key has none"
+        raise ShapeError(message("score", expected_parameters, f"those of {x.shape[-4] * x.shape[-3]} heads"))
     score_shape = dataclasses.replace(layout.score_shape, heads=x.shape[-4], groups=x.shape[-3])
     return dataclasses.replace(layout, score_shape=score_shape).from_canonical(ops, x)

@@ -28,7 +28,7 @@ from attnscore.scores.forms import Form
 PairMatrix = Literal["scores", "weights"]
 """Scores as they enter the softmax, -inf where masked; or weights, before dropout."""
 
-# The canonical axes and those of a tile are a few more than the caller's, and NumPy broadcasts 32 (64 from version 2).
+# Canonical axes and the axes of a tile are a few more than the caller's, and NumPy broadcasts 32 (64 from version 2).
 MAX_AXES = 16
 _LAYOUT_HINT = "head_axis=-2 takes the layout (batch, length, head, dim)"
 
@@ -69,7 +69,7 @@ class Problem:
         return split(self.mask, self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
 
     def operands(self) -> dict[str, Array]:
-        """Return the arrays that get a gradient, by name: those of the form, then value, bias and sink."""
+        """Return the arrays that get a gradient, by name: the arrays of the form, then value, bias and sink."""
         others = {"value": self.value, "bias": self.bias, "sink": self.sink}
         return self.form.arrays() | {name: x for name, x in others.items() if x is not None}
 
@@ -84,11 +84,65 @@ class Problem:
 
     @property
     def accumulator(self) -> str:
-        """Dtype of sums: that of the value, at least float32."""
+        """Dtype of sums: the dtype of the value, at least float32."""
         return accumulator(self.dtype)
 
 
-def check_each(ops: Backend, arrays: dict[str, Array]) -> dict[str, Shape]:
+def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> AxisLayout:
+    """Check query, key and value against each other; return how their axes map to canonical ones.
+
+    Without a query, the layout is that of queries like the keys; without a value, value_dim is 0.
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
+    """
+    names, shapes = ", ".join(arrays), _check_each(ops, arrays)
+    dtypes = {name: ops.dtype(x) for name, x in arrays.items()}
+    if len(set(dtypes.values())) > 1:
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        hint = "cast them to a common dtype first"
+        raise DtypeError(message(names, "one dtype", listed, shapes=shapes, hint=hint))
+    if not is_whole(head_axis) or head_axis not in (-3, -2):
+        expected = "-3, for (batch, head, length, dim), or -2, for (batch, length, head, dim)"
+        raise ArgumentError(message("head_axis", expected, shown(head_axis), shapes=shapes))
+    axes = max(len(shape) for shape in shapes.values())
+    padded = {name: (1,) * (axes - len(shape)) + shape for name, shape in shapes.items()}
+    if axes >= 4 and head_axis == -2:
+        padded = {name: (*shape[:-3], shape[-2], shape[-3], shape[-1]) for name, shape in padded.items()}
+    for name, shape in padded.items():
+        if is_unknown(shape[-1]) or (axes >= 4 and is_unknown(shape[-3])):
+            expected = "a last axis and an axis of heads whose lengths are known when the graph is made"
+            hint = f"tf.ensure_shape({name}, ...), or an input signature that says them"
+            raise ShapeError(message(name, expected, "one that is not", shapes=shapes, hint=hint))
+    key = padded["key"]
+    query, value = padded.get("query", key), padded.get("value", (*key[:-1], 0))
+    if not may_equal(key[-2], value[-2]):
+        other = _LAYOUT_HINT if axes >= 4 and head_axis == -3 else None
+        raise ShapeError(
+            message("value", f"as many positions as key ({key[-2]})", value[-2], shapes=shapes, hint=other)
+        )
+    heads, groups = _heads(query[-3], key[-3], value[-3], shapes) if axes >= 4 else (1, 1)
+    trailing = 3 if axes >= 4 else 2
+    try:
+        lead = broadcast(*(shape[:-trailing] for shape in padded.values()))
+    except ValueError:
+        raise ShapeError(message(names, "leading axes that broadcast", "axes that do not", shapes=shapes)) from None
+    score_shape = ScoreShape(
+        lead=tuple(lead) or (1,),
+        heads=heads,
+        groups=groups,
+        query_len=query[-2],
+        key_len=value[-2] if is_unknown(key[-2]) else key[-2],
+        has_batch=axes >= 3,
+        has_heads=axes >= 4,
+    )
+    dims = (query[-1], key[-1], value[-1])
+    _check_addressable(score_shape, dims, names, shapes)
+    return AxisLayout(axes, int(head_axis), score_shape, *dims)
+
+
+def _check_each(ops: Backend, arrays: dict[str, Array]) -> dict[str, Shape]:
     """Check that the arrays are dense and floating, on one device, with enough axes; return the shapes."""
     backends.check_compatible(ops, next(iter(arrays.values())), arrays)
     shapes = {name: ops.shape(x) for name, x in arrays.items()}
@@ -101,62 +155,6 @@ def check_each(ops: Backend, arrays: dict[str, Array]) -> dict[str, Shape]:
     return shapes
 
 
-def check_head_axis(head_axis: Any, shapes: dict[str, Shape]) -> None:
-    """Raise ArgumentError unless `head_axis` is one of the two that there are."""
-    if not is_whole(head_axis) or head_axis not in (-3, -2):
-        expected = "-3, for (batch, head, length, dim), or -2, for (batch, length, head, dim)"
-        raise ArgumentError(message("head_axis", expected, shown(head_axis), shapes=shapes))
-
-
-def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> AxisLayout:
-    """Check query, key and value (where there is one) against each other; return how their axes map to canonical ones.
-
-    Raises
-    ------
-    ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
-    """
-    shapes = check_each(ops, arrays)
-    dtypes = {name: ops.dtype(x) for name, x in arrays.items()}
-    if len(set(dtypes.values())) > 1:
-        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        hint = "cast them to a common dtype first"
-        raise DtypeError(message(", ".join(arrays), "one dtype", listed, shapes=shapes, hint=hint))
-    check_head_axis(head_axis, shapes)
-    axes = max(len(shape) for shape in shapes.values())
-    padded = {name: (1,) * (axes - len(shape)) + shape for name, shape in shapes.items()}
-    if axes >= 4 and head_axis == -2:
-        padded = {name: (*shape[:-3], shape[-2], shape[-3], shape[-1]) for name, shape in padded.items()}
-    value = padded.get("value", (*padded["key"][:-1], 0))
-    for name, shape in padded.items():
-        if is_unknown(shape[-1]) or (axes >= 4 and is_unknown(shape[-3])):
-            expected = "a last axis and an axis of heads whose lengths are known when the graph is made"
-            hint = f"tf.ensure_shape({name}, ...), or an input signature that says them"
-            raise ShapeError(message(name, expected, "one that is not", shapes=shapes, hint=hint))
-    if not may_equal(padded["key"][-2], value[-2]):
-        expected = f"as many positions as key ({padded['key'][-2]})"
-        other = _LAYOUT_HINT if axes >= 4 and head_axis == -3 else None
-        raise ShapeError(message("value", expected, value[-2], shapes=shapes, hint=other))
-    heads, groups = _heads({**padded, "value": value}, shapes) if axes >= 4 else (1, 1)
-    trailing = 3 if axes >= 4 else 2
-    try:
-        lead = broadcast(*(shape[:-trailing] for shape in padded.values()))
-    except ValueError:
-        names = ", ".join(arrays)
-        raise ShapeError(message(names, "leading axes that broadcast", "axes that do not", shapes=shapes)) from None
-    score_shape = ScoreShape(
-        lead=tuple(lead) or (1,),
-        heads=heads,
-        groups=groups,
-        query_len=padded["query"][-2],
-        key_len=value[-2] if is_unknown(padded["key"][-2]) else padded["key"][-2],
-        has_batch=axes >= 3,
-        has_heads=axes >= 4,
-    )
-    dims = (padded["query"][-1], padded["key"][-1], value[-1])
-    _check_addressable(score_shape, dims, ", ".join(arrays), shapes)
-    return AxisLayout(axes, int(head_axis), score_shape, *dims)
-
-
 def _check_addressable(
     score_shape: ScoreShape, dims: tuple[int, int, int], names: str, shapes: dict[str, Shape]
 ) -> None:
@@ -165,13 +163,12 @@ def _check_addressable(
         return
     longest = max(score_shape.query_len, score_shape.key_len) * max(dims)
     count = math.prod(score_shape.rows[:-1]) * longest
-    if count > _MOST_NUMBERS:
-        raise ShapeError(message(names, f"axes whose product is at most {_MOST_NUMBERS}", count, shapes=shapes))
+    if count > _MAX_NUMBERS:
+        raise ShapeError(message(names, f"axes whose product is at most {_MAX_NUMBERS}", count, shapes=shapes))
 
 
-def _heads(padded: dict[str, Shape], shapes: dict[str, Shape]) -> tuple[int, int]:
-    """Return the number of KV heads, and of query heads that share each."""
-    query, key, value = (padded[name][-3] for name in ("query", "key", "value"))
+def _heads(query: int, key: int, value: int, shapes: dict[str, Shape]) -> tuple[int, int]:
+    """Return the number of KV heads, and of query heads that share each, from the heads of the three arrays."""
     if key != value and 1 not in (key, value):
         raise ShapeError(message("value", f"as many heads as key ({key}) or 1", value, shapes=shapes))
     kv = max(key, value) if 0 not in (key, value) else 0
@@ -219,12 +216,12 @@ def check_sink(ops: Backend, sink: Any, layout: AxisLayout, like: Array) -> Arra
     heads = layout.score_shape.heads * layout.score_shape.groups
     if tuple(sink.shape) not in ((), (1,), (heads,)):
         raise ShapeError(message("sink", f"a number or shape ({heads},), one per query head", tuple(sink.shape)))
-    one = tuple(sink.shape) in ((), (1,))
-    return ops.reshape(sink, (1, 1) if one else (layout.score_shape.heads, layout.score_shape.groups))
+    is_shared = tuple(sink.shape) in ((), (1,))
+    return ops.reshape(sink, (1, 1) if is_shared else (layout.score_shape.heads, layout.score_shape.groups))
 
 
 # Of float64, in the 2^47 bytes that a process has addresses for.
-_MOST_NUMBERS = 2**44
+_MAX_NUMBERS = 2**44
 # Passed by functions of the weights alone: None would hide a forgotten value.
 NO_VALUE = object()
 
