@@ -47,7 +47,7 @@ def attend(
     ----------
     query : (..., query, dim)
         Two axes or more, any strides. Three: (batch, query, dim). Four or more: heads on `head_axis`.
-        Jagged tensors of PyTorch are computed packed, and give jagged results; `mask` is then that of each sequence.
+        Jagged tensors of PyTorch are computed packed, and give jagged results; `mask` then holds in each sequence.
     key : (..., key, dim_k)
         ``dim_k == dim`` except for scores that allow otherwise. May have fewer heads than `query`: query head h uses
         KV head ``h // (heads / kv_heads)``. Other leading axes broadcast.
@@ -62,7 +62,7 @@ def attend(
     sink : number or (heads,)
         A further logit in the softmax, without a value. Gets a gradient.
     dropout : number in [0, 1)
-        Of the weights; those kept are divided by 1 - dropout.
+        Probability that a weight is dropped; the other weights are divided by 1 - dropout.
     seed : whole number, in JAX a key too, optional
         Replays a dropout mask; None draws one from the framework's generator, which JAX has not.
     head_axis : -3, or -2 for the layout (batch, length, head, dim)
@@ -99,7 +99,7 @@ def attend(
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
     if type(mask) is ValidLens and valid_lens is mask.query_lens is None and mask.lens is not None:
-        # A plan reads valid lengths at each call; it would hold those of a mask.
+        # A plan reads valid lengths at each call; lengths in a mask would be part of the plan.
         mask, valid_lens = None, mask.lens
     # Under torch.compile the replacement calls an operator, which the compiler does not look into.
     if (compiled := backends.compiled()) is not None:
@@ -134,7 +134,7 @@ class Gradients(NamedTuple):
     bias: Array | None
     sink: Array | None
     score: dict[str, Array]
-    """Of the score's arrays, by field name."""
+    """Gradients of the score's arrays, by field name."""
 
 
 def attend_vjp(
@@ -207,7 +207,7 @@ def attend_vjp(
             )
         operands = op.operands()
         outputs = op.forward(tuple(operands.values()))
-    given = {"query": query, "key": key, "value": value, "bias": bias, "sink": sink}
+    arrays = {"query": query, "key": key, "value": value, "bias": bias, "sink": sink}
 
     def pullback(
         grad_out: Array, grad_log_sum_exp: Array = None, grad_entropy: Array = None, grad_weights: Array = None
@@ -221,31 +221,35 @@ def attend_vjp(
         if grad_weights is not None and not flag:
             raise ArgumentError(message("grad_weights", "return_weights=True", "False"))
         with ops.numeric_scope():
-            of_outputs = {"grad_out": grad_out, "grad_log_sum_exp": grad_log_sum_exp}
-            of_outputs |= {"grad_entropy": grad_entropy} if "entropy" in problem.statistics else {}
-            of_outputs |= {"grad_weights": grad_weights} if flag else {}
-            incoming = [row_gradient(problem, name, grad) for name, grad in of_outputs.items()]
-            found = op.backward(tuple(operands.values()), outputs[: op.saved_outputs], incoming)
-            grads = dict(zip(operands, found, strict=True))
-            return gradients(problem, cast(Pullback, score_pullback)(grads), grads, given)
+            grads_out = {"grad_out": grad_out, "grad_log_sum_exp": grad_log_sum_exp}
+            grads_out |= {"grad_entropy": grad_entropy} if "entropy" in problem.statistics else {}
+            grads_out |= {"grad_weights": grad_weights} if flag else {}
+            incoming = [row_gradient(problem, name, grad) for name, grad in grads_out.items()]
+            grads = op.backward(tuple(operands.values()), outputs[: op.saved_outputs], incoming)
+            named = dict(zip(operands, grads, strict=True))
+            return gradients(problem, cast(Pullback, score_pullback)(named), named, arrays)
 
     return present(problem, op.result(outputs)), pullback
 
 
-def gradients(problem: Problem, by_score: ScoreGradients, grads: dict[str, Array], given: dict[str, Any]) -> Gradients:
+def gradients(
+    problem: Problem, by_score: ScoreGradients, grads: dict[str, Array], caller_arrays: dict[str, Any]
+) -> Gradients:
     """Return the gradients of the caller's arrays, in their shapes and dtypes.
 
-    `grads` are those that a kernel computed, on the canonical axes; `by_score` those that the score's VJP made of them,
-    of query, key and the score's arrays; `given` the caller's arrays by name.
+    `grads` are the gradients of a kernel, on the canonical axes, and `by_score` what the score's VJP makes of them: the
+    gradients of query, key and the score's arrays.
     """
     ops, layout = problem.ops, problem.layout
 
     def from_canonical(grad: Array, canonical: Array, name: str) -> Array:
-        grad = layout.gradient_from_canonical(ops, sum_to(ops, grad, canonical.shape), given[name].shape)
-        return ops.astype(grad, ops.dtype(given[name]))
+        grad = layout.gradient_from_canonical(ops, sum_to(ops, grad, canonical.shape), caller_arrays[name].shape)
+        return ops.astype(grad, ops.dtype(caller_arrays[name]))
 
     def like(name: str) -> Array | None:
-        return None if given[name] is None else ops.reshape(grads[name], getattr(given[name], "shape", ()))
+        return (
+            None if caller_arrays[name] is None else ops.reshape(grads[name], getattr(caller_arrays[name], "shape", ()))
+        )
 
     arrays = arrays_of(problem.score)
     return Gradients(

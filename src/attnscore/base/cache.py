@@ -1,4 +1,4 @@
-"""Bounded cache of what depends on shapes, dtypes and numbers alone: most of the time of a tiny call.
+"""Bounded cache of results that depend on shapes, dtypes and numbers alone: most of the time of a tiny call.
 
 - A key holds everything that the computation reads, types included (``True == 1 == 1.0``).
 - A computation that raises is not cached, and raises again at the next call.
@@ -54,7 +54,7 @@ class BoundedCache(Generic[Result]):
     def get_or_compute(self, key: Hashable, compute: Callable[[], Result], weight: float = 0) -> Result:
         """Return the cached result for `key`, or ``compute()``.
 
-        That is cached unless the key is None or cannot be hashed, or its weight exceeds that of the whole cache.
+        The result is cached unless the key is None or cannot be hashed, or its weight exceeds the maximum.
         """
         try:
             entry = self._entries.get(key)
@@ -66,7 +66,7 @@ class BoundedCache(Generic[Result]):
         return self.put(key, compute(), weight)
 
     def put(self, key: Hashable, result: Result, weight: float = 0) -> Result:
-        """Cache the result for `key`, as `get_or_compute` does; return it, or that of another thread, cached before."""
+        """Cache the result for `key`, as `get_or_compute` does; return it, or what another thread has cached before."""
         if key is None or weight > self._max_weight:
             return result
         try:

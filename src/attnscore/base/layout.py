@@ -209,7 +209,7 @@ class AxisLayout:
         return self.from_canonical(ops, ops.expand_dims(x, -1))[..., 0]
 
     def gradient_from_canonical(self, ops: Backend, x: Array, shape: Shape) -> Array:
-        """Return the gradient of a caller's query, key or value from that of its canonical view."""
+        """Return the gradient of a caller's query, key or value from the gradient of its canonical view."""
         if self.is_length_before_heads and len(shape) >= 2:
             # (*lead, head * group, length, dim), with the leading axes of size 1 that `to_canonical` added.
             joined = ops.reshape(x, (*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:]))

@@ -49,7 +49,7 @@ class Kernel(ABC):
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
         """Return the plan of all calls like this one, or of this one alone where each is planned anew.
 
-        `arrays` are those of the caller, where there are any: query, key, value, bias, sink, w_v of an additive score,
+        `arrays` are the caller's, where there are any: query, key, value, bias, sink, w_v of an additive score,
         the bandwidth of a Gaussian, and a boolean mask or valid lengths that are the whole mask.
         """
         return SinglePlan(self, problem, tiles)
@@ -64,7 +64,7 @@ class Kernel(ABC):
         return self
 
     def explain_tiles(self, problem: Problem, tiles: TilePlan) -> TilePlan:
-        """Return the tiles of this kernel, for `explain`; `tiles` are those of the streaming kernel.
+        """Return the tiles of this kernel, for `explain`; `tiles` are the streaming kernel's.
 
         All sizes are known.
         """
@@ -102,7 +102,7 @@ def preferred(kernels: Iterable[Kernel], problem: Problem) -> Kernel:
 
 
 class Plan(ABC):
-    """How calls run: all those of one signature, which a cache keeps, or one call alone."""
+    """How calls run: all calls of one signature, by a plan that is cached, or one call alone."""
 
     is_reusable = True
     """Whether it runs other calls of its signature: it then holds no array of a caller."""
@@ -121,7 +121,7 @@ class Plan(ABC):
 class SinglePlan(Plan, DifferentiableOp):
     """Plan of one call, whose arrays it holds: a kernel applied to a problem, as a function of arrays alone.
 
-    Outputs are (out, log_denom, entropy and matrix if wanted, row_max, scores if saved, then the other statistics).
+    Outputs are (out, log_denom, entropy and matrix if requested, row_max, scores if saved, the other statistics).
     The first ``differentiable_outputs`` carry gradients; the first ``saved_outputs`` are saved for the backward.
     """
 
@@ -141,7 +141,7 @@ class SinglePlan(Plan, DifferentiableOp):
 
     @property
     def _differentiable(self) -> tuple[str, ...]:
-        """Names of the outputs that carry gradients; the gradient of log_denom is that of the log-sum-exp."""
+        """Names of the outputs that carry gradients; log_denom has the gradient of the log-sum-exp."""
         entropy = ("entropy",) if "entropy" in self.problem.statistics else ()
         return ("out", "log_denom", *entropy, *(() if self.problem.matrix is None else ("matrix",)))
 

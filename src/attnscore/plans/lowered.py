@@ -3,7 +3,8 @@
 - Lowering runs in the framework's operations, which its autograd records: PyTorch's own nodes of a projection cost a
   tiny backward 20 us less than a VJP in Python.
 - Nothing reads the keys behind the valid lengths of a call: they are not projected where that saves time.
-- The plan of the call holds that of the lowered call, whose computed arrays are in C order: one signature finds both.
+- The plan of the call holds the plan of the lowered call, whose computed arrays are in C order: one signature finds
+  both.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def lower(
 ) -> list[Array]:
     """Return query and key of the lowered form on the caller's axes, and w_v of an additive score.
 
-    Those of the two that are `computed` are in C order; an array that is the caller's keeps its layout, which is in the
-    signature. `rows` are the keys to project (`plans.padding.real_rows`); None: all.
+    `computed` says which of the two are computed: these are in C order, and a caller's array keeps its layout, which is
+    in the signature. `rows` are the keys to project (`plans.padding.real_rows`); None: all.
     """
     with ops.numeric_scope():
         if computed[0]:

@@ -46,5 +46,5 @@ def real_rows(ops: Backend, x: Array, lens: Any, units: int) -> Array | None:
 def over_rows(ops: Backend, x: Array, rows: Array, project: Callable[[Array], Array]) -> Array:
     """Return the projection of the keys `rows` of `x` (batch, key, features), and zeros for all others."""
     batch, length, features = x.shape
-    found = project(ops.take(ops.reshape(x, (batch * length, features)), rows, 0))
-    return ops.reshape(ops.put_rows(found, rows, batch * length), (batch, length, found.shape[-1]))
+    projected = project(ops.take(ops.reshape(x, (batch * length, features)), rows, 0))
+    return ops.reshape(ops.put_rows(projected, rows, batch * length), (batch, length, projected.shape[-1]))

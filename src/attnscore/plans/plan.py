@@ -87,7 +87,7 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
 def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Array | None:
     """Return the boolean mask or the valid lengths whose values each call of a plan reads; None where there is neither.
 
-    Lengths combined with another mask, and those of two-axis inputs, enter the signature by value instead.
+    Lengths combined with another mask, and lengths of two-axis inputs, enter the signature by value instead.
     """
     x = mask if lens is None else lens
     if type(x) is np.ndarray:

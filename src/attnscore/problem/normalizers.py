@@ -2,7 +2,7 @@
 
 - sigmoid: p_j = 1 / (1 + exp(-s_j)), each weight by itself.
 - entmax: p_j = max(0, (alpha - 1) s_j - tau)^(1 / (alpha - 1)), with the threshold tau at which the weights sum to 1.
-  Most weights are exactly 0. alpha = 2 is the sparsemax; for alpha -> 1 the weights become those of the softmax.
+  Most weights are exactly 0. alpha = 2 is the sparsemax; for alpha -> 1 the weights become softmax weights.
 
 A weight is a function of its score and of one number of its query, the threshold. So the output is a plain sum over
 the key tiles once the threshold is known. It is found by passes over the key tiles before.
@@ -26,7 +26,7 @@ ONLY_SOFTMAX = "a normalizer other than the softmax"
 """Why a kernel that has the softmax alone cannot run a problem."""
 
 # From the left Newton's method gains 2 bits a pass at worst; it took at most 12 passes in every case that was tried.
-_MOST_PASSES = 64
+_MAX_PASSES = 64
 
 
 class Normalizer(ABC):
@@ -145,8 +145,8 @@ class Entmax(Normalizer):
             return (total - _power(ops, total, 2 - self.alpha)) / ops.where(slope == 0, 1.0, slope)
 
         def move(state: tuple[Array, Array]) -> tuple[Array, Array]:
-            found = ops.stop_gradient(step(state[0]))
-            return state[0] + found, found
+            change = ops.stop_gradient(step(state[0]))
+            return state[0] + change, change
 
         def is_moving(state: tuple[Array, Array]) -> Any:
             return _any_above(ops, state[1], tolerance)
@@ -155,12 +155,12 @@ class Entmax(Normalizer):
         # Two steps follow, and each squares the distance.
         tolerance = 2.0 ** (-29 if ops.dtype(row_max) == "float64" else -15)
         # At a threshold of -1 the weight of the largest score is 1 by itself.
-        found = ops.stop_gradient(_repeat(ops, move, is_moving, (zero - 1.0, zero + 1.0))[0])
+        threshold = ops.stop_gradient(_repeat(ops, move, is_moving, (zero - 1.0, zero + 1.0))[0])
         # These are recorded where a framework differentiates the forward. Newton's method doubles the number of correct
         # derivatives too: the first step has the gradient of the threshold, the second also its second derivatives.
         for _ in range(2):
-            found = found + step(found)
-        return found
+            threshold = threshold + step(threshold)
+        return threshold
 
 
 _NAMED: dict[str, Normalizer | None] = {
@@ -186,16 +186,16 @@ def _power(ops: Backend, x: Array, exponent: float) -> Array:
         return x
     is_zero = x == 0
     base = ops.where(is_zero, 1.0, x)
-    found = base * base if exponent == 2 else base**exponent if exponent != 0 else 0.0 * base + 1.0
-    return ops.where(is_zero, 0.0, found)
+    power = base * base if exponent == 2 else base**exponent if exponent != 0 else 0.0 * base + 1.0
+    return ops.where(is_zero, 0.0, power)
 
 
 def _repeat(ops: Backend, body: Callable[[Any], Any], condition: Callable[[Any], Any], carry: Any) -> Any:
-    """Return ``carry = body(carry)`` repeated while ``condition(carry)``, `_MOST_PASSES` times at most."""
+    """Return ``carry = body(carry)`` repeated while ``condition(carry)``, `_MAX_PASSES` times at most."""
     if not isinstance(condition(carry), bool):
         # Not read on the host: a loop of a fixed length, whose last steps do nothing.
-        return ops.loop(_MOST_PASSES, lambda _, carry: ops.cond(condition(carry), body, carry), carry)
-    for _ in range(_MOST_PASSES):
+        return ops.loop(_MAX_PASSES, lambda _, carry: ops.cond(condition(carry), body, carry), carry)
+    for _ in range(_MAX_PASSES):
         if not condition(carry):
             break
         carry = body(carry)
@@ -206,5 +206,5 @@ def _any_above(ops: Backend, x: Array, limit: float) -> Any:
     """Return whether a number of `x` is larger than `limit` in size: a bool, or an array that the host cannot read."""
     axes = tuple(range(len(x.shape)))
     above = ops.sum(ops.astype(ops.abs(x) > limit, ops.dtype(x)), axis=axes)
-    known = ops.number(above)
-    return above > 0 if known is None else known > 0
+    count = ops.number(above)
+    return above > 0 if count is None else count > 0

@@ -26,7 +26,7 @@ class RowState(NamedTuple):
     total: Array
     out: Array
     sums: dict[str, Sums]
-    """Of the accumulators that the wanted statistics need, by name."""
+    """Sums of the accumulators that the requested statistics need, by name."""
 
 
 def safe_max(ops: Backend, maximum: Array) -> Array:
@@ -34,14 +34,14 @@ def safe_max(ops: Backend, maximum: Array) -> Array:
     return ops.where(maximum == NEG_INF, 0.0, maximum)
 
 
-def needed(wanted: tuple[str, ...]) -> list[str]:
+def needed(statistics: tuple[str, ...]) -> list[str]:
     """Return the accumulators that these statistics need."""
-    names = {TABLE[name].accumulator for name in wanted}
+    names = {TABLE[name].accumulator for name in statistics}
     return [name for name in ACCUMULATORS if name in names]
 
 
 def start(
-    ops: Backend, rows: tuple[int, ...], value_dim: int, like: Array, dtype: str, wanted: tuple[str, ...]
+    ops: Backend, rows: tuple[int, ...], value_dim: int, like: Array, dtype: str, statistics: tuple[str, ...]
 ) -> RowState:
     """Return the state before the first key."""
     shape = (*rows, 1)
@@ -54,7 +54,8 @@ def start(
         total=zeros(),
         out=ops.zeros((*rows, value_dim), like, dtype),
         sums={
-            name: tuple(ops.full(shape, x, like, dtype) for x in ACCUMULATORS[name].initial) for name in needed(wanted)
+            name: tuple(ops.full(shape, x, like, dtype) for x in ACCUMULATORS[name].initial)
+            for name in needed(statistics)
         },
     )
 
@@ -66,7 +67,7 @@ def update(
     unmasked: Array | None,
     first: Any,
     pool: Callable[[Array], Array],
-    wanted: tuple[str, ...],
+    statistics: tuple[str, ...],
 ) -> RowState:
     """Return the state after one more tile of scores, -inf where masked, whose keys begin at `first`.
 
@@ -78,7 +79,7 @@ def update(
     logits = scores - safe
     weights = ops.exp(logits)
     tile = Tile(scores, unmasked, first, safe, logits, weights)
-    sums = {name: ACCUMULATORS[name].of_tile(ops, tile) for name in needed(wanted)}
+    sums = {name: ACCUMULATORS[name].of_tile(ops, tile) for name in needed(statistics)}
     total = ops.sum(weights, axis=-1, keepdims=True)
     return merge(ops, state, RowState(maximum, total, pool(weights), sums))
 
@@ -104,9 +105,9 @@ def merge(ops: Backend, first: RowState, second: RowState) -> RowState:
 
 
 def finish(
-    ops: Backend, keys: RowState, sink: Array | None, wanted: tuple[str, ...]
+    ops: Backend, keys: RowState, sink: Array | None, statistics: tuple[str, ...]
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """Return output, row_max, log_denom, and the wanted statistics but log_sum_exp = row_max + log_denom.
+    """Return output, row_max, log_denom, and the requested statistics but log_sum_exp = row_max + log_denom.
 
     The two terms stay apart: weights from their sum would be rounded at the scale of the scores. `sink`, broadcast as
     (head, group, 1, 1), is one more score, without a value. One number per query has a last axis of 1.
@@ -118,10 +119,10 @@ def finish(
     log_denom = ops.where(is_empty, NEG_INF, log_sum)
     factor = ops.where(keys.total == 0, 0.0, ops.exp(safe_max(ops, keys.max) - row_max))
     row = Row(is_empty, total, log_sum, state.sums, keys.max, keys.total, factor, keys.sums)
-    found = {name: calculate(ops, row) for name in wanted if (calculate := TABLE[name].finish) is not None}
+    values = {name: calculate(ops, row) for name in statistics if (calculate := TABLE[name].finish) is not None}
     out = state.out / total
     # Without keys the output is 0, also beside a sink that is NaN.
-    return out if sink is None else ops.where(keys.total == 0, 0.0, out), row_max, log_denom, found
+    return out if sink is None else ops.where(keys.total == 0, 0.0, out), row_max, log_denom, values
 
 
 def _sink_state(ops: Backend, keys: RowState, sink: Array) -> RowState:

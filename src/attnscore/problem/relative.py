@@ -79,8 +79,8 @@ def relative_positions(query_len: int, key_len: int, *, offset: int | None = Non
         offset = 0
     if not is_whole(offset) and _arrays_of_sizes(offset) is None:
         raise ArgumentError(message("offset", "a whole number", shown(offset)))
-    found: np.ndarray[Any, Any] = (arrays or np).arange(1 - query_len, key_len) - offset
-    return found
+    positions: np.ndarray[Any, Any] = (arrays or np).arange(1 - query_len, key_len) - offset
+    return positions
 
 
 def _arrays_of_sizes(*sizes: Any) -> Any:
@@ -151,12 +151,12 @@ def relative_buckets(
     # In float32, as models are trained: at the edge of a bucket another precision may round to its neighbour.
     ratio = np.log(np.maximum(distance, exact).astype(np.float32) / np.float32(exact))
     steps = (ratio / np.float32(math.log(max_distance / exact)) * np.float32(side - exact)).astype(np.int64)
-    found: np.ndarray[Any, Any] = np.where(distance < exact, distance, np.minimum(exact + steps, side - 1))
-    return (found + side * (signed > 0) if bidirectional else found).astype(np.int64, copy=False)
+    bucket: np.ndarray[Any, Any] = np.where(distance < exact, distance, np.minimum(exact + steps, side - 1))
+    return (bucket + side * (signed > 0) if bidirectional else bucket).astype(np.int64, copy=False)
 
 
 def _looked_up(positions: Array, buckets: int, max_distance: int, bidirectional: bool) -> Any:
-    """Return the buckets of positions that a program learns when it runs, from those of all distances."""
+    """Return the buckets of positions that a program learns when it runs, from a table of all distances."""
     ops = backends.of({"positions": positions})
     if ops.is_floating(positions) or ops.dtype(positions) == "bool":
         raise ArgumentError(message("positions", "whole numbers", ops.dtype(positions)))
@@ -214,8 +214,8 @@ def sum_diagonals(ops: Backend, grad: Array) -> Array:
     padded = ops.concat([grad, ops.zeros((*lead, rows, missing), grad)], -1) if spare or missing > 0 else grad
     line = ops.reshape(padded, (*lead, 1, rows * (width - 1)))
     line = ops.concat([ops.zeros((*lead, 1, rows - 1), grad), line, ops.zeros((*lead, 1, 1), grad)], -1)
-    found = ops.sum(ops.reshape(line, (*lead, rows, width)), axis=-2, keepdims=True)
-    return ops.slice_axis(found, -1, 0, width - spare) if spare else found
+    sums = ops.sum(ops.reshape(line, (*lead, rows, width)), axis=-2, keepdims=True)
+    return ops.slice_axis(sums, -1, 0, width - spare) if spare else sums
 
 
 def _spare(count: Any) -> int:

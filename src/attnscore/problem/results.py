@@ -42,17 +42,17 @@ class RowGradients:
 
 
 def present(problem: Problem, result: Result) -> Any:
-    """Return what `attend` returns, on the caller's axes: the output, and the wanted weights and statistics."""
+    """Return what `attend` returns, on the caller's axes: the output, and the requested weights and statistics."""
     ops, layout = problem.ops, problem.layout
-    found: list[Any] = [layout.from_canonical(ops, result.out)]
+    outputs: list[Any] = [layout.from_canonical(ops, result.out)]
     if problem.matrix is not None:
-        found.append(layout.scores_from_canonical(ops, ops.astype(result.matrix, problem.dtype)))
+        outputs.append(layout.scores_from_canonical(ops, ops.astype(result.matrix, problem.dtype)))
     if problem.statistics:
-        found.append(present_statistics(problem, result))
-    return found[0] if len(found) == 1 else tuple(found)
+        outputs.append(present_statistics(problem, result))
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def present_statistics(problem: Problem, result: Result) -> AttentionStats:
-    """Return the wanted statistics on the caller's axes."""
+    """Return the requested statistics on the caller's axes."""
     rows = {name: returned(problem.ops, name, result.statistics[name][..., 0]) for name in problem.statistics}
     return AttentionStats(**{name: problem.layout.rows_from_canonical(problem.ops, x) for name, x in rows.items()})

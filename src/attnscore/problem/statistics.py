@@ -20,7 +20,7 @@ from attnscore.errors import ArgumentError, message
 _NEG_INF, _INF = float("-inf"), float("inf")
 
 Sums = tuple[Array, ...]
-"""What an accumulator keeps of each query: arrays (..., query, 1)."""
+"""State of an accumulator: arrays with a number for each query, (..., query, 1)."""
 
 
 class Tile(NamedTuple):
@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     first: Any
     """Index of the first key."""
     max: Array
-    """Of each query, or 0 where all scores are -inf."""
+    """Largest score of each query, or 0 where all scores are -inf."""
     logits: Array
     """scores - max"""
     weights: Array
@@ -57,14 +57,14 @@ class Row(NamedTuple):
     sums: Mapping[str, Sums]
     max_of_keys: Array
     total_of_keys: Array
-    """That of the keys alone, in units of exp(max_of_keys)."""
+    """Denominator of the keys alone, in units of exp(max_of_keys)."""
     factor_of_keys: Array
     """exp(max_of_keys - row_max)"""
     sums_of_keys: Mapping[str, Sums]
 
 
 class Matrix(NamedTuple):
-    """All pairs, (..., query, key): scores (-inf where masked), weights, and weights with that of the sink at the end.
+    """All pairs, (..., query, key): scores (-inf where masked), weights, and weights with the sink's weight at the end.
 
     `count`, the number of unmasked keys, is (..., query, 1).
     """
@@ -97,7 +97,7 @@ class Statistic(NamedTuple):
 
     definition: str
     of: Literal["softmax", "weights", "scores"]
-    """Every normalizer has those of weights and scores."""
+    """What the statistic describes: the softmax alone, or weights or scores, which every normalizer has."""
     of_matrix: Callable[[Backend, Matrix], Array] | None
     """Its definition, for the dense kernel; None, as the next, for the log-sum-exp, which every forward returns."""
     finish: Callable[[Backend, Row], Array] | None
@@ -106,7 +106,7 @@ class Statistic(NamedTuple):
     joined_with: str | None = None
     """Another one that `Accumulator.of_result` reads."""
     dtype: str | None = None
-    """Of what the caller gets; inside all are in the accumulator dtype."""
+    """Dtype that the caller gets; inside all statistics are in the accumulator dtype."""
 
 
 def _sum(ops: Backend, x: Array) -> Array:
@@ -177,8 +177,8 @@ def _least(ops: Backend, tile: Tile) -> Sums:
 def _first_key(ops: Backend, scores: Array, largest: Array, first: Any = 0) -> Array:
     """Return the first key, counted from `first`, with this score; -1 where there is none, and for a score of -inf."""
     keys = ops.astype(ops.positions(first, scores.shape[-1], scores), ops.dtype(scores))
-    found = -ops.max(ops.where(scores == largest, -keys, _NEG_INF), axis=-1, keepdims=True)
-    return ops.where(ops.logical_or(found == _INF, largest == _NEG_INF), -1.0, found)
+    key = -ops.max(ops.where(scores == largest, -keys, _NEG_INF), axis=-1, keepdims=True)
+    return ops.where(ops.logical_or(key == _INF, largest == _NEG_INF), -1.0, key)
 
 
 def _largest(ops: Backend, tile: Tile) -> Sums:
@@ -188,7 +188,7 @@ def _largest(ops: Backend, tile: Tile) -> Sums:
 
 
 def _first_of_largest(ops: Backend, a: Array, key_a: Array, b: Array, key_b: Array) -> Array:
-    """Return the key of the larger of two scores, the smaller key if they are equal; that of a NaN, which is -1."""
+    """Return the key of the larger of two scores, the smaller key if they are equal; the key of a NaN, -1."""
     key = ops.where(ops.logical_or(b > a, ops.isnan(b)), key_b, key_a)
     return ops.where(a == b, _minimum(ops, key_a, key_b), key)
 
@@ -314,9 +314,9 @@ COUNTED = tuple(name for name, row in TABLE.items() if row.accumulator == "momen
 """Statistics that are merged by the numbers of unmasked keys."""
 
 
-def joinable(wanted: Iterable[str]) -> tuple[str, ...]:
-    """Return these statistics, and those that are read where parts of them are joined."""
-    names = {*wanted, *(TABLE[name].joined_with for name in wanted)}
+def joinable(statistics: Iterable[str]) -> tuple[str, ...]:
+    """Return these statistics, and the statistics that are read where parts of them are joined."""
+    names = {*statistics, *(TABLE[name].joined_with for name in statistics)}
     return tuple(name for name in TABLE if name in names)
 
 
@@ -326,19 +326,19 @@ def returned(ops: Backend, name: str, x: Array) -> Array:
     return x if dtype is None else ops.astype(x, dtype)
 
 
-def in_whole(ops: Backend, found: dict[str, Array], places: Callable[[], Array]) -> dict[str, Array]:
-    """Return the statistics of a part of the keys with the indices of all keys; `places` gives those of the part's."""
-    if not {*found} & {*KEYS}:
-        return found
+def in_whole(ops: Backend, statistics: dict[str, Array], places: Callable[[], Array]) -> dict[str, Array]:
+    """Return the statistics of some keys, `places` of all, with indices of keys counted over all keys."""
+    if not {*statistics} & {*KEYS}:
+        return statistics
     table = places()
-    # One more place, for the index of none.
+    # One more place, for the index of no key.
     count, table = ops.shape(table)[0], ops.concat([table, ops.full((1,), -1, table)], 0)
 
     def moved(x: Array) -> Array:
         at = ops.astype(ops.where(x < 0, float(count), x), "int64")
         return ops.astype(ops.reshape(ops.take(table, ops.reshape(at, (-1,)), 0), ops.shape(x)), ops.dtype(x))
 
-    return {name: moved(x) if name in KEYS else x for name, x in found.items()}
+    return {name: moved(x) if name in KEYS else x for name, x in statistics.items()}
 
 
 class AttentionStats(NamedTuple):
@@ -401,24 +401,23 @@ class AttentionStats(NamedTuple):
         """
         (total,) = self._need("sum_weights")
         alive = _values("sum_weights", total) != 0
-        found: dict[str, dict[str, float]] = {}
+        summary: dict[str, dict[str, float]] = {}
         for name in self._fields:
             x = getattr(self, name)
             rows = np.empty(0) if x is None else _values(name, x)[alive]
             if rows.size:
-                found[name] = {"mean": float(rows.mean()), "min": float(rows.min()), "max": float(rows.max())}
-        return found
+                summary[name] = {"mean": float(rows.mean()), "min": float(rows.min()), "max": float(rows.max())}
+        return summary
 
 
 def _values(name: str, x: Array) -> HostArray:
     """Return the values of an array on the host, from a device too."""
-    found = backends.host(x)
-    if found is None:
-        try:
-            found = np.asarray(detached(x))
-        except Exception as error:  # each framework has its own for a traced array
-            raise ArgumentError(message(name, "an array with values", "a traced one")) from error
-    return found
+    if (values := backends.host(x)) is not None:
+        return values
+    try:
+        return np.asarray(detached(x))
+    except Exception as error:  # each framework raises another error for a traced array
+        raise ArgumentError(message(name, "an array with values", "a traced one")) from error
 
 
 AttentionStats.__doc__ = (AttentionStats.__doc__ or "").replace(
