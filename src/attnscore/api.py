@@ -197,8 +197,7 @@ def attend_vjp(
             dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer, statistics=return_stats,
             matrix="weights" if flag else None, pullback=True,
         )  # fmt: skip
-        op = kernels.single_plan(problem, kernel)
-        op = op.with_saved_mask().with_backward()
+        op = kernels.single_plan(problem, kernel).with_saved_mask().with_backward()
         if not op.kernel.has_vjp:
             reason = "its gradient is autodiff through it, which NumPy has not"
             hint = "kernel='streaming' has one"
@@ -247,9 +246,8 @@ def gradients(
         return ops.astype(grad, ops.dtype(caller_arrays[name]))
 
     def like(name: str) -> Array | None:
-        return (
-            None if caller_arrays[name] is None else ops.reshape(grads[name], getattr(caller_arrays[name], "shape", ()))
-        )
+        x = caller_arrays[name]
+        return None if x is None else ops.reshape(grads[name], getattr(x, "shape", ()))
 
     arrays = arrays_of(problem.score)
     return Gradients(

@@ -219,7 +219,7 @@ FAULTS: list[Fault] = [
     Fault(
         "plan-records-what-its-score-computes",
         "src/attnscore/plans/plan.py",
-        "_records",
+        "_without_gradients",
         "not (A and ops.has_autodiff)",
         "A or not ops.has_autodiff",
         "tests/test_plan.py -k planned_again",

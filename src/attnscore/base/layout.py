@@ -238,21 +238,17 @@ class CanonicalLayout(AxisLayout):
 
 def check_bias_shape(shape: Shape, score_shape: ScoreShape) -> None:
     """Raise ShapeError unless `shape` broadcasts to (..., query, key), or to the shape of a relative bias."""
+    target, axes, hint = score_shape.user_shape, "(..., query, key)", None
     if score_shape.is_relative(shape):
-        target = (*score_shape.user_shape[:-2], *shape[-2:])
-        _check_broadcast("bias", shape, target, "(..., 1, query + key - 1)")
-    else:
-        hint = "(..., 1, query + key - 1) has one number for each key - query" if shape[-2:-1] == (1,) else None
-        _check_broadcast("bias", shape, score_shape.user_shape, "(..., query, key)", hint)
-
-
-def _check_broadcast(name: str, shape: Shape, target: Shape, axes: str, hint: str | None = None) -> None:
+        target, axes = (*target[:-2], *shape[-2:]), "(..., 1, query + key - 1)"
+    elif shape[-2:-1] == (1,):
+        hint = "(..., 1, query + key - 1) has one number for each key - query"
     try:
         fits = all(map(may_equal, broadcast(shape, target), target)) and len(shape) <= len(target)
     except ValueError:
         fits = False
     if not fits:
-        raise ShapeError(message(name, f"a shape that broadcasts to {axes} = {target}", shape, hint=hint))
+        raise ShapeError(message("bias", f"a shape that broadcasts to {axes} = {target}", shape, hint=hint))
 
 
 def entries_of(ops: Backend, x: Array, index: Array, axis: int) -> Array:

@@ -191,20 +191,15 @@ def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:
     What a score computes while a plan is built is recorded by no autograd: a plan computes it anew, and a checkpoint
     that runs the first call again would find other saved tensors.
     """
-    if not _records(ops, arguments):
-        return arguments
-    return _with_arrays(arguments, lambda x: ops.stop_gradient(x) if backends.of_type(type(x)) is ops else x)
-
-
-def _records(ops: Backend, arguments: CallArguments) -> bool:
-    """Whether autograd would record what the score of a call computes while its plan is built."""
     score = arguments.score
     computes = score == "cosine" if type(score) is str else type(score) in (*lowered.SCORES, Gaussian)
     if not (computes and ops.has_autodiff):
-        return False
+        return arguments
     arrays = (arguments.query, arguments.key, *arrays_of(score).values())
     # Arrays of another framework are for the checks of the call to name.
-    return all(backends.of_type(type(x)) is ops for x in arrays) and ops.needs_grad(*arrays)
+    if any(backends.of_type(type(x)) is not ops for x in arrays) or not ops.needs_grad(*arrays):
+        return arguments
+    return _with_arrays(arguments, lambda x: ops.stop_gradient(x) if backends.of_type(type(x)) is ops else x)
 
 
 def _with_arrays(arguments: CallArguments, change: Callable[[Any], Any]) -> CallArguments:

@@ -45,13 +45,9 @@ def start(
 ) -> RowState:
     """Return the state before the first key."""
     shape = (*rows, 1)
-
-    def zeros() -> Array:
-        return ops.zeros(shape, like, dtype)
-
     return RowState(
         max=ops.full(shape, NEG_INF, like, dtype),
-        total=zeros(),
+        total=ops.zeros(shape, like, dtype),
         out=ops.zeros((*rows, value_dim), like, dtype),
         sums={
             name: tuple(ops.full(shape, x, like, dtype) for x in ACCUMULATORS[name].initial)

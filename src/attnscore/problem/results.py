@@ -48,11 +48,6 @@ def present(problem: Problem, result: Result) -> Any:
     if problem.matrix is not None:
         outputs.append(layout.scores_from_canonical(ops, ops.astype(result.matrix, problem.dtype)))
     if problem.statistics:
-        outputs.append(present_statistics(problem, result))
+        rows = {name: returned(ops, name, result.statistics[name][..., 0]) for name in problem.statistics}
+        outputs.append(AttentionStats(**{name: layout.rows_from_canonical(ops, x) for name, x in rows.items()}))
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-def present_statistics(problem: Problem, result: Result) -> AttentionStats:
-    """Return the requested statistics on the caller's axes."""
-    rows = {name: returned(problem.ops, name, result.statistics[name][..., 0]) for name in problem.statistics}
-    return AttentionStats(**{name: problem.layout.rows_from_canonical(problem.ops, x) for name, x in rows.items()})

@@ -193,12 +193,11 @@ def _first_of_largest(ops: Backend, a: Array, key_a: Array, b: Array, key_b: Arr
     return ops.where(a == b, _minimum(ops, key_a, key_b), key)
 
 
-def _sum_exp_logit_again(ops: Backend, x: Found) -> Sums:
-    return (ops.where(x["log_denom"] == _NEG_INF, 0.0, (x["log_denom"] - x["entropy"]) * x["total"]),)
-
-
 ACCUMULATORS = {
-    "sum_exp_logit": Accumulator((0.0,), _sum_exp_logit, _merge_sum_exp_logit, _sum_exp_logit_again),
+    "sum_exp_logit": Accumulator(
+        (0.0,), _sum_exp_logit, _merge_sum_exp_logit,
+        lambda ops, x: (ops.where(x["log_denom"] == _NEG_INF, 0.0, (x["log_denom"] - x["entropy"]) * x["total"]),),
+    ),
     "squares": Accumulator(
         (0.0,), _squares, _merge_squares, lambda ops, x: (x["sum_sq_weights"] * x["total"] * x["total"],)
     ),
