@@ -111,7 +111,7 @@ FAULTS: list[Fault] = [
     Fault(
         "dropout-high-word-of-the-seed",
         "src/attnscore/problem/dropout.py",
-        "kept",
+        "keep_factors",
         "A + ops.low_32_bits(ops.shift_right(B, 32)) + C",
         "A + ops.low_32_bits(ops.shift_right(B, 32))",
         "tests/test_dropout.py",

@@ -12,7 +12,7 @@ from attnscore.base.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, message
 
 # The most that the native thread pool takes.
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 _chosen: list[int] = []
 _followers: list[Callable[[int], object]] = []
 
@@ -41,8 +41,8 @@ def set_num_threads(n: int) -> None:
     1
     >>> ats.set_num_threads(before)
     """
-    if not is_whole(n) or not 1 <= n <= MOST_THREADS:
-        raise ArgumentError(message("n", f"a whole number from 1 to {MOST_THREADS}", shown(n)))
+    if not is_whole(n) or not 1 <= n <= MAX_THREADS:
+        raise ArgumentError(message("n", f"a whole number from 1 to {MAX_THREADS}", shown(n)))
     _chosen[:] = [int(n)]
     for set_threads in _followers:
         set_threads(int(n))
@@ -81,4 +81,4 @@ def _default() -> int:
         # Fewer than the machine has in a container or under taskset.
         allowed = getattr(os, "sched_getaffinity", None)
         count = len(allowed(0)) if allowed else os.cpu_count() or 1
-    return min(count, MOST_THREADS)
+    return min(count, MAX_THREADS)

@@ -29,7 +29,7 @@ from attnscore.errors import FrameworkError, message
 from attnscore.integrations import torch_export
 from attnscore.integrations.torch_expressions import SAVED, Slots, can_be_written, is_exporting, read
 from attnscore.kernels import SinglePlan, tiling
-from attnscore.problem.problem import Problem, build_problem, wanted_statistics
+from attnscore.problem.problem import Problem, build_problem, requested_statistics
 from attnscore.problem.statistics import DIFFERENTIABLE, AttentionStats, returned
 from attnscore.scores.base import Pullback
 
@@ -249,7 +249,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
             return api.attend(query, key, value, **arguments)
     has_weights = check_flag("return_weights", arguments.pop("return_weights"))
     arguments["matrix"] = "weights" if has_weights else None
-    arguments["statistics"] = statistics = wanted_statistics(arguments.pop("return_stats"), arguments["normalizer"])
+    arguments["statistics"] = statistics = requested_statistics(arguments.pop("return_stats"), arguments["normalizer"])
     if _OPS.has_autocast(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = [x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value)]

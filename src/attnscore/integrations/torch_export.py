@@ -30,7 +30,7 @@ from attnscore.kernels.dense import Dense
 from attnscore.masks import Causal, as_mask
 from attnscore.problem import relative
 from attnscore.problem.online_softmax import NEG_INF
-from attnscore.problem.problem import Problem, build_problem, wanted_statistics
+from attnscore.problem.problem import Problem, build_problem, requested_statistics
 from attnscore.problem.results import Result, present
 from attnscore.problem.statistics import AttentionStats
 from attnscore.scores.forms import InnerForm
@@ -85,8 +85,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     if not all(isinstance(x, Tensor) for x in (query, key, value)):
         kinds = ", ".join(type(x).__name__ for x in (query, key, value))
         raise FrameworkError(message("query, key, value", "tensors, while a program is exported", kinds))
-    has_weights = check_flag("return_weights", arguments.pop("return_weights"))
-    arguments["statistics"] = wanted_statistics(arguments.pop("return_stats"), arguments["normalizer"])
+    flag = check_flag("return_weights", arguments.pop("return_weights"))
+    arguments["statistics"] = requested_statistics(arguments.pop("return_stats"), arguments["normalizer"])
     with backends.load("torch").numeric_scope():
         return present(*run(query, key, value, matrix="weights" if has_weights else None, **arguments))
 

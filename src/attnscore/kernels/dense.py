@@ -62,7 +62,7 @@ class Dense(Kernel):
         pooling = weights
         if problem.dropout is not None:
             spans = (0, score_shape.query_len), (0, score_shape.key_len)
-            pooling = weights * dropouts.kept(ops, problem.dropout, score_shape, value, *spans, dtype)
+            pooling = weights * dropouts.keep_factors(ops, problem.dropout, score_shape, value, *spans, dtype)
         count = ops.sum(ops.astype(visible, dtype), axis=-1, keepdims=True)
         # Selected, so that autodiff drops what comes into a fully masked query: NaN, times its weights of 0, is NaN.
         out = ops.where(count > 0, _pool(ops, pooling, visible, value), 0.0)

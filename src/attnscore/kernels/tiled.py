@@ -139,7 +139,7 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
 
         def pool(weights: Array) -> Array:
             if problem.dropout is not None:
-                weights = weights * dropouts.kept(ops, problem.dropout, score_shape, value, rows, cols, dtype)
+                weights = weights * dropouts.keep_factors(ops, problem.dropout, score_shape, value, rows, cols, dtype)
             return _weighted_sum(ops, weights, unmasked, value, inputs.value_is_finite)
 
         return online_softmax.update(ops, state, scores, unmasked, cols[0], pool, wanted)
@@ -219,7 +219,7 @@ def _normalized_query_tile(
         weights, value = weights_of(scores, unmasked), ops.astype(_slice(ops, problem.value, -2, cols), dtype)
         kept = weights
         if problem.dropout is not None:
-            kept = weights * dropouts.kept(ops, problem.dropout, problem.score_shape, value, rows, cols, dtype)
+            kept = weights * dropouts.keep_factors(ops, problem.dropout, problem.score_shape, value, rows, cols, dtype)
         return (
             sums[0] + _weighted_sum(ops, kept, unmasked, value, inputs.value_is_finite),
             sums[1] + ops.sum(weights, axis=-1, keepdims=True),
@@ -358,7 +358,7 @@ def _weight_gradients(
     grad_out = ops.astype(_slice(ops, grads.out, -2, rows), dtype)
     grad_p, keep = ops.matmul(grad_out, ops.matrix_transpose(value)), None
     if problem.dropout is not None:
-        keep = dropouts.kept(ops, problem.dropout, problem.score_shape, value, rows, cols, dtype)
+        keep = dropouts.keep_factors(ops, problem.dropout, problem.score_shape, value, rows, cols, dtype)
         grad_p = grad_p * keep
     if grads.matrix is not None:
         grad_p = grad_p + _matrix_gradient(problem, grads.matrix, rows, cols)

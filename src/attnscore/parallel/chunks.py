@@ -30,7 +30,7 @@ from attnscore.parallel.parts import counts_of, finished, state_of
 from attnscore.parallel.shard import Shard
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
-from attnscore.problem.problem import Problem, build_problem, check_arrays, check_extra, wanted_statistics
+from attnscore.problem.problem import Problem, build_problem, check_arrays, check_extra, requested_statistics
 from attnscore.problem.statistics import COUNTED, AttentionStats, in_whole, joinable
 
 
@@ -106,7 +106,7 @@ def attend_chunks(
         bias = ops.reshape(check_extra(ops, "bias", bias, query), (1, 1))
     if bias is not None:
         check_bias_shape(tuple(bias.shape), layout.score_shape)
-    parts = _Parts(ops, layout, whole, bias, wanted_statistics(return_stats))
+    parts = _Parts(ops, layout, whole, bias, requested_statistics(return_stats))
     dtype = ops.dtype(query)
     query = ops.astype(query, accumulator(dtype))
     statistics, state, sink_of_heads = parts.statistics, None, None

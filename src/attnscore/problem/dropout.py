@@ -65,7 +65,7 @@ def rows_of_matrices(ops: Backend, score_shape: ScoreShape, like: Array) -> Arra
     return ops.reshape(first, (*score_shape.rows[:-1], 1, 1))
 
 
-def kept(
+def keep_factors(
     ops: Backend,
     dropout: Dropout,
     score_shape: ScoreShape,

@@ -21,7 +21,7 @@ from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split
 from attnscore.problem import normalizers, relative
 from attnscore.problem.dropout import Dropout, check_dropout
 from attnscore.problem.normalizers import Normalizer
-from attnscore.problem.statistics import KEYS, MOST_KEYS, TABLE
+from attnscore.problem.statistics import KEYS, MAX_INDEXED_KEYS, TABLE
 from attnscore.scores.base import Pullback, with_arrays
 from attnscore.scores.forms import Form
 
@@ -260,7 +260,7 @@ def build_problem(
     layout = check_arrays(ops, arrays, head_axis)
     query, key = arrays["query"], arrays["key"]
     value = arrays["value"] if "value" in arrays else key[..., :0]
-    names = wanted_statistics(statistics, normalizer)
+    names = requested_statistics(statistics, normalizer)
     if {*names} & {*KEYS} and accumulator(ops.dtype(value)) == "float32":
         _check_indices(layout.score_shape.key_len)
     # Only a call that asks for another normalizer, a mask or dropout has its checks.
@@ -310,12 +310,12 @@ def build_problem(
 
 def _check_indices(key_len: Any) -> None:
     """Raise ArgumentError where float32 cannot hold the indices of the keys, which are a statistic."""
-    if not is_unknown(key_len) and key_len > MOST_KEYS:
-        expected = f"at most {MOST_KEYS} keys of float32, of whose indices kernels keep 24 bits"
+    if not is_unknown(key_len) and key_len > MAX_INDEXED_KEYS:
+        expected = f"at most {MAX_INDEXED_KEYS} keys of float32, of whose indices kernels keep 24 bits"
         raise ArgumentError(message("return_stats", expected, key_len, hint="attend_chunks joins parts"))
 
 
-def wanted_statistics(return_stats: Any, normalizer: Any = "softmax") -> tuple[str, ...]:
+def requested_statistics(return_stats: Any, normalizer: Any = "softmax") -> tuple[str, ...]:
     """Return the names of the statistics that ``return_stats`` selects; True: all that the normalizer has."""
     if return_stats is False:
         return ()

@@ -76,7 +76,7 @@ class Matrix(NamedTuple):
     count: Array
 
 
-Found = Mapping[str, Array]
+PartialResult = Mapping[str, Array]
 """A result over some of the keys: statistics by name, "log_denom" and "total", exp(log_denom); "count", the number of
 unmasked keys, where they are `COUNTED`."""
 
@@ -88,7 +88,7 @@ class Accumulator(NamedTuple):
     """Each array before the first key, and of the sink."""
     of_tile: Callable[[Backend, Tile], Sums]
     merge: Callable[[Backend, Part, Part], Sums]
-    of_result: Callable[[Backend, Found], Sums]
+    of_result: Callable[[Backend, PartialResult], Sums]
     """Undoes `Statistic.finish`."""
 
 
@@ -307,7 +307,7 @@ DIFFERENTIABLE = tuple(name for name, row in TABLE.items() if row.differentiable
 """Statistics through which a gradient flows; the others are detached."""
 KEYS = tuple(name for name, row in TABLE.items() if row.dtype is not None)
 """Indices of keys, -1 for none."""
-MOST_KEYS = 2**24
+MAX_INDEXED_KEYS = 2**24
 """Keys whose indices float32 holds."""
 COUNTED = tuple(name for name, row in TABLE.items() if row.accumulator == "moments")
 """Statistics that are merged by the numbers of unmasked keys."""

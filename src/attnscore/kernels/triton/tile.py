@@ -303,7 +303,7 @@ def _bits(x):
 
 @triton.jit
 def kept(dropout, z, i, j, n_q):
-    """Return whether dropout keeps each pair of matrix z: the bits of `problem.dropout.kept`."""
+    """Return whether dropout keeps each pair of matrix z: the bits of `problem.dropout.keep_factors`."""
     row = z.to(tl.int64) * n_q + i
     low = (row & 0xFFFFFFFF).to(tl.uint32)
     high = (row >> 32).to(tl.uint32)
