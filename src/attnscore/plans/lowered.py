@@ -23,6 +23,7 @@ from attnscore.plans.padding import may_save, over_rows, real_rows
 from attnscore.problem.problem import Problem
 from attnscore.scores import Additive, Bilinear, Cosine, ScaledDot
 from attnscore.scores.base import widen
+from attnscore.scores.forms import InnerForm
 
 SCORES = (Additive, Bilinear, Cosine)
 """Scores that may project or normalise queries and keys."""
@@ -35,21 +36,19 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
     if not any(computed) or ops.dtype(form.query) != problem.dtype:
         return kernel.prepare(problem, tiles, arrays)
     query, key, *w_v = lower(ops, score, arrays["query"], arrays["key"], computed)
-    if w_v:
-        score_of_plan: Any = replace(score, w_v=None, W_q=None, W_k=None, bias=None)
-        form = replace(form, w_v=w_v[0])  # type: ignore[call-arg]  # an additive form
+    lowered_arrays = {"query": query, "key": key} | ({"w_v": w_v[0]} if w_v else {})
+    canonical = {
+        name: layout.to_canonical(ops, lowered_arrays[name], is_query=name == "query") for name in ("query", "key")
+    }
+    form = form.with_arrays({**lowered_arrays, **canonical})
+    if isinstance(form, InnerForm):
+        score_of_plan: Any = ScaledDot(form.scale)
     else:
-        score_of_plan = ScaledDot(form.scale)  # type: ignore[attr-defined]  # a product
-    form = replace(
-        form,
-        query=layout.to_canonical(ops, query, is_query=True),
-        key=layout.to_canonical(ops, key, is_query=False),
-    )
+        score_of_plan = replace(score, w_v=None, W_q=None, W_k=None, bias=None)
     layout = replace(layout, dim=query.shape[-1], key_dim=key.shape[-1])
     # The same problem, of the computed arrays: the kernel reads nothing else of a call.
-    lowered_problem = replace(problem, layout=layout, score=score_of_plan, query=form.query, key=form.key, form=form)
-    lowered_arrays = {**arrays, "query": query, "key": key, **({"w_v": w_v[0]} if w_v else {})}
-    plan = kernel.prepare(lowered_problem, tiles, lowered_arrays)
+    lowered_problem = replace(problem, layout=layout, score=score_of_plan, form=form, **canonical)
+    plan = kernel.prepare(lowered_problem, tiles, {**arrays, **lowered_arrays})
     if type(plan) is not NativePlan:
         return kernel.prepare(problem, tiles, arrays)
     # `plain_product` enters no `numeric_scope`: calls with a signature are outside of PyTorch's autocast.
