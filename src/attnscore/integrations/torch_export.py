@@ -85,7 +85,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     if not all(isinstance(x, Tensor) for x in (query, key, value)):
         kinds = ", ".join(type(x).__name__ for x in (query, key, value))
         raise FrameworkError(message("query, key, value", "tensors, while a program is exported", kinds))
-    flag = check_flag("return_weights", arguments.pop("return_weights"))
+    has_weights = check_flag("return_weights", arguments.pop("return_weights"))
     arguments["statistics"] = requested_statistics(arguments.pop("return_stats"), arguments["normalizer"])
     with backends.load("torch").numeric_scope():
         return present(*run(query, key, value, matrix="weights" if has_weights else None, **arguments))

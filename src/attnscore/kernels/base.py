@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
@@ -94,11 +94,6 @@ class Kernel(ABC):
     def missing(self) -> str | None:
         """Return why this kernel cannot run on this machine; None when it can."""
         return None
-
-
-def preferred(kernels: Iterable[Kernel], problem: Problem) -> Kernel:
-    """Return the first of the kernels that can run `problem` and is not slower there than a later one."""
-    return next(x for x in kernels if not x.reasons_not_automatic(problem) and not x.reasons_against(problem))
 
 
 class Plan(ABC):

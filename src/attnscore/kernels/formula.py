@@ -253,8 +253,8 @@ def _tile(problem: Problem, tiles: TilePlan, is_product: bool, with_vjp: bool) -
         weights = ops.where(unmasked, weights, 0.0)
     value, dropout_factors = ops.astype(problem.value, dtype), None
     if problem.dropout is not None:
-        keep = dropouts.keep_factors(ops, problem.dropout, score_shape, value, *spans, dtype)
-    return _Tile(raw, scores, is_exact, unmasked, weights, keep, value, vjp)
+        dropout_factors = dropouts.keep_factors(ops, problem.dropout, score_shape, value, *spans, dtype)
+    return _Tile(raw, scores, is_exact, unmasked, weights, dropout_factors, value, vjp)
 
 
 def _is_wrong(ops: Backend, tile: _Tile, result: Array) -> Array | None:

@@ -28,7 +28,7 @@ from attnscore.backends.base import Array, Backend, HostArray, sum_to
 from attnscore.base import thresholds
 from attnscore.base.layout import CanonicalLayout, is_unknown
 from attnscore.kernels import tiling
-from attnscore.kernels.base import Kernel, preferred
+from attnscore.kernels.base import Kernel
 from attnscore.kernels.native.kernel import Native
 from attnscore.kernels.native.marshalling import aligned
 from attnscore.kernels.streaming import Streaming
@@ -127,13 +127,21 @@ class Gather(Kernel):
 
     def _call(self, problem: Problem) -> _GatheredCall:
         # Its problem stands for those of the blocks, which are not gathered yet.
-        return _GatheredCall(problem, preferred(self.block_kernels, problem))
+        return _GatheredCall(problem, self._kernel_of(problem))
 
     def _parts(self, call: _GatheredCall) -> Iterator[tuple[_Block, Problem, TilePlan, Kernel]]:
         """Yield each block with its problem, the tiles of that and the kernel that runs it."""
         for block in call.blocks:
             part = call.problem_of(block)
-            yield block, part, tiling.plan(part), preferred(self.block_kernels, part)
+            yield block, part, tiling.plan(part), self._kernel_of(part)
+
+    def _kernel_of(self, problem: Problem) -> Kernel:
+        """Return the first kernel of blocks that can run `problem` and is not slower there than a later one."""
+        return next(
+            kernel
+            for kernel in self.block_kernels
+            if not kernel.reasons_not_automatic(problem) and not kernel.reasons_against(problem)
+        )
 
 
 def _parted(mask: Mask | None) -> tuple[Neighbours | None, Mask | None]:

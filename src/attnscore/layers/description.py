@@ -26,7 +26,7 @@ from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base import thresholds
 from attnscore.base.arguments import check_flag, check_positive, shown
 from attnscore.base.layout import may_equal
-from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
+from attnscore.errors import ArgumentError, AttnscoreError, FrameworkError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import score_template, shared
 from attnscore.plans.prepared import PreparedKeys, prepare_keys

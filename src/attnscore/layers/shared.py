@@ -16,7 +16,7 @@ from attnscore import backends
 from attnscore.backends.base import FLOATING, Backend
 from attnscore.base.arguments import is_whole, shown
 from attnscore.base.layout import is_unknown, may_equal
-from attnscore.errors import ArgumentError, AttnscoreError, DtypeError, FrameworkError, MaskError, ShapeError, message
+from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message
 from attnscore.masks import And, Dense, Mask, Not, Or
 from attnscore.masks.base import map_atoms
 from attnscore.masks.shape_spec import shape_of

@@ -300,7 +300,7 @@ def generic_form(ops: Backend, score: Any, query: Array, key: Array) -> TileForm
     parameters = arrays_of(score)
     if len(arrays) != len(parameters):
         expected = f"arrays of different names in {type(score).__name__} and the scores in it"
-        raise ArgumentError(message("score", expected, f"{len(held)} arrays named {list(parameters)}"))
+        raise ArgumentError(message("score", expected, f"{len(arrays)} arrays named {list(parameters)}"))
     return TileForm(query, key, score, parameters, functools.partial(with_new_arrays, score))
 
 
