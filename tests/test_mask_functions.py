@@ -372,3 +372,25 @@ def test_the_complement_of_intervals_with_an_empty_one_anywhere() -> None:
 
     assert keys_of(found.complement(12)) == [*range(5), *range(9, 12)]
     assert keys_of(found.intersection(IntervalSet.of((np.array([[7]]), np.array([[12]]))), 12)) == [7, 8]
+
+
+def test_a_helper_that_two_functions_call_is_read_whole() -> None:
+    """It has defaults and a closure of its own, and nothing in it is copied; an array beside it is."""
+    distance = 2
+    ids = np.zeros((1, 8), int)
+
+    def near(query: Any, key: Any, width: int = 1) -> Any:
+        return abs(query - key) <= width * distance
+
+    def left(query: Any, key: Any) -> Any:
+        return near(query, key) & (key <= query)
+
+    def right(query: Any, key: Any) -> Any:
+        return near(query, key) & (key > query)
+
+    def both(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (left(query, key) | right(query, key)) & (ids[batch, query] == ids[batch, key])
+
+    x = np.random.default_rng(0).normal(size=(1, 8, 4))
+    expected = ats.attend(x, x, x, mask=ats.SlidingWindow(left=2, right=2))
+    np.testing.assert_allclose(ats.attend(x, x, x, mask=ats.MaskFunction(both)), expected)

@@ -74,18 +74,21 @@ class _Reader:
         return Snapshot(rebuild([x.value for x in snapshots]), key)
 
     def _function(self, function: FunctionType) -> Snapshot:
+        """Return a function as it is now: itself where nothing that it reads is copied, else a copy."""
         if id(function) in self.functions:
             return self.functions[id(function)]
         code, scope = function.__code__, dict(function.__globals__)
         cells = tuple(CellType() for _ in function.__closure__ or ())
         copy = FunctionType(code, scope, function.__name__, None, cells)
-        # Where its parts name it, its number among the functions is the key.
-        self.functions[id(function)] = Snapshot(copy, len(self.functions))
+        # Registered before its parts are read, which may name it; its number among the functions is then its key.
+        number = len(self.functions)
+        self.functions[id(function)] = Snapshot(copy, number)
         values = {name: scope[name] for name in sorted(set(_names(code))) if name in scope}
         parts = (list(_contents(function)), values, function.__defaults__, function.__kwdefaults__)
         current, key = self.read(parts)
         key = None if key is None else (code, key)
         if current is parts:
+            self.functions[id(function)] = Snapshot(function, number)  # the copy stays empty
             return Snapshot(function, key)
         contents, values, copy.__defaults__, copy.__kwdefaults__ = current
         scope.update(values)
