@@ -37,7 +37,7 @@ FAULTS: list[Fault] = [
     Fault(
         "merge-entropy-of-parts-alone",
         "src/attnscore/problem/statistics.py",
-        "_sum_exp_logit_again",
+        "",
         "(A['log_denom'] - A['entropy']) * A['total']",
         "-A['entropy'] * A['total']",
         "tests/test_parallel_chunks.py",
