@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from attnscore import api
-from attnscore.diagnostics.watching import torch_patches
+from attnscore.diagnostics.watching import rebinding
 
 FUNCTIONS = (
     functional.scaled_dot_product_attention, functional.multi_head_attention_forward, functional.softmax,
@@ -48,5 +48,5 @@ def few_modules() -> Iterator[None]:
 
     system = ModuleType("sys")
     system.__getattr__ = attribute  # type: ignore[method-assign]
-    with mock.patch.object(torch_patches, "sys", system):
+    with mock.patch.object(rebinding, "sys", system):
         yield

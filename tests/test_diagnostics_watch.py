@@ -26,10 +26,10 @@ import attnscore as ats
 from attnscore import diagnostics
 from attnscore.cli.demo import minilm
 from attnscore.diagnostics.inspection import pretrained
-from attnscore.diagnostics.watching import records, torch_calls, torch_patches, torch_watch
+from attnscore.diagnostics.watching import rebinding, records, torch_calls, torch_patches, torch_watch
 from attnscore.diagnostics.watching.health import Thresholds, clip_factor, trend, verdicts_of
 from attnscore.diagnostics.watching.torch_calls import Call, Scores, sums_of
-from attnscore.diagnostics.watching.torch_watch import watch
+from attnscore.diagnostics.watching.watch import watch
 from attnscore.errors import ArgumentError
 from attnscore.integrations.transformers import register
 from attnscore.layers.torch import AdditiveAttention, DotProductAttention, MultiHeadAttention
@@ -179,7 +179,7 @@ def full_matrix(scores: torch.Tensor, real: np.ndarray | None = None) -> dict[st
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float64).min, -1e9])
 @pytest.mark.parametrize("block", [1, 40, 2**20])
 def test_scores_that_the_model_made_are_read_in_blocks(block: int, lowest: float, monkeypatch) -> None:
-    monkeypatch.setattr(torch_calls, "_BLOCK", block)
+    monkeypatch.setattr(torch_calls, "BLOCK", block)
     scores = torch.randn(2, 3, 7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     real = np.array([[True] * 7, [True] * 3 + [False] * 4])
     hidden = ~torch.from_numpy(real)[:, None, None] | torch.ones(7, 7).triu(1).bool()
@@ -783,7 +783,7 @@ def bindings() -> list[Any]:
 
 def test_every_name_is_put_back_also_after_an_error_and_for_several(monkeypatch) -> None:
     """Of all modules that are loaded."""
-    monkeypatch.setattr(torch_patches, "sys", sys)
+    monkeypatch.setattr(rebinding, "sys", sys)
     before, model = bindings(), OwnAttention()
     first, second = watch(model), watch(nn.Sequential(model))
     first.start()
@@ -796,7 +796,7 @@ def test_every_name_is_put_back_also_after_an_error_and_for_several(monkeypatch)
     first.stop()
     first.stop()
     assert all(new is old for new, old in zip(bindings(), before, strict=True))
-    assert not torch_patches._WATCHERS and not torch_patches._ACTIVE
+    assert not torch_patches._WATCHERS and not rebinding.ACTIVE
     assert (first.steps, second.steps) == (2, 1) and list(second.layers) == ["0", "0 #2"]
 
 
@@ -847,7 +847,7 @@ def test_a_patch_of_another_library_stays_until_it_goes(name: str, order: tuple[
         assert getattr(owner, name) is not original
         with watch(model):
             pass
-    assert getattr(owner, name) is original and not torch_patches._ACTIVE
+    assert getattr(owner, name) is original and not rebinding.ACTIVE
 
 
 def test_a_wrapper_under_a_patch_only_calls_its_original(monkeypatch) -> None:
@@ -895,7 +895,7 @@ def test_watches_of_several_threads_leave_nothing() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(use, range(12))) == [3] * 12
-    assert functional.scaled_dot_product_attention is bound_elsewhere is original and not torch_patches._ACTIVE
+    assert functional.scaled_dot_product_attention is bound_elsewhere is original and not rebinding.ACTIVE
 
 
 def test_start_goes_on_with_the_same_numbers() -> None:
@@ -974,7 +974,7 @@ def test_a_watch_may_be_stopped_in_the_middle_of_a_step() -> None:
     model[1].register_forward_pre_hook(lambda *_: seen.stop())
     with seen:
         model(torch.randn(1, 3, 32))
-    assert not seen.layers and not torch_patches._ACTIVE
+    assert not seen.layers and not rebinding.ACTIVE
     model[1]._forward_pre_hooks.clear()
     with seen:
         model(torch.randn(1, 3, 32))
@@ -996,7 +996,7 @@ def test_a_callback_may_raise_stop_and_ask() -> None:
     with received:
         model(x)
         model(x)
-    assert received.steps == 1 and not torch_patches._ACTIVE
+    assert received.steps == 1 and not rebinding.ACTIVE
 
 
 def test_threads_have_steps_of_their_own() -> None:

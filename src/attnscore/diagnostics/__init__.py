@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from attnscore.diagnostics.inspection.inspection import Inspection, inspect_model
     from attnscore.diagnostics.scaling import scaling_lab
     from attnscore.diagnostics.watching.health import Thresholds
-    from attnscore.diagnostics.watching.torch_watch import watch
+    from attnscore.diagnostics.watching.watch import watch
 
 __all__ = ["Inspection", "Thresholds", "inspect_model", "scaling_lab", "watch"]
 
@@ -18,7 +18,7 @@ _HOMES = {
     "Thresholds": "watching.health",
     "inspect_model": "inspection.inspection",
     "scaling_lab": "scaling",
-    "watch": "watching.torch_watch",
+    "watch": "watching.watch",
 }
 
 

@@ -1,1 +1,1 @@
-"""Statistics of every attention call of a PyTorch model while it runs."""
+"""Statistics of every attention call of a model while it runs."""

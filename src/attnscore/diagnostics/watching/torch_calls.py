@@ -16,9 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,28 +24,9 @@ import attnscore as ats
 from attnscore import backends
 from attnscore.backends import torch_private as private
 from attnscore.backends.torch import causal_alignment, is_traced
-from attnscore.errors import AttnscoreError
+from attnscore.diagnostics.watching.sums import BLOCK, MASKED_BIAS, MASKED_SCORE, NEEDED, Array, added, merged
 
-Array = NDArray[np.float64]
-
-# Scores of the model are copied in blocks of so many numbers.
 _OPS = backends.load("torch")
-_BLOCK = 2**20
-# Up to here an entry of a float mask hides its key: models write -1e4, -1e9 or the least number of the dtype. Logits of
-# a failing model may be as low as the first of these: scores have a lower bound.
-_HIDDEN = -9e3
-_HIDDEN_SCORE = -1e8
-# Statistics of `attend`, in the order in which `_added` takes them apart.
-_NEEDED = (
-    "mean_score",
-    "var_score",
-    "log_sum_exp",
-    "entropy",
-    "max_weight",
-    "sum_weights",
-    "sum_sq_weights",
-    "max_score",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +71,7 @@ def sums_of(call: Call | Scores, real: Tensor | None, saturated_weight: float) -
     parts = [
         _sums(one, *_attended_marks(one, real), counted, saturated_weight) for one, counted in _in_blocks(call, real)
     ]
-    if len(parts) == 1:
-        return parts[0]
-    return {
-        name: (np.max if name == "max_logit" else np.sum)([part[name] for part in parts], axis=0) for name in parts[0]
-    }
+    return merged(parts)
 
 
 def output_and_sums(
@@ -111,12 +86,12 @@ def output_and_sums(
     value, marks = pooling.value, _marks(call.key, -3, real)
     with torch.set_grad_enabled(pooling.is_recorded):
         if _pads_without_weight(call, marks):
-            out, stats = ats.attend(call.query, call.key, value, **call.options, return_stats=_NEEDED)
+            out, stats = ats.attend(call.query, call.key, value, **call.options, return_stats=NEEDED)
             first = _first_key_weights(call, stats, marks)
             marked = first if marks.shape[-1] == 1 else torch.cat([first, torch.zeros_like(first)], -1)
         else:
             joined = torch.cat([value, marks.expand(*value.shape[:-1], marks.shape[-1])], -1)
-            both, stats = ats.attend(call.query, call.key, joined, **call.options, return_stats=_NEEDED)
+            both, stats = ats.attend(call.query, call.key, joined, **call.options, return_stats=NEEDED)
             # Models may take a view that only an output in C order has.
             out, marked = both[..., : value.shape[-1]].contiguous(), both.detach()[..., value.shape[-1] :]
     return out, _sums(call, marked, stats, counted, saturated_weight)
@@ -172,12 +147,12 @@ def _in_blocks(call: Call | Scores, real: Tensor | None) -> Iterator[tuple[Call,
         return
     scores = call.scores.detach()
     *lead, queries, keys = scores.shape
-    step = max(1, _BLOCK // max(1, scores.numel() // max(1, queries)))
+    step = max(1, BLOCK // max(1, scores.numel() // max(1, queries)))
     counted = _tokens(real, [queries, keys], scores)
     zeros = scores.new_zeros(()).expand(*lead, keys, 1)
     for start in range(0, queries, step):
         rows = slice(start, min(queries, start + step))
-        bias = with_infinity(scores[..., rows, :], _HIDDEN_SCORE)
+        bias = with_infinity(scores[..., rows, :], MASKED_SCORE)
         query = scores.new_zeros(()).expand(*lead, bias.shape[-2], 1)
         yield Call(query, zeros, {"score": "dot", "bias": bias}), None if counted is None else counted[..., rows]
 
@@ -193,7 +168,7 @@ def _attended_marks(call: Call, real: Tensor | None) -> tuple[Tensor, ats.Attent
     marks = _marks(key, call.options.get("head_axis", -3), real)
     value = marks.expand(*key.shape[:-1], marks.shape[-1])
     found: tuple[Tensor, ats.AttentionStats]
-    found = ats.attend(call.query.detach(), key, value, **call.options, return_stats=_NEEDED)
+    found = ats.attend(call.query.detach(), key, value, **call.options, return_stats=NEEDED)
     return found
 
 
@@ -215,49 +190,11 @@ def _sums(
 
     fields = [
         by_head(x.detach())
-        for x in (*(getattr(stats, name) for name in _NEEDED), *marked.to(stats.log_sum_exp.dtype).unbind(-1))
+        for x in (*(getattr(stats, name) for name in NEEDED), *marked.to(stats.log_sum_exp.dtype).unbind(-1))
     ]
     # In NumPy from here on: on a few thousand queries its calls cost a fraction of PyTorch's.
     numbers = [x.numpy() for x in fields] if marked.is_cpu else [*torch.stack(fields).cpu().numpy()]
-    return _added(numbers, None if counted is None else counted.cpu().numpy(), saturated_weight)
-
-
-def _added(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, saturated_weight: float) -> dict[str, Array]:
-    """Return sums over (batch, head, query) of numbers in the order of `_NEEDED`, then first key and padding."""
-    mean, variance, total, entropy, weight, weights, squares, top, first, *padding = numbers
-    attends = weights > 0
-    rows = np.ones_like(attends) if counted is None else np.broadcast_to(counted, attends.shape)
-    alive = attends & rows
-    broken = np.isnan(weights)
-    # A single attended key has the whole weight and no variance; saturated queries with a choice have a variance.
-    choice = alive & ~((variance == 0) & (weight >= 1 - 1e-6))
-    # Selecting queries costs more than all the sums: where all count, as in most models, it is left out.
-    all_alive = bool(alive.all())
-
-    def summed(x: NDArray[Any]) -> Array:
-        return np.asarray((x if all_alive else np.where(alive, x, 0)).sum((0, 2), dtype=np.float64))
-
-    count = summed(alive)
-    return {
-        "rows": count,
-        "empty_rows": 0 * count if all_alive else (rows & ~attends & ~broken).sum((0, 2), dtype=np.float64),
-        "nan_rows": 0 * count if all_alive else (rows & broken).sum((0, 2), dtype=np.float64),
-        "choice_rows": summed(choice),
-        "saturated_rows": summed(choice & (weight >= saturated_weight)),
-        "logit_mean": summed(mean),
-        "logit_variance": summed(variance),
-        "log_sum_exp": summed(total),
-        "entropy": summed(entropy),
-        "max_weight": summed(weight),
-        "effective_keys": summed(np.exp(entropy)),
-        "jacobian_trace": summed(weights) - summed(squares),
-        "first_key": summed(first),
-        "padding": summed(padding[0]) if padding else 0 * count,
-        "padding_rows": count if padding else 0 * count,
-        "max_logit": (top if all_alive else np.where(alive, top, -np.inf))
-        .max((0, 2), initial=-np.inf)
-        .astype(np.float64),
-    }
+    return added(numbers, None if counted is None else counted.cpu().numpy(), saturated_weight)
 
 
 def _marks(key: Tensor, head_axis: int, real: Tensor | None) -> Tensor:
@@ -309,7 +246,7 @@ def pooling_of(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any])
         # Where a model writes a number for -inf, a fully masked query gets the mean of the values.
         # The memory of a CausalBias has not been set.
         is_float = mask.dtype != torch.bool and causal_alignment(mask) is None
-        if given.get("is_causal") or mask.requires_grad or (is_float and with_infinity(mask, _HIDDEN) is not mask):
+        if given.get("is_causal") or mask.requires_grad or (is_float and with_infinity(mask, MASKED_BIAS) is not mask):
             return None
     # Checkpointing compares what is saved with what its second pass saves, which is not watched.
     has_hooks = private.saved_tensor_hooks(False) is not None
@@ -320,7 +257,7 @@ def pooling_of(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any])
 
 def bias_of(mask: Tensor) -> dict[str, Any]:
     """Return the options of a call with a float mask."""
-    return {"bias": with_infinity(mask.detach(), _HIDDEN)}
+    return {"bias": with_infinity(mask.detach(), MASKED_BIAS)}
 
 
 def with_infinity(x: Tensor, bound: float) -> Tensor:
@@ -367,9 +304,3 @@ def reason_against(*tensors: Any) -> str | None:
         if not x.is_floating_point():
             return f"tensors of {x.dtype}"
     return None
-
-
-def described(error: Exception) -> str:
-    """Describe an error of recording in one line."""
-    kind = "refused" if isinstance(error, AttnscoreError) else type(error).__name__
-    return f"{kind}: {' '.join(str(error).split())[:160]}"

@@ -3,11 +3,9 @@
 Requirements:
 - the model's own function runs on its own arguments, and the model gets its result, unless a watch wants one pass;
 - a function mode or a module's hook would take ``nn.TransformerEncoder`` off its fused path and change its output, and
-  modes are those of one thread: names are replaced where they are bound in modules, and nothing else;
-- several watches may run at once; when the last one stops, a name that is bound to a wrapper is bound to its original,
-  in modules that were imported meanwhile too, and a name that another library has bound since is left alone;
-- wrappers that remain somewhere (under another library's function, in a table) only call their originals from then on,
-  as they do inside ``torch.compile`` and while statistics are computed.
+  modes are those of one thread: names are replaced where they are bound in modules (`rebinding`), and nothing else;
+- several watches may run at once; when the last one stops, all names are restored;
+- inside ``torch.compile`` and while statistics are computed, wrappers only call their originals.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ import dataclasses
 import functools
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +26,12 @@ from torch.nn import functional
 import attnscore as ats
 from attnscore import api
 from attnscore.backends import torch_private as private
+from attnscore.diagnostics.watching.rebinding import Rebinding, is_active
+from attnscore.diagnostics.watching.sums import described
 from attnscore.diagnostics.watching.torch_calls import (
     Call,
     Scores,
     bias_of,
-    described,
     pooling_of,
     projected,
     sdpa_call,
@@ -43,7 +41,7 @@ from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.normalizers import ONLY_SOFTMAX, resolve
 
 if TYPE_CHECKING:
-    from attnscore.diagnostics.watching.torch_watch import Watch
+    from attnscore.diagnostics.watching.torch_watch import TorchWatch
 
 
 @dataclass
@@ -66,15 +64,12 @@ _THREAD = _ThreadState()
 _DEVICES = ("cpu", "cuda", "xpu")  # not every release knows more
 _BY_HAND = "a softmax of its own, which may be that of an attention: watch(model, softmax=[name]) records it"
 _LOCK = threading.RLock()
-_WATCHERS: list[Watch] = []
-# Wrappers of the watches that run, and every wrapper that still exists.
-_ACTIVE: set[Callable[..., Any]] = set()
-_WRAPPERS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+_WATCHERS: list[TorchWatch] = []
 # Options of PyTorch to set back.
 _UNDO: list[Callable[[], Any]] = []
 
 
-def start(watcher: Watch) -> None:
+def start(watcher: TorchWatch) -> None:
     """Report attention calls to `watcher` from now on."""
     with _LOCK:
         if not _WATCHERS:
@@ -82,7 +77,7 @@ def start(watcher: Watch) -> None:
         _WATCHERS.append(watcher)
 
 
-def stop(watcher: Watch) -> None:
+def stop(watcher: TorchWatch) -> None:
     """Report no more calls to `watcher`; after the last one, bind names of wrappers to the originals."""
     with _LOCK:
         if watcher in _WATCHERS:
@@ -109,11 +104,8 @@ def _install() -> None:
         else:
             functions += zip(fused, (_encoder_layer, _native_multi_head), strict=True)
         # Tables in torch's private modules are keyed by the originals, and our own modules need the originals too.
-        _rebind(
-            [(old, _wrapped(old, new)) for old, new in functions], but=("torch._", "attnscore.diagnostics.watching.")
-        )
-        for owner, name, wrapper in _methods():
-            setattr(owner, name, _wrapped(getattr(owner, name), wrapper))
+        _NAMES.bind_functions(functions, but=("torch._", "attnscore.diagnostics.watching."))
+        _NAMES.bind_methods(_methods())
     except BaseException:
         _restore()
         raise
@@ -121,17 +113,9 @@ def _install() -> None:
 
 def _restore() -> None:
     """Bind every name of a wrapper to its original, and let all wrappers only call their originals."""
-    _ACTIVE.clear()
     while _UNDO:
         _UNDO.pop()()
-    if wrappers := list(_WRAPPERS):
-        _rebind([(wrapper, _original(wrapper)) for wrapper in wrappers])
-    for owner, name, _ in _methods():
-        if (bound := vars(owner).get(name)) in _WRAPPERS:
-            if any(vars(base).get(name) is _original(bound) for base in owner.__mro__[1:]):
-                delattr(owner, name)
-            else:
-                setattr(owner, name, _original(bound))
+    _NAMES.restore()
 
 
 def _methods() -> list[tuple[Any, str, Callable[..., Any]]]:
@@ -144,40 +128,16 @@ def _methods() -> list[tuple[Any, str, Callable[..., Any]]]:
     return methods
 
 
-def _wrapped(original: Any, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def called(*arguments: Any, **options: Any) -> Any:
-        if _is_bypassed() or called not in _ACTIVE:
-            return original(*arguments, **options)
-        return wrapper(original, *arguments, **options)
-
-    _ACTIVE.add(called)
-    _WRAPPERS.add(called)
-    return called
-
-
-def _original(wrapper: Any) -> Any:
-    return wrapper.__wrapped__
-
-
-def _rebind(pairs: Iterable[tuple[Any, Any]], but: tuple[str, ...] = ()) -> None:
-    """Replace old by new under every name that a loaded module has for it (also ``from ... import``)."""
-    new_of = {id(old): new for old, new in pairs}
-    for module in list(sys.modules.values()):
-        if isinstance(module, type(sys)) and not str(getattr(module, "__name__", "")).startswith(but):
-            names = vars(module)  # setattr may be a module's own
-            for name, value in list(names.items()):
-                if id(value) in new_of:
-                    names[name] = new_of[id(value)]
-
-
 def _is_bypassed() -> bool:
     """Return whether wrappers only call their originals: in traced or compiled code, and while we record."""
     # In this order: compiled code evaluates the first term and reads nothing of ours.
     return torch.compiler.is_compiling() or private.tracing_state() is not None or _THREAD.is_recording
 
 
-def _report(make_call: Callable[[], Call | Scores | str], watchers: Sequence[Watch] = _WATCHERS) -> Tensor | None:
+_NAMES = Rebinding(_is_bypassed)
+
+
+def _report(make_call: Callable[[], Call | Scores | str], watchers: Sequence[TorchWatch] = _WATCHERS) -> Tensor | None:
     """Make the call once, if a watch is sampling; a text instead of a call is the reason why there is none.
 
     Return the output of the call where a watch has computed it.
@@ -246,7 +206,7 @@ def _module_call(original: Any, module: nn.Module, /, *arguments: Any, **options
     return out
 
 
-def _leave(entered: list[Watch], failed: bool = False) -> None:
+def _leave(entered: list[TorchWatch], failed: bool = False) -> None:
     """Leave all, the last one first, also when one of them raises, as a caller's `on_step` may."""
     if entered:
         try:
@@ -263,13 +223,13 @@ def _call_original(home: Any, original: Any, arguments: tuple[Any, ...], options
     with _LOCK:
         name = getattr(original, "__name__", "")
         bound = vars(home).get(name)
-        if bound not in _ACTIVE or _original(bound) is not original:  # another library's function is bound
+        if not is_active(bound, original):  # another library's function is bound
             return original(*arguments, **options)
         setattr(home, name, original)
         try:
             return original(*arguments, **options)
         finally:
-            if bound in _ACTIVE and vars(home).get(name) is original:
+            if is_active(bound, original) and vars(home).get(name) is original:
                 setattr(home, name, bound)
 
 
@@ -327,7 +287,7 @@ def _axis(dim: int | None = None, *_: Any, **__: Any) -> int | None:
     return dim
 
 
-def _by_hand(watcher: Watch, scores: Tensor, axis: int | None) -> Scores | str:
+def _by_hand(watcher: TorchWatch, scores: Tensor, axis: int | None) -> Scores | str:
     """Return the scores of a softmax in a module that the caller has named as one that attends; else the reason."""
     named, heads = watcher.heads_of_softmax()
     if not named:

@@ -1,0 +1,208 @@
+"""Sums per head from which the statistics of an attention call follow, in NumPy: the same for every framework.
+
+Requirements:
+- the statistics are `attend`'s, from a pass of their own over queries and keys, in O(n) memory;
+- the weight on the first key, and on padding, is the output of the same pass, with values that mark these keys;
+- queries at padding do not count; queries with one attended key have no choice and never count as saturated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import attnscore as ats
+from attnscore.errors import AttnscoreError
+
+Array = NDArray[np.float64]
+
+# Scores that a model made itself are copied in blocks of so many numbers.
+BLOCK = 2**20
+# Up to here an entry of a float mask hides its key: models write -1e4, -1e9 or the least number of the dtype. Logits of
+# a failing model may be as low as the first of these: scores have a lower bound.
+MASKED_BIAS = -9e3
+MASKED_SCORE = -1e8
+# Statistics of `attend`, in the order in which `added` takes them apart.
+NEEDED = (
+    "mean_score",
+    "var_score",
+    "log_sum_exp",
+    "entropy",
+    "max_weight",
+    "sum_weights",
+    "sum_sq_weights",
+    "max_score",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class HostCall:
+    """Queries and keys as NumPy arrays, with the options of `attend` that decide their weights."""
+
+    query: NDArray[Any]
+    key: NDArray[Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class HostScores:
+    """Scores (..., head, query, key) that the model made itself, as a NumPy array; masked ones are -inf."""
+
+    scores: NDArray[Any]
+
+
+def sums_of(call: HostCall | HostScores, real: NDArray[np.bool_] | None, saturated_weight: float) -> dict[str, Array]:
+    """Return sums over the queries of every head, and the largest logit: each (head,).
+
+    `real` is (batch, token), True where there is a token, or None where padding is unknown; a query is saturated when
+    its largest weight is at least `saturated_weight`.
+    """
+    counted = _counted(call, real)
+    return merged(
+        [
+            _block_sums(block, real, None if counted is None else counted[..., rows], saturated_weight)
+            for block, rows in _in_blocks(call)
+        ]
+    )
+
+
+def merged(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
+    """Return the sums of several parts of a call, or of several calls, as those of one."""
+    if len(parts) == 1:
+        return parts[0]
+    return {
+        name: (np.max if name == "max_logit" else np.sum)([part[name] for part in parts], axis=0) for name in parts[0]
+    }
+
+
+def _in_blocks(call: HostCall | HostScores) -> Iterator[tuple[HostCall, slice]]:
+    """Yield a call as it is, and scores as biases of calls with scores of 0, a few queries at a time."""
+    if isinstance(call, HostCall):
+        yield call, slice(None)
+        return
+    *lead, queries, keys = call.scores.shape
+    step = max(1, BLOCK // max(1, call.scores.size // max(1, queries)))
+    for start in range(0, queries, step):
+        rows = slice(start, min(queries, start + step))
+        bias = with_infinity(wide(call.scores[..., rows, :]), MASKED_SCORE)
+        zeros = np.zeros((), bias.dtype)
+        query, key = (np.broadcast_to(zeros, (*lead, n, 1)) for n in (bias.shape[-2], keys))
+        yield HostCall(query, key, {"score": "dot", "bias": bias}), rows
+
+
+def _counted(call: HostCall | HostScores, real: NDArray[np.bool_] | None) -> NDArray[np.bool_] | None:
+    """Return the queries (batch, 1, query) that count: in self-attention, those not at padding. None: all."""
+    if isinstance(call, HostScores):
+        batch, lengths = call.scores.shape[0] if call.scores.ndim >= 3 else None, call.scores.shape[-2:]
+    else:
+        axis = -3 if call.options.get("head_axis") == -2 and call.key.ndim >= 4 else -2
+        batch, lengths = (
+            call.query.shape[0] if call.query.ndim >= 3 else None,
+            (
+                call.query.shape[axis],
+                call.key.shape[axis],
+            ),
+        )
+    fits = real is not None and lengths[0] == lengths[1] and real.shape == (batch, lengths[0])
+    return real[:, None] if real is not None and fits else None
+
+
+def _block_sums(
+    call: HostCall, real: NDArray[np.bool_] | None, counted: NDArray[np.bool_] | None, saturated_weight: float
+) -> dict[str, Array]:
+    """Return the sums of a call over the queries (batch, 1, query) that are `counted`; None: all."""
+    head_axis, key = call.options.get("head_axis", -3), call.key
+    marks = _marks(key, head_axis, real)
+    value = np.broadcast_to(marks, (*key.shape[:-1], marks.shape[-1]))
+    marked, stats = ats.attend(call.query, key, value, **call.options, return_stats=NEEDED)
+
+    def by_head(x: NDArray[Any]) -> NDArray[Any]:
+        """Reshape to (batch, head, query)."""
+        if head_axis == -2 and x.ndim >= 3:
+            x = np.swapaxes(x, -1, -2)
+        *lead, heads, queries = x.shape if x.ndim >= 3 else (*x.shape[:-1], 1, x.shape[-1])
+        return x.reshape(math.prod(lead), heads, queries)
+
+    columns = [marked[..., column] for column in range(marked.shape[-1])]
+    numbers = [by_head(np.asarray(x)) for x in (*(getattr(stats, name) for name in NEEDED), *columns)]
+    return added(numbers, counted, saturated_weight)
+
+
+def added(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, saturated_weight: float) -> dict[str, Array]:
+    """Return sums over (batch, head, query) of numbers in the order of `NEEDED`, then first key and padding."""
+    mean, variance, total, entropy, weight, weights, squares, top, first, *padding = numbers
+    attends = weights > 0
+    rows = np.ones_like(attends) if counted is None else np.broadcast_to(counted, attends.shape)
+    alive = attends & rows
+    broken = np.isnan(weights)
+    # A single attended key has the whole weight and no variance; saturated queries with a choice have a variance.
+    choice = alive & ~((variance == 0) & (weight >= 1 - 1e-6))
+    # Selecting queries costs more than all the sums: where all count, as in most models, it is left out.
+    all_alive = bool(alive.all())
+
+    def summed(x: NDArray[Any]) -> Array:
+        return np.asarray((x if all_alive else np.where(alive, x, 0)).sum((0, 2), dtype=np.float64))
+
+    count = summed(alive)
+    return {
+        "rows": count,
+        "empty_rows": 0 * count if all_alive else (rows & ~attends & ~broken).sum((0, 2), dtype=np.float64),
+        "nan_rows": 0 * count if all_alive else (rows & broken).sum((0, 2), dtype=np.float64),
+        "choice_rows": summed(choice),
+        "saturated_rows": summed(choice & (weight >= saturated_weight)),
+        "logit_mean": summed(mean),
+        "logit_variance": summed(variance),
+        "log_sum_exp": summed(total),
+        "entropy": summed(entropy),
+        "max_weight": summed(weight),
+        "effective_keys": summed(np.exp(entropy)),
+        "jacobian_trace": summed(weights) - summed(squares),
+        "first_key": summed(first),
+        "padding": summed(padding[0]) if padding else 0 * count,
+        "padding_rows": count if padding else 0 * count,
+        "max_logit": (top if all_alive else np.where(alive, top, -np.inf))
+        .max((0, 2), initial=-np.inf)
+        .astype(np.float64),
+    }
+
+
+def _marks(key: NDArray[Any], head_axis: int, real: NDArray[np.bool_] | None) -> NDArray[Any]:
+    """Return values whose first feature is 1 on the first token, and whose second, if any, is 1 on padding."""
+    per_head = head_axis == -2 and key.ndim >= 4
+    length = key.shape[-3] if per_head else key.shape[-2]
+    if real is None or key.ndim < 3 or real.shape != (key.shape[0], length):
+        first = np.zeros((length, 1), key.dtype)
+        first[:1] = 1
+        return first[:, None] if per_head else first
+    first = real & (real.cumsum(-1) == 1)  # after the padding where that is on the left
+    marks = np.stack([first, ~real], -1).astype(key.dtype)  # (batch, key, 2)
+    lead = (marks.shape[0], *([1] * (key.ndim - 3)))
+    return marks.reshape(*lead[:-1], length, 1, 2) if per_head else marks.reshape(*lead, length, 2)
+
+
+def with_infinity(x: NDArray[Any], bound: float) -> NDArray[Any]:
+    """Replace numbers up to `bound`, or near the least of the dtype, which models write for -inf, by -inf."""
+    masked = x <= max(least(x.dtype) / 2, bound)
+    return np.where(masked, x.dtype.type(-np.inf), x) if (masked & (x != -np.inf)).any() else x
+
+
+def least(dtype: np.dtype[Any]) -> float:
+    """Return the least finite number of a dtype, bfloat16 among them."""
+    # NumPy knows no bfloat16; its range is that of float32.
+    return float(np.finfo(dtype if dtype.kind == "f" else np.float32).min)
+
+
+def wide(x: NDArray[Any]) -> NDArray[Any]:
+    """Return float16 and bfloat16 as float32, in which their sums are exact enough."""
+    return x.astype(np.float32) if x.dtype.itemsize < 4 else x
+
+
+def described(error: Exception) -> str:
+    """Describe an error of recording in one line."""
+    kind = "refused" if isinstance(error, AttnscoreError) else type(error).__name__
+    return f"{kind}: {' '.join(str(error).split())[:160]}"

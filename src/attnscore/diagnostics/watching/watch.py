@@ -1,0 +1,100 @@
+"""The call that watches a model: it chooses the observer by the model's class, without importing a framework."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from attnscore.diagnostics.watching.base import Watch
+from attnscore.diagnostics.watching.health import Thresholds
+from attnscore.diagnostics.watching.records import Row
+from attnscore.errors import ArgumentError, message
+
+# The classes of models, by module and name.
+_KINDS = {
+    "torch": ("torch.nn", "Module"),
+}
+_WATCHED = "a torch.nn.Module"
+
+
+def watch(
+    model: Any,
+    *,
+    every: int = 1,
+    thresholds: Thresholds | None = None,
+    on_step: Callable[[int, list[Row]], Any] | None = None,
+    history: int = 1000,
+    softmax: str | Iterable[str] | Mapping[str, int | None] = (),
+    one_pass: bool = False,
+) -> Watch:
+    """Watch every attention call of a model: a context manager, or ``start()`` and ``stop()``.
+
+    The model is not changed: its own functions run, and statistics of their queries and keys are computed in a pass of
+    their own, in O(n) memory. Which calls are recorded depends on the framework.
+
+    - PyTorch: ``F.scaled_dot_product_attention``, ``F.multi_head_attention_forward``, the fused functions of
+      ``nn.TransformerEncoder``, the attention functions of Hugging Face's models, eager included, `attend` with the
+      layers of this library, and a softmax written by hand in modules that `softmax` names. Not recorded: compiled or
+      scripted code, functions bound to something else than a module's name.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    every : int
+        Sample one of so many steps; a step is one call of the model, or of the part of it that is called first where
+        the model itself is not.
+    thresholds : Thresholds, optional
+        Thresholds of the verdicts.
+    on_step : callable (step, rows), optional
+        Called after each sampled step with a row for each head: for logs, for stopping a training run. It comes before
+        the backward pass, which needs the weights unchanged; a repair follows the optimiser's step, with `last`.
+    history : int
+        Number of sampled steps that are kept for trends and plots.
+    softmax : names of modules, or a mapping of names to heads
+        Of a PyTorch model: modules whose own softmax over the last axis is that of an attention, as in BLOOM and
+        DeBERTa; ``*`` in a name stands for anything. Scores of four axes are (batch, head, query, key); of three,
+        (batch, query, key), or (batch * head, query, key) where the mapping gives the heads.
+    one_pass : bool
+        Of a PyTorch model: on sampled steps, compute ``F.scaled_dot_product_attention`` on the CPU by `attend`, in the
+        pass that gives the statistics. The output agrees to rounding. A sampled step of long sequences then takes about
+        as long as another, one of short sequences less than with a second pass. Calls with dropout, under autocast or
+        inside checkpointing keep PyTorch's function and a pass of their own.
+
+    Returns
+    -------
+    Watch
+        Context manager with `start`, `stop` and the records: `rows`, `last`, `verdicts`, `failing`, `table`, `plot`,
+        `json_lines`, `unseen`.
+
+    Raises
+    ------
+    ArgumentError
+        `model` is of no known framework, a number is not whole, `on_step` is not callable, `one_pass` is no bool, or a
+        name in `softmax` is that of no module.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    >>> with watch(layer) as seen:
+    ...     out, _ = layer(*[torch.randn(1, 5, 8)] * 3)
+    >>> [(row["layer"], row["head"], row["rows"]) for row in seen.rows()]
+    [('(model)', 0, 5), ('(model)', 1, 5)]
+    """
+    arguments = (model, every, thresholds, on_step, history)
+    kind = _kind_of(model)
+    if kind == "torch":
+        from attnscore.diagnostics.watching.torch_watch import TorchWatch
+
+        return TorchWatch(*arguments, softmax=softmax, one_pass=one_pass)
+    raise ArgumentError(message("model", _WATCHED, type(model).__name__))
+
+
+def _kind_of(model: Any) -> str | None:
+    """Return the framework of a model; None where it is of none that has been imported."""
+    for kind, (module, name) in _KINDS.items():
+        base = getattr(sys.modules.get(module), name, None)
+        if base is not None and isinstance(model, base):
+            return kind
+    return None
