@@ -142,7 +142,8 @@ class Watch(Records):
                 self.layers[key].add(step.number, sums)
                 added.append(self.layers[key])
             self.sampled += step.begins
+            if self._on_step is None:  # rows of many heads take as long as a short attention call
+                return
             tau = self.thresholds.tau
             rows = [row for layer in added for row in layer.rows(layer.steps[-1][1], tau)]
-        if self._on_step is not None:  # outside the lock: it may read the records and stop the watch
-            self._on_step(step.number, rows)
+        self._on_step(step.number, rows)  # outside the lock: it may read the records and stop the watch

@@ -11,11 +11,14 @@ from attnscore.diagnostics.watching.health import Thresholds
 from attnscore.diagnostics.watching.records import Row
 from attnscore.errors import ArgumentError, message
 
-# The classes of models, by module and name.
+# The classes of models, by module and name. Keras first: on its torch backend its layers are PyTorch's modules too.
 _KINDS = {
+    "keras": ("keras", "Layer"),
     "torch": ("torch.nn", "Module"),
+    "flax.nnx": ("flax.nnx", "Module"),
+    "flax.linen": ("flax.linen", "Module"),
 }
-_WATCHED = "a torch.nn.Module"
+_WATCHED = "a torch.nn.Module, a Keras model or layer, a flax.nnx.Module or a flax.linen.Module"
 
 
 def watch(
@@ -37,10 +40,15 @@ def watch(
       ``nn.TransformerEncoder``, the attention functions of Hugging Face's models, eager included, `attend` with the
       layers of this library, and a softmax written by hand in modules that `softmax` names. Not recorded: compiled or
       scripted code, functions bound to something else than a module's name.
+    - Flax, NNX and linen: ``jax.nn.dot_product_attention``, the attention functions of Flax with its layers, and
+      `attend` with the layers of this library; also in programs that are traced during the watch, by ``jit`` and the
+      other transformations. In them `on_step` is called by the program, and must not call JAX.
+    - Keras, on each of its backends: its attention layers, ``keras.ops.dot_product_attention``, and `attend` with the
+      layers of this library; also in ``fit``, ``evaluate`` and ``predict``.
 
     Parameters
     ----------
-    model : torch.nn.Module
+    model : torch.nn.Module, keras.Layer, flax.nnx.Module or flax.linen.Module
     every : int
         Sample one of so many steps; a step is one call of the model, or of the part of it that is called first where
         the model itself is not.
@@ -88,6 +96,17 @@ def watch(
         from attnscore.diagnostics.watching.torch_watch import TorchWatch
 
         return TorchWatch(*arguments, softmax=softmax, one_pass=one_pass)
+    for name, value, default in (("softmax", softmax, ()), ("one_pass", one_pass, False)):
+        if kind is not None and value != default:
+            raise ArgumentError(message(name, "nothing, as the model is not PyTorch's", repr(value)))
+    if kind == "keras":
+        from attnscore.diagnostics.watching.keras_watch import KerasWatch
+
+        return KerasWatch(*arguments)
+    if kind in ("flax.nnx", "flax.linen"):
+        from attnscore.diagnostics.watching.jax_watch import JaxWatch
+
+        return JaxWatch(*arguments)
     raise ArgumentError(message("model", _WATCHED, type(model).__name__))
 
 

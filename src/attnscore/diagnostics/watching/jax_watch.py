@@ -1,0 +1,206 @@
+"""Recording of every attention call of a Flax model, NNX or linen, also inside ``jit`` and the other transformations.
+
+Requirements:
+- a step is one call of the model; a call is named by the path of the module that makes it, and its number in the step;
+- NNX makes new modules inside of its transformations: a model is known by its class and the paths and classes of its
+  modules, and its names come from the modules that are called;
+- what is called outside of the model, or by a thread that did not start the watch inside of a program, is counted;
+- when the last watch stops, every name and method is bound to its original.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from attnscore import api
+from attnscore.diagnostics.watching import sites, staged
+from attnscore.diagnostics.watching.base import WHOLE
+from attnscore.diagnostics.watching.jax_values import CONTEXT, JaxValues
+from attnscore.diagnostics.watching.rebinding import Rebinding
+from attnscore.diagnostics.watching.staged import HERE, Root, Site, StagedWatch
+
+VALUES = JaxValues()
+_NAMES = Rebinding(lambda: HERE.root is None or HERE.is_recorded)
+_METHODS = Rebinding(lambda: False)
+_LINEN: list[contextlib.AbstractContextManager[Any]] = []
+
+
+class JaxWatch(StagedWatch):
+    """Records of a Flax model that can be started and stopped. See `watch` and `Records`."""
+
+    def __init__(self, model: Any, *arguments: Any) -> None:
+        super().__init__(model, *arguments)
+        self.is_linen = _is_linen(model)
+        self.key = _key_of(model)
+        self._first = ""  # the module whose calls are the steps
+
+    def _start_observing(self) -> None:
+        watches = _running()
+        if len(watches) == 1:
+            _NAMES.bind_functions(_functions(), but=("attnscore.diagnostics.watching.",))
+        _observe_modules(watches)
+
+    def _stop_observing(self) -> None:
+        watches = _running()
+        if not watches:
+            _NAMES.restore()
+        _observe_modules(watches)
+
+    def flush(self) -> None:
+        """Wait until programs that run have reported their calls."""
+        VALUES.wait()
+
+
+def _running() -> list[JaxWatch]:
+    return [watch for watch in staged.running() if isinstance(watch, JaxWatch)]
+
+
+def _observe_modules(watches: list[JaxWatch]) -> None:
+    """Let the calls of the modules of these models be noted, and no others."""
+    CONTEXT.set(tuple(watch.key for watch in staged.running()))
+    _METHODS.restore()
+    while _LINEN:
+        _LINEN.pop().__exit__(None, None, None)
+    classes = {kind for watch in watches if not watch.is_linen for _, kind in watch.key[1]}  # type: ignore[index]
+    owners = {next(c for c in kind.__mro__ if "__call__" in vars(c)) for kind in classes if _is_callable(kind)}
+    _METHODS.bind_methods([(owner, "__call__", _nnx_call) for owner in owners])
+    if any(watch.is_linen for watch in watches):
+        context = sys.modules["flax.linen"].intercept_methods(_linen_call)
+        context.__enter__()
+        _LINEN.append(context)
+
+
+def _is_callable(kind: type) -> bool:
+    return any("__call__" in vars(c) for c in kind.__mro__ if c is not object)
+
+
+def _is_linen(model: Any) -> bool:
+    linen = sys.modules.get("flax.linen")
+    return linen is not None and isinstance(model, linen.Module)
+
+
+def _key_of(model: Any) -> Hashable:
+    """Return what is the same of a model and of the copies of it that transformations make."""
+    if _is_linen(model):
+        return (type(model), ())
+    return (type(model), tuple((path, type(module)) for path, module in _modules(model)))
+
+
+def _modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the path of each module of an NNX model, and the module."""
+    nnx = sys.modules["flax.nnx"]
+    for path, module in nnx.iter_modules(model):
+        yield ".".join(map(str, path)) or WHOLE, module
+
+
+# ------------------------------------------------------------------ calls of modules
+
+
+def _nnx_call(original: Any, module: Any, /, *arguments: Any, **options: Any) -> Any:
+    if HERE.root is not None:
+        with staged.module(_name_of(HERE.root, module)):
+            return original(module, *arguments, **options)
+    key = _key_of(module)
+    if not staged.watches_of(key):
+        return original(module, *arguments, **options)
+    modules = dict(_modules(module))
+    root = Root(key, names={id(part): name for name, part in modules.items()}, modules=modules)
+    return _call_model(root, functools.partial(original, module), arguments, options)
+
+
+def _name_of(root: Root, module: Any) -> str | None:
+    """Return the name of a module; of a copy that a transformation inside of the model has made, the original's.
+
+    Copies are those of modules of the same structure, in the order of the model.
+    """
+    if (name := root.names.get(id(module))) is None:
+        key = _key_of(module)
+        same = [name for name, part in root.modules.items() if type(part) is type(module) and _key_of(part) == key]
+        name = next((name for name in same if name not in root.entered), same[-1] if same else None)
+        if name is not None:
+            for path, part in _modules(module):
+                inner = name if path == WHOLE else f"{name}.{path}"
+                root.names[id(part)] = inner
+                root.copies.append(part)
+    if name is not None:
+        root.entered.add(name)
+    return name
+
+
+def _linen_call(original: Any, arguments: Any, options: Any, context: Any) -> Any:
+    module = context.module
+    if HERE.root is not None:
+        name = ".".join(map(str, module.path)) if context.method_name != "setup" else None
+        with staged.module(name or None):
+            return original(*arguments, **options)
+    key = (type(module), ())
+    is_call = context.method_name != "setup" and not module.path and not module.is_initializing()
+    if not is_call or not staged.watches_of(key):
+        return original(*arguments, **options)
+    return _call_model(Root(key), original, arguments, options)
+
+
+def _call_model(root: Root, function: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Call a model as a step of its watches."""
+    inputs = arguments, dict(options)
+    real = staged.real_tokens(function, inputs)
+    return staged.call_model(VALUES, root, function, inputs, jax.tree.leaves(inputs), real)
+
+
+# ------------------------------------------------------------------ calls of attention functions
+
+
+def _functions() -> list[tuple[Any, Callable[..., Any]]]:
+    """Return the functions that are wrapped, and their wrappers."""
+    found: list[tuple[Any, Callable[..., Any]]] = [
+        (jax.nn.dot_product_attention, _jax_attention),
+        (api.attend, _attend),
+    ]
+    for name in ("flax.nnx", "flax.linen"):
+        function = getattr(sys.modules.get(name), "dot_product_attention_weights", None)
+        if function is not None:
+            found.append((function, _flax_weights))
+    return found
+
+
+def _jax_attention(original: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
+    given = dict(zip(("bias", "mask"), more, strict=False)) | options
+
+    def make_site() -> Site:
+        window = given.get("local_window_size")
+        both = (window, window) if isinstance(window, int) else window
+        arrays = {name: given.get(name) for name in ("bias", "mask")}
+        return sites.dot_product(
+            query,
+            key,
+            **arrays,
+            query_lens=given.get("query_seq_lengths"),
+            key_lens=given.get("key_value_seq_lengths"),
+            scale=given.get("scale"),
+            is_causal=given.get("is_causal", False),
+            window=both,
+        )
+
+    return staged.record(VALUES, make_site, lambda: original(query, key, value, *more, **options))
+
+
+def _flax_weights(original: Any, query: Any, key: Any, *more: Any, **options: Any) -> Any:
+    given = dict(zip(("bias", "mask"), more, strict=False)) | options
+    arrays = {name: given.get(name) for name in ("bias", "mask")}
+    return staged.record(
+        VALUES,
+        lambda: sites.dot_product(query, key, **arrays, is_causal=given.get("is_causal", False)),
+        lambda: original(query, key, *more, **options),
+    )
+
+
+def _attend(original: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
+    return staged.record(
+        VALUES, lambda: sites.attended(query, key, options), lambda: original(query, key, value, **options)
+    )

@@ -1,0 +1,122 @@
+"""Attention calls of frameworks as a `Site`: the arrays of a call, and how they make the call on the host.
+
+Requirements:
+- the arrays are the framework's own, symbolic in a program, and NumPy's when `build` gets them;
+- everything else of a call is known when the model's code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import attnscore as ats
+from attnscore import backends
+from attnscore.diagnostics.watching.staged import NotRecorded, Site
+from attnscore.diagnostics.watching.sums import MASKED_BIAS, HostCall, HostScores, wide, with_infinity
+from attnscore.masks.base import Mask, all_of
+from attnscore.plans.prepared import PreparedKeys
+from attnscore.problem.normalizers import ONLY_SOFTMAX, resolve
+from attnscore.scores.arrays import arrays_of, with_new_arrays
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def dot_product(
+    query: Any,
+    key: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    query_lens: Any = None,
+    key_lens: Any = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
+) -> Site:
+    """Return a call of scaled dot products; query and key are (..., position, head, feature).
+
+    `mask` and `bias` broadcast to (batch, head, query, key); `mask` is True where a query may attend.
+    """
+    named = {
+        "query": query, "key": key, "bias": bias, "mask": mask, "query_lens": query_lens, "key_lens": key_lens,
+    }  # fmt: skip
+    arrays = {name: x for name, x in named.items() if x is not None}
+
+    def build(numbers: Arrays) -> HostCall:
+        # One sequence is a batch of one.
+        numbers = {
+            name: x[(None,) * (4 - x.ndim)] if x.ndim < 4 and not name.endswith("_lens") else x
+            for name, x in numbers.items()
+        }
+        q, k = numbers["query"], numbers["key"]
+        axis = -3
+        parts: list[Mask] = [ats.Dense(numbers["mask"] != 0)] if "mask" in numbers else []
+        parts += [ats.Causal(offset=0)] if is_causal else []
+        if window is not None:
+            parts += [ats.Causal(offset=window[1]), ~ats.Causal(offset=-window[0] - 1)]
+        if "query_lens" in numbers or "key_lens" in numbers:
+            keys = numbers.get("key_lens", np.full(q.shape[0], k.shape[axis]))
+            queries = numbers.get("query_lens")
+            limit = None if queries is None else np.clip(queries, 0, q.shape[axis])
+            parts.append(ats.ValidLens(np.clip(keys, 0, k.shape[axis]), limit))
+        options: dict[str, Any] = {"score": ats.ScaledDot(scale), "head_axis": -2, "mask": all_of(parts)}
+        if "bias" in numbers:
+            options["bias"] = with_infinity(wide(numbers["bias"]).astype(wide(q).dtype), MASKED_BIAS)
+        return HostCall(q, k, options)
+
+    return Site(arrays, build)
+
+
+def scores(x: Any, mask: Any = None) -> Site:
+    """Return the call of a softmax over scores (..., query, key); `mask` is True where a query may attend."""
+    arrays = {"scores": x} | ({} if mask is None else {"mask": mask})
+
+    def build(numbers: Arrays) -> HostScores:
+        x = numbers["scores"]
+        if "mask" in numbers:
+            visible = np.asarray(numbers["mask"]) != 0
+            if visible.ndim == 2 and x.ndim == 3 and visible.shape != x.shape[1:]:
+                visible = visible[:, None]  # (batch, key)
+            x = np.where(visible, x, np.array(-np.inf, x.dtype))
+        return HostScores(x)
+
+    return Site(arrays, build)
+
+
+def attended(query: Any, key: Any, options: Mapping[str, Any]) -> Site:
+    """Return a call of `attend`; raise NotRecorded where its weights have no statistics of a softmax."""
+    if resolve(options.get("normalizer", "softmax")) is not None:
+        raise NotRecorded(ONLY_SOFTMAX)
+    score = options.get("score", "scaled_dot")
+    if type(key) is PreparedKeys:
+        key, score = key.unpack(score)
+    kept = {name: options[name] for name in ("head_axis",) if name in options}
+    arrays = {"query": query, "key": key}
+    restore: list[Callable[[Arrays], tuple[str, Any]]] = []
+    if isinstance(score, str) or not (score_arrays := arrays_of(score)):
+        kept["score"] = score
+    else:
+        arrays |= {f"score.{name}": x for name, x in score_arrays.items()}
+        names = [f"score.{name}" for name in score_arrays]
+        restore.append(lambda numbers: ("score", with_new_arrays(score, [numbers[name] for name in names])))
+    mask = options.get("mask")
+    if isinstance(mask, Mask):
+        leaves = {f"mask.{place}": x for place, x in enumerate(mask.leaves())}
+        arrays |= leaves
+        restore.append(lambda numbers: ("mask", mask.with_leaves(iter([numbers[name] for name in leaves]))))
+    for name in ("mask", "valid_lens", "bias", "sink"):
+        x = options.get(name)
+        if backends.is_array(x):
+            arrays[name] = x
+            restore.append(lambda numbers, name=name: (name, numbers[name]))  # type: ignore[misc]
+        elif x is not None and not (name == "mask" and isinstance(x, Mask)):
+            kept[name] = x
+
+    def build(numbers: Arrays) -> HostCall:
+        return HostCall(numbers["query"], numbers["key"], kept | dict(make(numbers) for make in restore))
+
+    return Site(arrays, build)

@@ -1,0 +1,391 @@
+"""Watches of frameworks whose calls may come from compiled programs: a call arrives with the number of its run.
+
+Requirements:
+- the program of a model asks when it begins whether its step is sampled, and sends nothing where it is not;
+- queries and keys come to the host as NumPy arrays, and every framework has its statistics from `sums`;
+- of a call inside ``vmap``, which arrives with more axes in front, each part counts;
+- what a backward pass computes again (checkpointing, rematerialisation) is recorded once;
+- a loop over layers in one program gives each iteration a name: "name", "name #2", ...;
+- wrappers and programs outlive a watch: without one that runs, their calls are ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import threading
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnscore.diagnostics.watching.base import WHOLE, Step, Watch
+from attnscore.diagnostics.watching.sums import Array, HostCall, HostScores, described, merged, sums_of
+
+# Runs whose end never came, as of a program that failed, are forgotten when there are more than these.
+_MAX_OPEN_RUNS = 64
+NOT_SAMPLED, NEWEST = -1, -2
+# Arguments of models, (batch, token): 1 (True) at tokens.
+_REAL = ("attention_mask", "padding_mask", "input_mask", "mask")
+"""Numbers in the place of a run's: no watch samples the step; the run that has begun last."""
+
+
+Build: TypeAlias = Callable[[dict[str, NDArray[Any]]], HostCall | HostScores]
+"""Makes an attention call of its arrays on the host."""
+
+
+class NotRecorded(Exception):
+    """The reason why a call cannot be recorded."""
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One attention call in the code of a model: its arrays, and the call that they make on the host."""
+
+    arrays: dict[str, Any]
+    build: Build
+
+
+@dataclass
+class Run:
+    """One run of a model: the step of each watch that samples it."""
+
+    key: Hashable
+    steps: list[tuple[StagedWatch, Step]]
+    real: NDArray[np.bool_] | None = None
+
+
+class StagedWatch(Watch):
+    """Watch whose steps are runs of a model, in Python or in a compiled program."""
+
+    key: Hashable = None
+    """What tells models apart in compiled programs: watches with one key get the calls of the same programs."""
+
+    def _install(self) -> None:
+        with _LOCK:
+            _WATCHES.append(self)
+            try:
+                self._start_observing()
+            except BaseException:
+                self._uninstall()
+                raise
+
+    def _uninstall(self) -> None:
+        if not HERE.is_called_back:  # a program that waits for itself would wait forever
+            self.flush()
+        with _LOCK:
+            if self in _WATCHES:
+                _WATCHES.remove(self)
+            for number, run in list(_RUNS.items()):
+                run.steps = [(watch, step) for watch, step in run.steps if watch is not self]
+                if not run.steps:
+                    del _RUNS[number]
+            self._stop_observing()
+
+    @abstractmethod
+    def _start_observing(self) -> None:
+        """Let the framework's functions report calls; `running` has this watch already."""
+
+    @abstractmethod
+    def _stop_observing(self) -> None:
+        """Undo `_start_observing`; `running` has this watch no more."""
+
+    def flush(self) -> None:
+        """Wait until programs that run have reported their calls."""
+
+
+_LOCK = threading.RLock()
+_WATCHES: list[StagedWatch] = []
+_RUNS: dict[int, Run] = {}
+_NUMBERS = itertools.count()
+
+
+def running() -> tuple[StagedWatch, ...]:
+    """Return the watches that run."""
+    return tuple(_WATCHES)
+
+
+def watches_of(key: Hashable) -> list[StagedWatch]:
+    """Return the watches that run, of models with a key."""
+    return [watch for watch in tuple(_WATCHES) if watch.key == key]
+
+
+# ------------------------------------------------------------ what happens on the host when a program runs
+
+
+def begin(key: Hashable, real: NDArray[Any] | None = None) -> int:
+    """Begin a run of a model; return its number, or `NOT_SAMPLED` where no watch samples it."""
+    with _LOCK:
+        steps = [(watch, watch._begin_step()) for watch in watches_of(key)]
+        steps = [(watch, step) for watch, step in steps if step.sampled]
+        if not steps:
+            return NOT_SAMPLED
+        # Below 2^31, which programs pass on.
+        number = next(_NUMBERS) % 2**30
+        _RUNS[number] = Run(key, steps, None if real is None else np.asarray(real) != 0)
+        while len(_RUNS) > _MAX_OPEN_RUNS:
+            del _RUNS[next(iter(_RUNS))]
+        return number
+
+
+def receive(number: int, key: Hashable, name: str, build: Build, arrays: dict[str, Any], ranks: Sequence[int]) -> None:
+    """Record the attention call `name` of a run; `ranks` are the axes of its arrays in the code of the model."""
+    run = _run_of(number, key)
+    if run is None:  # it has ended: a backward pass computes the call again
+        return
+    for watch, step in tuple(run.steps):
+        try:
+            with recorded():
+                sums = _unrolled_sums(build, arrays, ranks, run.real, watch.thresholds.saturated_weight)
+        except Exception as error:  # recording must never break the model
+            watch._count_unseen(name, described(error))
+            continue
+        with watch._lock:
+            names = (name if k == 1 else f"{name} #{k}" for k in itertools.count(1))
+            for free in names:
+                if free not in step.sums:
+                    step.sums[free] = sums
+                    break
+                if _are_same(step.sums[free], sums):  # computed again before the end of the run
+                    break
+
+
+def end_of_program(number: int) -> None:
+    """End a run, called by the program itself."""
+    HERE.is_called_back = True
+    try:
+        end(number)
+    finally:
+        HERE.is_called_back = False
+
+
+def end(number: int, failed: bool = False) -> None:
+    """End a run: its numbers join the records, unless the model has failed."""
+    with _LOCK:
+        run = _RUNS.pop(number, None)
+    if run is not None and not failed:
+        for watch, step in run.steps:
+            watch._finish(step)
+
+
+def _run_of(number: int, key: Hashable) -> Run | None:
+    with _LOCK:
+        if number != NEWEST:
+            return _RUNS.get(number)
+        return next((run for run in reversed(_RUNS.values()) if run.key == key), None)
+
+
+def _unrolled_sums(
+    build: Build, arrays: dict[str, Any], ranks: Sequence[int], real: NDArray[np.bool_] | None, weight: float
+) -> dict[str, Array]:
+    """Return the sums of a call; of one with more axes in front than in the code, those of all its parts together."""
+    numbers = [np.asarray(x) for x in arrays.values()]
+    lead = np.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in zip(numbers, ranks, strict=True)))
+
+    def part(x: NDArray[Any], rank: int, place: tuple[int, ...]) -> NDArray[Any]:
+        sizes = x.shape[: x.ndim - rank]
+        inner = place[len(place) - len(sizes) :]
+        found: NDArray[Any] = x[tuple(i if size > 1 else 0 for i, size in zip(inner, sizes, strict=True))]
+        return found
+
+    parts = []
+    for place in np.ndindex(*lead):
+        values = [part(x, rank, place) for x, rank in zip(numbers, ranks, strict=True)]
+        call = build(dict(zip(arrays, values, strict=True)))
+        tokens = None if real is None or real.ndim < 2 else part(real, 2, place) if len(lead) >= real.ndim - 2 else None
+        parts.append(sums_of(call, tokens, weight))
+    return merged(parts)
+
+
+def _are_same(one: dict[str, Array], other: dict[str, Array]) -> bool:
+    """Return whether sums are those of the same queries and keys: equal but for the rounding of a second program."""
+    names = ("rows", "logit_mean", "logit_variance", "log_sum_exp", "entropy", "max_logit", "first_key")
+    return all(
+        one[name].shape == other[name].shape and np.allclose(one[name], other[name], rtol=1e-5, equal_nan=True)
+        for name in names
+    )
+
+
+# ------------------------------------------------------------ what happens in Python when a model is called or traced
+
+
+@dataclass
+class Root:
+    """Call of a watched model that this thread is in."""
+
+    key: Hashable
+    number: Any = NOT_SAMPLED
+    """The number of its run: an integer, or the framework's own value of a program that is traced."""
+    names: dict[int, str] = field(default_factory=dict)
+    """Names of modules by their ids."""
+    modules: dict[str, Any] = field(default_factory=dict)
+    """The modules by their names, where a framework makes copies of them."""
+    copies: list[Any] = field(default_factory=list)
+    """Copies that have names: held, so that their ids are not used again."""
+    entered: set[str] = field(default_factory=set)
+    stack: list[str] = field(default_factory=lambda: [WHOLE])
+    has_programs: bool = False
+    """Whether parts of an eager call are programs, which report later."""
+    calls: Counter[str] = field(default_factory=Counter)
+    state: Any = None
+    """State of the framework's tracing where the call began; None: it is made eagerly."""
+
+    def place(self) -> str:
+        """Return the name of one more call of the innermost module."""
+        name = self.stack[-1]
+        self.calls[name] += 1
+        return name if (number := self.calls[name]) == 1 else f"{name} #{number}"
+
+
+class Values(Protocol):
+    """How a framework's arrays come to the host: at once, or when the program runs that is traced now."""
+
+    def state(self, leaves: Sequence[Any]) -> Any:
+        """Return the state of tracing in which a model is called with these arrays; None where it is called eagerly."""
+
+    def reason_against(self, key: Hashable) -> str | None:
+        """Return why a program that is traced now cannot report; None where it can."""
+
+    def begin(self, key: Hashable, inputs: Any, real: Any) -> tuple[Any, Any]:
+        """Begin a run of a model when the program runs; return its number, and the inputs that follow from it."""
+
+    def report(self, root: Root, name: str, site: Site, out: Any) -> Any:
+        """Record a call when the program runs; return its output, which follows from that."""
+
+    def end(self, root: Root, out: Any) -> Any:
+        """End a run when the program has computed its output; return the output, which follows from that."""
+
+    def is_abstract(self, x: Any) -> bool:
+        """Return whether an array stands for values of a later run."""
+
+    def numpy(self, x: Any) -> NDArray[Any]:
+        """Return the values of an array, detached."""
+
+    def wait(self) -> None:
+        """Wait until programs that run have reported their calls."""
+
+
+class _ThreadState(threading.local):
+    """What this thread is in: the call of a model, an attention call that is recorded already, a call by a program."""
+
+    def __init__(self) -> None:
+        self.root: Root | None = None
+        self.is_recorded = False
+        self.is_called_back = False
+
+
+HERE = _ThreadState()
+
+
+@contextlib.contextmanager
+def inside(root: Root) -> Iterator[None]:
+    """Make `root` the call of a model that this thread is in."""
+    before, HERE.root = HERE.root, root
+    try:
+        yield
+    finally:
+        HERE.root = before
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Ignore attention calls inside of one that is recorded."""
+    before, HERE.is_recorded = HERE.is_recorded, True
+    try:
+        yield
+    finally:
+        HERE.is_recorded = before
+
+
+@contextlib.contextmanager
+def module(name: str | None) -> Iterator[None]:
+    """Name attention calls by this module, if it has a name."""
+    root = HERE.root
+    if root is None or name is None:
+        yield
+        return
+    root.stack.append(name)
+    try:
+        yield
+    finally:
+        root.stack.pop()
+
+
+def call_model(
+    values: Values,
+    root: Root,
+    function: Callable[..., Any],
+    inputs: tuple[Any, Any],
+    leaves: Sequence[Any],
+    real: Any = None,
+) -> Any:
+    """Call a model, as ``function(*arguments, **options)`` of its `inputs`, as a step of its watches.
+
+    `leaves` are the arrays among the inputs; `real` is (batch, token), not 0 where there is a token, or None.
+    """
+    arguments, options = inputs
+    key, root.state = root.key, values.state(leaves)
+    if root.state is not None:
+        if (why := values.reason_against(key)) is not None:
+            for watch in watches_of(key):
+                watch._count_unseen(WHOLE, why)
+            return function(*arguments, **options)
+        root.number, (arguments, options) = values.begin(key, inputs, real)
+        with inside(root):
+            out = function(*arguments, **options)
+        return values.end(root, out)
+    root.number = number = begin(key, None if real is None else values.numpy(real))
+    try:
+        with inside(root):
+            out = function(*arguments, **options)
+    except BaseException:
+        end(number, failed=True)
+        raise
+    if root.has_programs:
+        values.wait()
+    end(number)
+    return out
+
+
+def record(values: Values, make_site: Callable[[], Site], call: Callable[[], Any]) -> Any:
+    """Return the output of an attention call, and record it."""
+    root = HERE.root
+    assert root is not None
+    with recorded():
+        out = call()
+    if root.state is None and root.number == NOT_SAMPLED:
+        return out
+    name = root.place()
+    try:
+        site = make_site()
+        if root.state is None and not any(map(values.is_abstract, site.arrays.values())):
+            arrays = {name: values.numpy(x) for name, x in site.arrays.items()}
+            receive(root.number, root.key, name, site.build, arrays, [x.ndim for x in arrays.values()])
+            return out
+        root.has_programs = True
+        return values.report(root, name, site, out)
+    except Exception as error:  # recording must never break the model
+        why = str(error) if isinstance(error, NotRecorded) else described(error)
+        for watch in watches_of(root.key):
+            watch._count_unseen(name, why)
+        return out
+
+
+def real_tokens(function: Any, inputs: tuple[Any, Any]) -> Any:
+    """Return (batch, token), not 0 where there is a token, from the arguments of a model; None without a mask."""
+    arguments, options = inputs
+    try:
+        bound = inspect.signature(function).bind(*arguments, **options).arguments
+    except (TypeError, ValueError):
+        bound = dict(options)
+    dictionaries = [x for x in bound.values() if isinstance(x, Mapping)]
+    for name, mapping in itertools.product(_REAL, (bound, *dictionaries)):
+        mask = mapping.get(name)
+        if len(getattr(mask, "shape", ())) == 2 and not any(kind in str(mask.dtype) for kind in ("float", "complex")):
+            return mask
+    return None
