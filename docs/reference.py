@@ -23,6 +23,7 @@ MODULES = (
     "attnscore.parallel.jax",
     "attnscore.plotting",
     "attnscore.diagnostics",
+    "attnscore.diagnostics.callbacks",
     "attnscore.integrations.transformers",
     "attnscore.compat.jax",
     "attnscore.compat.keras",
