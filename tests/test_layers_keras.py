@@ -42,6 +42,11 @@ ROWS = [
 @pytest.mark.parametrize(("backend", "checks"), ROWS)
 def test_every_backend(backend: str, checks: tuple[str, ...], pytestconfig: pytest.Config) -> None:
     """With the slow checks where this run has the slow tests: one process, of which importing alone takes seconds."""
+    run_checks(backend, checks, pytestconfig.option.markexpr)
+
+
+def run_checks(backend: str, checks: tuple[str, ...], markexpr: str) -> None:
+    """Run files of ``tests/keras_checks`` in a process of a backend."""
     environment = {
         **os.environ,
         "KERAS_BACKEND": backend,
@@ -54,7 +59,7 @@ def test_every_backend(backend: str, checks: tuple[str, ...], pytestconfig: pyte
     # Hypothesis, which no check uses, is imported by its plugin.
     plugins = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
     options = ("-c", _START.format(needless=NEEDLESS[backend]), "-q", *plugins, "--confcutdir", str(folder))
-    marks = ("-W", _KERAS_OWN, "-m", pytestconfig.option.markexpr)
+    marks = ("-W", _KERAS_OWN, "-m", markexpr)
     done = subprocess.run(
         [sys.executable, *options, *marks, *(str(folder / name) for name in checks)],
         capture_output=True,

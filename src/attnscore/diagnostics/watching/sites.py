@@ -65,22 +65,25 @@ def dot_product(
             parts.append(ats.ValidLens(np.clip(keys, 0, k.shape[axis]), limit))
         options: dict[str, Any] = {"score": ats.ScaledDot(scale), "head_axis": -2, "mask": all_of(parts)}
         if "bias" in numbers:
-            options["bias"] = with_infinity(wide(numbers["bias"]).astype(wide(q).dtype), MASKED_BIAS)
+            options["bias"] = wide(with_infinity(numbers["bias"], MASKED_BIAS)).astype(wide(q).dtype)
         return HostCall(q, k, options)
 
     return Site(arrays, build)
 
 
 def scores(x: Any, mask: Any = None) -> Site:
-    """Return the call of a softmax over scores (..., query, key); `mask` is True where a query may attend."""
+    """Return the call of a softmax over scores (..., query, key).
+
+    `mask` is True where a query may attend, (batch, query, key) or (batch, key).
+    """
     arrays = {"scores": x} | ({} if mask is None else {"mask": mask})
 
     def build(numbers: Arrays) -> HostScores:
         x = numbers["scores"]
         if "mask" in numbers:
             visible = np.asarray(numbers["mask"]) != 0
-            if visible.ndim == 2 and x.ndim == 3 and visible.shape != x.shape[1:]:
-                visible = visible[:, None]  # (batch, key)
+            if visible.ndim == 2:  # (batch, key)
+                visible = visible[:, None]
             x = np.where(visible, x, np.array(-np.inf, x.dtype))
         return HostScores(x)
 

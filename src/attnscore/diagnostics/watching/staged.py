@@ -15,6 +15,7 @@ import contextlib
 import inspect
 import itertools
 import threading
+import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from attnscore.diagnostics.watching.sums import Array, HostCall, HostScores, des
 
 # Runs whose end never came, as of a program that failed, are forgotten when there are more than these.
 _MAX_OPEN_RUNS = 64
+# Seconds that `stop` waits for programs that run.
+_LONGEST_WAIT = 1.0
 NOT_SAMPLED, NEWEST = -1, -2
 # Arguments of models, (batch, token): 1 (True) at tokens.
 _REAL = ("attention_mask", "padding_mask", "input_mask", "mask")
@@ -78,6 +81,11 @@ class StagedWatch(Watch):
     def _uninstall(self) -> None:
         if not HERE.is_called_back:  # a program that waits for itself would wait forever
             self.flush()
+            until = time.monotonic() + _LONGEST_WAIT
+            while any(watch is self for run in tuple(_RUNS.values()) for watch, _ in run.steps):
+                if time.monotonic() > until:  # a program has failed, or the model is being called
+                    break
+                time.sleep(0.001)
         with _LOCK:
             if self in _WATCHES:
                 _WATCHES.remove(self)

@@ -89,7 +89,7 @@ def _in_blocks(call: HostCall | HostScores) -> Iterator[tuple[HostCall, slice]]:
     step = max(1, BLOCK // max(1, call.scores.size // max(1, queries)))
     for start in range(0, queries, step):
         rows = slice(start, min(queries, start + step))
-        bias = with_infinity(wide(call.scores[..., rows, :]), MASKED_SCORE)
+        bias = wide(with_infinity(call.scores[..., rows, :], MASKED_SCORE))
         zeros = np.zeros((), bias.dtype)
         query, key = (np.broadcast_to(zeros, (*lead, n, 1)) for n in (bias.shape[-2], keys))
         yield HostCall(query, key, {"score": "dot", "bias": bias}), rows

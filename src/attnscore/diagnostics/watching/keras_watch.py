@@ -1,0 +1,212 @@
+"""Recording of every attention call of a Keras model, on its TensorFlow, JAX, PyTorch and NumPy backends.
+
+Requirements:
+- a step is one call of the model: a batch of ``fit``, ``evaluate`` and ``predict``, or a call in Python;
+- a call is named by the layers that it is made in, as "encoder.attention", and its number in the step;
+- the functions that ``fit`` and the others compile are made anew when a watch starts and stops. XLA calls nothing
+  outside on TensorFlow, and ``torch.compile`` sees no wrappers: during a watch, ``jit_compile`` is off there;
+- when the last watch stops, every name and method is bound to its original.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from attnscore import api
+from attnscore.diagnostics.watching import keras_private as private
+from attnscore.diagnostics.watching import sites, staged
+from attnscore.diagnostics.watching.base import WHOLE
+from attnscore.diagnostics.watching.rebinding import Rebinding
+from attnscore.diagnostics.watching.staged import HERE, NotRecorded, Root, Site, StagedWatch, Values
+
+_BACKEND = keras.backend.backend()
+_NAMES = Rebinding(lambda: HERE.root is None or HERE.is_recorded)
+_CALLS = Rebinding(private.in_symbolic_scope)
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
+
+
+class _EagerValues:
+    """Arrays of backends that compute at once. See `staged.Values`."""
+
+    def state(self, leaves: Any) -> Any:
+        """Return None: every call is eager."""
+
+    def is_abstract(self, x: Any) -> bool:
+        """Return whether an array has no values, as those of PyTorch's device "meta"."""
+        return bool(getattr(x, "is_meta", False))
+
+    def numpy(self, x: Any) -> Any:
+        """Return the values of an array."""
+        return keras.ops.convert_to_numpy(x)
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def _never(self, *_: Any) -> Any:
+        raise NotRecorded("symbolic tensors, which hold no numbers")
+
+    reason_against = begin = report = end = _never
+
+
+def _values() -> Values:
+    """Return how arrays of Keras's backend come to the host."""
+    if _BACKEND == "jax":
+        from attnscore.diagnostics.watching.jax_values import JaxValues
+
+        return JaxValues()
+    if _BACKEND == "tensorflow":
+        from attnscore.diagnostics.watching.tensorflow_values import TensorflowValues
+
+        return TensorflowValues()
+    return _EagerValues()
+
+
+VALUES = _values()
+
+
+class KerasWatch(StagedWatch):
+    """Records of a Keras model that can be started and stopped. See `watch` and `Records`."""
+
+    def __init__(self, model: Any, *arguments: Any) -> None:
+        super().__init__(model, *arguments)
+        self.key = ("keras", id(model))
+        self._jit_compile: Any = None
+
+    def _start_observing(self) -> None:
+        methods, others = private.attention_methods()
+        if len(_running()) == 1:
+            wrappers: dict[str, Callable[..., Any]] = {
+                "_compute_attention": _compute_attention,
+                "_apply_scores": _apply_scores,
+            }
+            calls: list[tuple[str, Callable[..., Any]]] = [
+                ("__call__", _layer_call),
+                ("stateless_call", _stateless_call),
+            ]
+            _CALLS.bind_methods([(keras.layers.Layer, name, wrapper) for name, wrapper in calls])
+            _NAMES.bind_methods([(owner, name, wrappers[name]) for owner, name in methods])
+            _NAMES.bind_functions(
+                [(keras.ops.dot_product_attention, _dot_product), (api.attend, _attend)],
+                but=("attnscore.diagnostics.watching.",),
+            )
+        for owner in others:
+            self._count_unseen(WHOLE, f"layers {owner.__name__}: this release of Keras computes them elsewhere")
+        if _BACKEND in ("tensorflow", "torch") and getattr(self._model, "jit_compile", False):
+            self._jit_compile, self._model.jit_compile = self._model.jit_compile, False
+        self._make_functions_anew()
+        _set_context()
+
+    def _stop_observing(self) -> None:
+        if not _running():
+            _CALLS.restore()
+            _NAMES.restore()
+        if self._jit_compile is not None:
+            self._model.jit_compile, self._jit_compile = self._jit_compile, None
+        self._make_functions_anew()
+        _set_context()
+
+    def _make_functions_anew(self) -> None:
+        """Forget the functions that ``fit``, ``evaluate`` and ``predict`` have compiled."""
+        for name in _FUNCTIONS:
+            if getattr(self._model, name, None) is not None:
+                setattr(self._model, name, None)
+
+    def flush(self) -> None:
+        """Wait until programs that run have reported their calls."""
+        VALUES.wait()
+
+
+def _running() -> list[KerasWatch]:
+    return [watch for watch in staged.running() if isinstance(watch, KerasWatch)]
+
+
+def _set_context() -> None:
+    if _BACKEND == "jax":
+        from attnscore.diagnostics.watching.jax_values import CONTEXT
+
+        CONTEXT.set(tuple(watch.key for watch in staged.running()))
+
+
+# ------------------------------------------------------------------ calls, each wrapper with its original first
+
+
+def _layer_call(original: Any, layer: Any, /, *arguments: Any, **options: Any) -> Any:
+    if (root := HERE.root) is not None:
+        outer = root.stack[-1]
+        with staged.module(layer.name if outer == WHOLE else f"{outer}.{layer.name}"):
+            return original(layer, *arguments, **options)
+    return _call_model(layer, functools.partial(original, layer), arguments, options)
+
+
+def _stateless_call(original: Any, layer: Any, trainable: Any, others: Any, *arguments: Any, **options: Any) -> Any:
+    """Call a model as ``fit`` does on JAX, where the model's ``__call__`` is left out."""
+    if HERE.root is not None:
+        return original(layer, trainable, others, *arguments, **options)
+    return _call_model(layer, functools.partial(original, layer, trainable, others), arguments, options)
+
+
+def _call_model(layer: Any, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Call a layer, as a step if it is a watched model."""
+    key, leaves = ("keras", id(layer)), keras.tree.flatten((arguments, options))
+    is_symbolic = any(isinstance(x, keras.KerasTensor) or getattr(x, "is_meta", False) for x in leaves)
+    if is_symbolic or not staged.watches_of(key):
+        return function(*arguments, **options)
+    real = staged.real_tokens(layer.call, (arguments, options))
+    return staged.call_model(VALUES, Root(key), function, (arguments, options), leaves, real)
+
+
+def _compute_attention(
+    original: Any, layer: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *more: Any, **options: Any
+) -> Any:
+    def make_site() -> Site:
+        if len(query.shape) != 4:
+            raise NotRecorded(f"attention over {len(query.shape) - 3} axes")
+        mask = attention_mask
+        if mask is not None:
+            mask = keras.ops.cast(mask, "bool")
+            for _ in range(4 - len(mask.shape)):
+                mask = keras.ops.expand_dims(mask, -3)
+        is_causal = bool(options.get("use_causal_mask", False))
+        return sites.dot_product(query, key, mask=mask, is_causal=is_causal)
+
+    return staged.record(
+        VALUES, make_site, lambda: original(layer, query, key, value, attention_mask, *more, **options)
+    )
+
+
+def _apply_scores(
+    original: Any, layer: Any, scores: Any, value: Any, scores_mask: Any = None, *more: Any, **options: Any
+) -> Any:
+    return staged.record(
+        VALUES,
+        lambda: sites.scores(scores, scores_mask),
+        lambda: original(layer, scores, value, scores_mask, *more, **options),
+    )
+
+
+def _dot_product(original: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
+    given = dict(zip(("bias", "mask", "scale", "is_causal"), more, strict=False)) | options
+
+    def make_site() -> Site:
+        if given.get("attn_logits_soft_cap") is not None:
+            raise NotRecorded("dot_product_attention with attn_logits_soft_cap")
+        return sites.dot_product(
+            query,
+            key,
+            bias=given.get("bias"),
+            mask=given.get("mask"),
+            scale=given.get("scale"),
+            is_causal=bool(given.get("is_causal", False)),
+        )
+
+    return staged.record(VALUES, make_site, lambda: original(query, key, value, *more, **options))
+
+
+def _attend(original: Callable[..., Any], query: Any, key: Any, value: Any, **options: Any) -> Any:
+    return staged.record(
+        VALUES, lambda: sites.attended(query, key, options), lambda: original(query, key, value, **options)
+    )

@@ -1,0 +1,186 @@
+"""Watching Keras models on this process's backend: calls, ``fit``, ``predict``, names, PyTorch's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from together import BACKEND
+
+import attnscore as ats
+from attnscore import api
+from attnscore.diagnostics import watch
+from attnscore.diagnostics.callbacks import HeadLog, KerasCallback
+from attnscore.diagnostics.watching import rebinding, staged
+from attnscore.layers.keras import MultiHeadAttention
+from watch_models import assert_same_rows, torch_rows
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(8, 6, 16)).astype("float32"), np.zeros((8, 6, 2), "float32")
+NAMES = ["multi_head", "grouped", "attention", "additive", "ours"]
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    methods = keras.layers.Layer.__call__, keras.ops.dot_product_attention, api.attend
+    yield
+    assert methods == (keras.layers.Layer.__call__, keras.ops.dot_product_attention, api.attend)
+    assert not staged.running() and not staged._RUNS and not rebinding.ACTIVE
+
+
+def model() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((6, 16))
+    x = keras.layers.MultiHeadAttention(4, 4, name="multi_head")(x, x, use_causal_mask=True)
+    x = keras.layers.GroupQueryAttention(4, 4, 2, name="grouped")(x, x)
+    x = keras.layers.Attention(name="attention")([x, x])
+    x = keras.layers.AdditiveAttention(name="additive")([x, x])
+    x = MultiHeadAttention(16, 4, name="ours")(x, x, x)
+    made = keras.Model(inputs, keras.layers.Dense(2)(x))
+    made.compile("sgd", "mse")
+    return made
+
+
+def test_calls_and_compiled_functions_have_the_same_numbers() -> None:
+    watched = model()
+    before = watched.predict(X, verbose=0)
+    with watch(watched) as eager:
+        called = keras.ops.convert_to_numpy(watched(X))
+    with watch(watched) as seen:
+        during = watched.predict(X, verbose=0)
+    assert np.array_equal(before, during) and np.array_equal(before, watched.predict(X, verbose=0))
+    np.testing.assert_allclose(called, before, atol=1e-5)
+    assert list(seen.layers) == list(eager.layers) == NAMES and not seen.unseen and not eager.unseen
+    assert [layer.heads for layer in seen.layers.values()] == [4, 4, 1, 1, 4]
+    assert (seen.steps, eager.steps) == (1, 1)
+    assert_same_rows(seen.rows(), eager.rows())
+
+
+def test_fit_is_the_same_and_its_steps_are_sampled() -> None:
+    trained = []
+    for is_watched in (False, True):
+        watched, rows = model(), []
+        seen = watch(watched, every=3, on_step=lambda step, new, rows=rows: rows.append((step, len(new))))
+        if is_watched:
+            seen.start()
+        watched.fit(X, Y, epochs=2, batch_size=2, verbose=0, shuffle=False)
+        if is_watched:
+            seen.stop()
+            watched.fit(X, Y, epochs=1, batch_size=2, verbose=0, shuffle=False, initial_epoch=1)
+        trained.append(watched.get_weights())
+    for x, y in zip(*trained, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+    assert rows == [(0, 14), (3, 14), (6, 14)] and (seen.steps, seen.sampled) == (8, 3) and not seen.unseen
+
+
+def attend_alike(name: str) -> tuple[Any, list[dict[str, Any]]]:
+    """A layer of Keras that is called on X, and the rows of PyTorch with its queries and keys."""
+    query = X.reshape(8, 6, 4, 4)
+    if name == "dot":
+        layer = keras.layers.Attention()
+        return lambda: layer([X, X]), torch_rows(X[:, :, None], X[:, :, None], scale=1.0)
+    if name == "function":
+        return lambda: keras.ops.dot_product_attention(query, query, query, is_causal=True), torch_rows(
+            query, query, is_causal=True
+        )
+    mask = RNG.random((8, 6, 6)) > 0.3
+    mask[0, 1] = False
+    if name == "masked function":
+        return (
+            lambda: keras.ops.dot_product_attention(query, query, query, mask=mask[:, None]),
+            torch_rows(query, query, attn_mask=mask[:, None]),
+        )
+    layer = keras.layers.MultiHeadAttention(4, 4, dropout=0.5 if "dropout" in name else 0.0)
+    layer(X, X)
+    (wq, bq), (wk, bk) = ([np.array(x) for x in part.get_weights()] for part in (layer.query_dense, layer.key_dense))
+    q, k = (np.einsum("bti,ihd->bthd", X, w) + b for w, b in ((wq, bq), (wk, bk)))
+    return lambda: layer(X, X, attention_mask=mask), torch_rows(q, k, attn_mask=mask[:, None])
+
+
+@pytest.mark.parametrize("name", ["dot", "function", "masked function", "layer", "layer with dropout"])
+def test_numbers_are_those_of_pytorch(name: str) -> None:
+    call, expected = attend_alike(name)
+
+    class Model(keras.Model):
+        def call(self, x: Any) -> Any:
+            return call()
+
+    watched = Model()
+    with watch(watched) as seen:
+        watched(X)
+    assert not seen.unseen
+    assert_same_rows(seen.rows(), expected, 1e-4)
+
+
+def test_padding_is_known_from_the_mask_of_the_model() -> None:
+    tokens = np.array([[1, 1, 1, 0, 0, 0]] * 8)
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = keras.layers.MultiHeadAttention(1, 4)
+
+        def call(self, inputs: Any) -> Any:
+            return self.attention(inputs["x"], inputs["x"])
+
+    watched = Model()
+    watched({"x": X, "padding_mask": tokens})
+    with watch(watched) as seen:
+        watched({"x": X, "padding_mask": tokens})
+    assert [row["rows"] for row in seen.rows()] == [24] and 0.3 < seen.rows()[0]["padding"] < 0.7
+
+
+def test_what_cannot_be_recorded_is_counted(monkeypatch) -> None:
+    layer = keras.layers.MultiHeadAttention(1, 4, attention_axes=(1, 2))
+
+    class Model(keras.Model):
+        def call(self, x: Any) -> Any:
+            x = keras.ops.reshape(x, (8, 2, 3, 16))
+            ats.attend(x, x, x, normalizer="sparsemax")
+            return layer(x, x)
+
+    watched = Model()
+    expected = keras.ops.convert_to_numpy(watched(X))
+    with watch(watched) as seen:
+        assert np.array_equal(keras.ops.convert_to_numpy(watched(X)), expected)
+    reasons = " ".join(why for _, why in seen.unseen)
+    assert not seen.layers and "2 axes" in reasons and "softmax" in reasons
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA calls back on JAX; PyTorch has no XLA")
+def test_a_function_that_xla_compiles_is_counted() -> None:
+    import tensorflow as tf
+
+    watched = model()
+    function = tf.function(lambda x: watched(x, training=False), jit_compile=True)
+    with watch(watched) as seen:
+        function(X)
+    assert not seen.layers and [why for _, why in seen.unseen] == [
+        "a function compiled with jit_compile=True, which calls nothing outside"
+    ]
+
+
+def test_the_callback_watches_fit_and_leaves_the_validation_out() -> None:
+    written: list[tuple[int, dict[str, float]]] = []
+    losses: list[float] = []
+    callback = KerasCallback(lambda numbers, step: written.append((step, numbers)), every=2)
+    callback._take_loss = losses.append  # type: ignore[method-assign]
+    watched = model()
+    watched.fit(X, Y, epochs=2, batch_size=2, verbose=0, validation_data=(X, Y), callbacks=[callback])
+    assert [step for step, _ in written] == [0, 2, 4, 6] and len(losses) == 8
+    assert callback.seen.steps == 8 and not callback.seen._running
+    assert set(written[0][1]) == {
+        f"attention/{name}"
+        for name in ("failing_heads", "worst/max_logit", "worst/entropy", "worst/saturated_rows", "worst/nan_rows")
+    }
+
+
+def test_the_callback_ends_a_training_that_fails() -> None:
+    watched = model()
+    watched.get_layer("multi_head").query_dense.kernel.assign(1e3 * np.ones((16, 4, 4)))
+    callback = KerasCallback(every=1, stop=True)
+    history = watched.fit(X, Y, epochs=5, batch_size=8, verbose=0, callbacks=[callback])
+    assert len(history.history["loss"]) == 1 and callback.seen.failing()
+    assert isinstance(callback._log, HeadLog)
