@@ -369,6 +369,27 @@ def test_two_watches_at_once() -> None:
     assert (first.steps, second.steps, second.sampled) == (2, 2, 1)
 
 
+def test_a_watch_can_be_stopped_by_a_step_of_a_program() -> None:
+    model, function = Model(), nnx.jit(lambda model, x: model(x))
+    seen = watch(model, on_step=lambda step, rows: seen.stop())
+    with seen:
+        for _ in range(3):
+            function(model, X).block_until_ready()
+    with watch(model) as again:
+        function(model, X)
+    assert (seen.steps, len(seen.rows())) == (1, 4) == (again.steps, len(again.rows()))
+
+
+def test_decoding_with_a_cache() -> None:
+    layer = nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))
+    layer.init_cache((2, 4, 8))
+    with watch(layer) as seen:
+        for place in range(3):
+            layer(X[:, place : place + 1])
+    assert seen.steps == 3 and {row["rows"] for row in seen.rows()} == {6}
+    assert seen.history("(model)", "choice_rows")[1].tolist() == [[0, 0], [2, 2], [2, 2]]
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

@@ -137,11 +137,12 @@ def added(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, satura
     """Return sums over (batch, head, query) of numbers in the order of `NEEDED`, then first key and padding."""
     mean, variance, total, entropy, weight, weights, squares, top, first, *padding = numbers
     attends = weights > 0
-    rows = np.ones_like(attends) if counted is None else np.broadcast_to(counted, attends.shape)
-    alive = attends & rows
-    broken = np.isnan(weights)
+    alive = attends if counted is None else attends & counted
     # A single attended key has the whole weight and no variance; saturated queries with a choice have a variance.
-    choice = alive & ~((variance == 0) & (weight >= 1 - 1e-6))
+    lone = variance == 0
+    if lone.any():
+        lone &= weight >= 1 - 1e-6
+    choice = alive & ~lone
     # Selecting queries costs more than all the sums: where all count, as in most models, it is left out.
     all_alive = bool(alive.all())
 
@@ -149,10 +150,14 @@ def added(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, satura
         return np.asarray((x if all_alive else np.where(alive, x, 0)).sum((0, 2), dtype=np.float64))
 
     count = summed(alive)
+    empty = broken = 0 * count
+    if not all_alive:
+        is_nan, is_counted = np.isnan(weights), True if counted is None else counted
+        empty, broken = ((x & is_counted).sum((0, 2), dtype=np.float64) for x in (~attends & ~is_nan, is_nan))
     return {
         "rows": count,
-        "empty_rows": 0 * count if all_alive else (rows & ~attends & ~broken).sum((0, 2), dtype=np.float64),
-        "nan_rows": 0 * count if all_alive else (rows & broken).sum((0, 2), dtype=np.float64),
+        "empty_rows": empty,
+        "nan_rows": broken,
         "choice_rows": summed(choice),
         "saturated_rows": summed(choice & (weight >= saturated_weight)),
         "logit_mean": summed(mean),
