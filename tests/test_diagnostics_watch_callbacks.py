@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import types
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from attnscore.diagnostics import callbacks, watch
 from attnscore.diagnostics.callbacks import HeadLog, TrainerCallback
 from attnscore.diagnostics.watching import rebinding
 from attnscore.diagnostics.watching.records import NUMBERS
-from attnscore.errors import ArgumentError
+from attnscore.errors import ArgumentError, FrameworkError
 from few_modules import few_modules
 
 FEW = {"failing_heads", "worst/max_logit", "worst/entropy", "worst/saturated_rows", "worst/nan_rows"}
@@ -187,6 +188,12 @@ def test_a_trainer(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- Lightning
+
+
+@pytest.mark.skipif(any(map(find_spec, ("lightning", "pytorch_lightning"))), reason="Lightning is installed")
+def test_without_lightning_its_callback_says_what_is_missing() -> None:
+    with pytest.raises(FrameworkError, match="pip install lightning"):
+        callbacks.LightningCallback()
 
 
 @pytest.mark.slow

@@ -12,21 +12,29 @@ from attnscore.io import require
 
 
 def _base() -> Any:
-    """Return Lightning's class of callbacks, of the package that the user has imported or has."""
+    """Return Lightning's class of callbacks, of the package that the user has imported or has; object without one."""
     packages = ("lightning", "pytorch_lightning")
     for name in sorted(packages, key=lambda name: name not in sys.modules):
         if name in sys.modules or importlib.util.find_spec(name) is not None:
             return importlib.import_module("lightning.pytorch" if name == "lightning" else name).Callback
-    require("lightning", "LightningCallback", "pip install lightning")
-    raise AssertionError
+    return object
 
 
-class LightningCallback(Watching, _base()):  # type: ignore[misc]  # a base that is there only with Lightning
+_BASE: Any = _base()
+
+
+class LightningCallback(Watching, _BASE):  # type: ignore[misc]  # a base that is there only with Lightning
     """Watch the module of a Lightning ``Trainer`` while it trains: ``Trainer(callbacks=[this])``.
 
     A step is one call of the module, or of the part of it that ``training_step`` calls first. Validation is left out.
     The loss that ``training_step`` returns is passed on to the records. A logger of Lightning is a writer.
     """
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """Raise FrameworkError where Lightning is not installed."""
+        if _BASE is object:
+            require("lightning", "LightningCallback", "pip install lightning")
+        return super().__new__(cls)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch."""
