@@ -20,7 +20,7 @@ from attnscore.diagnostics.watching.sums import MASKED_BIAS, HostCall, HostScore
 from attnscore.masks.base import Mask, all_of
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.normalizers import ONLY_SOFTMAX, resolve
-from attnscore.scores.arrays import arrays_of, with_new_arrays
+from attnscore.scores.base import arrays_of, with_new_arrays
 
 Arrays = dict[str, NDArray[Any]]
 
