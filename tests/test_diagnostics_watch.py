@@ -187,6 +187,42 @@ def test_scores_that_the_model_made_are_read_in_blocks(block: int, lowest: float
     check(sums_of(Scores(scores.masked_fill(hidden, lowest)), torch.from_numpy(real), WEIGHT), wanted)
 
 
+@pytest.mark.parametrize("head_axis", [-3, -2])
+def test_what_queries_keys_and_values_say_of_a_head(head_axis: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(2, 4, 6, 5).double(),
+        torch.randn(2, 2, 7, 5).double(),
+        torch.randn(2, 2, 7, 3).double(),
+    )
+    query[1, 0, 2, 1], key[0, 1, 3, 0], value[0, 1] = torch.nan, torch.inf, 2.5  # values of a head all alike
+    both = [x.transpose(1, 2) if head_axis == -2 else x for x in (query, key, value)]
+    sums = sums_of(Call(*both[:2], {"head_axis": head_axis, "score": ats.ScaledDot(0.5)}, value=both[2]), None, WEIGHT)
+    assert sums["nan_query"].tolist() == [1, 0, 0, 0] and sums["nan_key"].tolist() == [0, 0, 1, 1]
+    assert sums["nan_value"].tolist() == [0] * 4 and sums["value_sequences"].tolist() == [2] * 4
+    assert sums["sequences"].tolist() == [1, 2, 1, 1]
+    for head in range(4):
+        bound = spread = 0.0
+        for i in range(2):
+            q, k, v = (x[i, head if x is query else head // 2].numpy() for x in (query, key, value))
+            if np.isfinite(q).all() and np.isfinite(k).all():
+                variance = np.trace(np.cov(q.T, bias=True)) * np.trace(np.cov(k.T, bias=True)) / 4
+                centred = (q - q.mean(0)) @ (k - k.mean(0)).T / 2
+                assert (centred**2).mean() <= variance
+                bound += variance
+            spread += np.trace(np.cov(v.T, bias=True)) / (v**2).sum(-1).mean()
+        assert sums["query_variance"][head] == pytest.approx(bound, rel=1e-9)
+        assert sums["value_spread"][head] == pytest.approx(spread, rel=1e-9, abs=1e-12)
+
+
+def test_a_score_that_overflows_is_told_from_other_nan() -> None:
+    scores = torch.randn(1, 2, 4, 4).half()
+    scores[0, 0, 1, 2], scores[0, 1, 2, 2] = torch.inf, torch.nan
+    sums = sums_of(Scores(scores), None, WEIGHT)
+    assert sums["nan_rows"].tolist() == [1, 1] and sums["overflow_rows"].tolist() == [1, 0]
+    assert sums["dtype_max"].tolist() == [65504, 65504] and sums["sequences"].tolist() == [0, 0]
+
+
 def test_weight_on_padding_is_found_where_a_mask_forgets_it() -> None:
     query, key = torch.randn(2, 2, 3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     real = np.array([[True] * 5, [True, True, False, False, False]])

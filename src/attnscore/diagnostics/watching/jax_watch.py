@@ -179,6 +179,7 @@ def _jax_attention(original: Any, query: Any, key: Any, value: Any, *more: Any, 
         return sites.dot_product(
             query,
             key,
+            value,
             **arrays,
             query_lens=given.get("query_seq_lengths"),
             key_lens=given.get("key_value_seq_lengths"),
@@ -202,5 +203,5 @@ def _flax_weights(original: Any, query: Any, key: Any, *more: Any, **options: An
 
 def _attend(original: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
     return staged.record(
-        VALUES, lambda: sites.attended(query, key, options), lambda: original(query, key, value, **options)
+        VALUES, lambda: sites.attended(query, key, value, options), lambda: original(query, key, value, **options)
     )

@@ -171,7 +171,7 @@ def _compute_attention(
             for _ in range(4 - len(mask.shape)):
                 mask = keras.ops.expand_dims(mask, -3)
         is_causal = bool(options.get("use_causal_mask", False))
-        return sites.dot_product(query, key, mask=mask, is_causal=is_causal)
+        return sites.dot_product(query, key, value, mask=mask, is_causal=is_causal)
 
     return staged.record(
         VALUES, make_site, lambda: original(layer, query, key, value, attention_mask, *more, **options)
@@ -197,6 +197,7 @@ def _dot_product(original: Any, query: Any, key: Any, value: Any, *more: Any, **
         return sites.dot_product(
             query,
             key,
+            value,
             bias=given.get("bias"),
             mask=given.get("mask"),
             scale=given.get("scale"),
@@ -208,5 +209,5 @@ def _dot_product(original: Any, query: Any, key: Any, value: Any, *more: Any, **
 
 def _attend(original: Callable[..., Any], query: Any, key: Any, value: Any, **options: Any) -> Any:
     return staged.record(
-        VALUES, lambda: sites.attended(query, key, options), lambda: original(query, key, value, **options)
+        VALUES, lambda: sites.attended(query, key, value, options), lambda: original(query, key, value, **options)
     )

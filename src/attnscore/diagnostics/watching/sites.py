@@ -28,6 +28,7 @@ Arrays = dict[str, NDArray[Any]]
 def dot_product(
     query: Any,
     key: Any,
+    value: Any = None,
     *,
     bias: Any = None,
     mask: Any = None,
@@ -37,12 +38,13 @@ def dot_product(
     is_causal: bool = False,
     window: tuple[int, int] | None = None,
 ) -> Site:
-    """Return a call of scaled dot products; query and key are (..., position, head, feature).
+    """Return a call of scaled dot products; query, key and value are (..., position, head, feature).
 
     `mask` and `bias` broadcast to (batch, head, query, key); `mask` is True where a query may attend.
     """
     named = {
-        "query": query, "key": key, "bias": bias, "mask": mask, "query_lens": query_lens, "key_lens": key_lens,
+        "query": query, "key": key, "value": value, "bias": bias, "mask": mask, "query_lens": query_lens,
+        "key_lens": key_lens,
     }  # fmt: skip
     arrays = {name: x for name, x in named.items() if x is not None}
 
@@ -66,7 +68,7 @@ def dot_product(
         options: dict[str, Any] = {"score": ats.ScaledDot(scale), "head_axis": -2, "mask": all_of(parts)}
         if "bias" in numbers:
             options["bias"] = wide(with_infinity(numbers["bias"], MASKED_BIAS)).astype(wide(q).dtype)
-        return HostCall(q, k, options)
+        return HostCall(q, k, options, numbers.get("value"))
 
     return Site(arrays, build)
 
@@ -90,7 +92,7 @@ def scores(x: Any, mask: Any = None) -> Site:
     return Site(arrays, build)
 
 
-def attended(query: Any, key: Any, options: Mapping[str, Any]) -> Site:
+def attended(query: Any, key: Any, value: Any, options: Mapping[str, Any]) -> Site:
     """Return a call of `attend`; raise NotRecorded where its weights have no statistics of a softmax."""
     if resolve(options.get("normalizer", "softmax")) is not None:
         raise NotRecorded(ONLY_SOFTMAX)
@@ -98,7 +100,7 @@ def attended(query: Any, key: Any, options: Mapping[str, Any]) -> Site:
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
     kept = {name: options[name] for name in ("head_axis",) if name in options}
-    arrays = {"query": query, "key": key}
+    arrays = {"query": query, "key": key} | ({"value": value} if backends.is_array(value) else {})
     restore: list[Callable[[Arrays], tuple[str, Any]]] = []
     if isinstance(score, str) or not (score_arrays := arrays_of(score)):
         kept["score"] = score
@@ -120,6 +122,7 @@ def attended(query: Any, key: Any, options: Mapping[str, Any]) -> Site:
             kept[name] = x
 
     def build(numbers: Arrays) -> HostCall:
-        return HostCall(numbers["query"], numbers["key"], kept | dict(make(numbers) for make in restore))
+        options = kept | dict(make(numbers) for make in restore)
+        return HostCall(numbers["query"], numbers["key"], options, numbers.get("value"))
 
     return Site(arrays, build)

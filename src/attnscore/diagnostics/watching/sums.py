@@ -9,9 +9,9 @@ Requirements:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,10 @@ NEEDED = (
 )
 
 
+# Sums of which several parts keep the largest.
+LARGEST = ("max_logit", "dtype_max")
+
+
 @dataclass(frozen=True, eq=False)
 class HostCall:
     """Queries and keys as NumPy arrays, with the options of `attend` that decide their weights."""
@@ -47,6 +51,17 @@ class HostCall:
     query: NDArray[Any]
     key: NDArray[Any]
     options: dict[str, Any] = field(default_factory=dict)
+    value: NDArray[Any] | None = None
+
+
+class Moments(NamedTuple):
+    """Of the positions of each (sequence, head): their mean square, and what of it their mean does not explain.
+
+    With NaN or infinity in an array, its mean square is not finite.
+    """
+
+    square: Array
+    spread: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,21 +78,28 @@ def sums_of(call: HostCall | HostScores, real: NDArray[np.bool_] | None, saturat
     its largest weight is at least `saturated_weight`.
     """
     counted = _counted(call, real)
-    return merged(
+    sums = merged(
         [
             _block_sums(block, real, None if counted is None else counted[..., rows], saturated_weight)
             for block, rows in _in_blocks(call)
         ]
     )
+    heads = len(sums["rows"])
+    if isinstance(call, HostScores):
+        return sums | input_sums({}, heads, -least(call.scores.dtype))
+    head_axis, query = call.options.get("head_axis", -3), call.query
+    arrays = {"query": query, "key": call.key, "value": call.value}
+    moments = {name: moments_of(x, head_axis, heads) for name, x in arrays.items() if x is not None}
+    queries = query.shape[-3 if head_axis == -2 and query.ndim >= 4 else -2]
+    scale = score_scale(call.options.get("score", "scaled_dot"), query.shape[-1]) if queries > 1 else None
+    return sums | input_sums(moments, heads, -least(query.dtype), scale)
 
 
 def merged(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """Return the sums of several parts of a call, or of several calls, as those of one."""
     if len(parts) == 1:
         return parts[0]
-    return {
-        name: (np.max if name == "max_logit" else np.sum)([part[name] for part in parts], axis=0) for name in parts[0]
-    }
+    return {name: (np.max if name in LARGEST else np.sum)([part[name] for part in parts], axis=0) for name in parts[0]}
 
 
 def _in_blocks(call: HostCall | HostScores) -> Iterator[tuple[HostCall, slice]]:
@@ -150,10 +172,12 @@ def added(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, satura
         return np.asarray((x if all_alive else np.where(alive, x, 0)).sum((0, 2), dtype=np.float64))
 
     count = summed(alive)
-    empty = broken = 0 * count
+    empty = broken = overflown = 0 * count
     if not all_alive:
         is_nan, is_counted = np.isnan(weights), True if counted is None else counted
-        empty, broken = ((x & is_counted).sum((0, 2), dtype=np.float64) for x in (~attends & ~is_nan, is_nan))
+        # Weights are NaN where a score is infinite: the sum of exponentials was.
+        kinds = (~attends & ~is_nan, is_nan, is_nan & (top == np.inf))
+        empty, broken, overflown = ((x & is_counted).sum((0, 2), dtype=np.float64) for x in kinds)
     return {
         "rows": count,
         "empty_rows": empty,
@@ -173,7 +197,59 @@ def added(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, satura
         "max_logit": (top if all_alive else np.where(alive, top, -np.inf))
         .max((0, 2), initial=-np.inf)
         .astype(np.float64),
+        "overflow_rows": overflown,
     }
+
+
+def input_sums(
+    moments: Mapping[str, Moments | None], heads: int, dtype_max: float, scale: float | None = None
+) -> dict[str, Array]:
+    """Return sums over the sequences of a call from its queries, keys and values, each (head,), without the weights.
+
+    `query_variance` bounds the variance of a logit over the queries, Var(q.k) <= trace Cov(q) trace Cov(k), where the
+    score is `scale` q.k; `value_spread` is the share of the values' squares that their mean does not explain: 0 where
+    all are alike. Moments of None have their heads in another axis, as single queries of a GQA group.
+    """
+    sums = {name: np.zeros(heads) for name in ("sequences", "query_variance", "value_sequences", "value_spread")}
+    sums |= {f"nan_{name}": np.zeros(heads) for name in ("query", "key", "value")}
+    sums["dtype_max"] = np.full(heads, dtype_max)
+    known = {name: x for name, x in moments.items() if x is not None}
+    for name, (square, spread) in known.items():
+        is_finite = np.isfinite(square)
+        sums[f"nan_{name}"] = (~is_finite).sum(0, dtype=np.float64)
+        if name == "value":
+            share = np.divide(spread, square, out=np.zeros_like(square), where=is_finite & (square > 0))
+            sums |= {"value_sequences": is_finite.sum(0, dtype=np.float64), "value_spread": share.sum(0)}
+    if scale is not None and "query" in known and "key" in known:
+        with np.errstate(all="ignore"):  # of numbers that are not finite
+            variance = scale**2 * known["query"].spread * known["key"].spread
+        is_finite = np.isfinite(variance)
+        sums["sequences"] = is_finite.sum(0, dtype=np.float64)
+        sums["query_variance"] = np.where(is_finite, variance, 0).sum(0)
+    return sums
+
+
+def moments_of(x: NDArray[Any], head_axis: int, heads: int) -> Moments | None:
+    """Return the moments of queries, keys or values; None where the array has its heads in another axis."""
+    x = np.swapaxes(x, -3, -2) if head_axis == -2 and x.ndim >= 4 else x
+    array_heads = x.shape[-3] if x.ndim >= 4 else 1
+    if array_heads == 0 or heads % array_heads or x.shape[-2] == 0:
+        return None
+    x = wide(x).reshape(-1, array_heads, *x.shape[-2:])
+    with np.errstate(all="ignore"):  # of numbers that are not finite
+        square = np.einsum("...ij,...ij->...", x, x, dtype=np.float64) / x.shape[-2]
+        spread = np.maximum(square - (x.mean(-2, dtype=np.float64) ** 2).sum(-1), 0)
+    return Moments(*(np.repeat(moment, heads // array_heads, axis=-1) for moment in (square, spread)))
+
+
+def score_scale(score: Any, dim: int) -> float | None:
+    """Return the factor of q.k in a score; None where the score is no multiple of q.k by one number."""
+    if score == "dot" or type(score) is ats.Dot:
+        return 1.0
+    if score != "scaled_dot" and type(score) is not ats.ScaledDot:
+        return None
+    scale = getattr(score, "scale", None)
+    return dim**-0.5 if scale is None else float(scale) if isinstance(scale, (int, float)) else None
 
 
 def _marks(key: NDArray[Any], head_axis: int, real: NDArray[np.bool_] | None) -> NDArray[Any]:

@@ -6,7 +6,9 @@ Requirements:
 - the weight on the first key, and on padding, is the output of the same pass, with values that mark these keys;
 - where a watch wants one pass, it gives the output too, if that of the model's own function differs by rounding alone;
   the weight on the first key is then computed from its score;
-- queries at padding do not count; queries with one attended key have no choice and never count as saturated.
+- queries at padding do not count; queries with one attended key have no choice and never count as saturated;
+- queries, keys and values are read once more for their squares alone: which of them hold NaN or infinity, how much the
+  queries can change the weights, whether the values of a head differ.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,7 +27,18 @@ import attnscore as ats
 from attnscore import backends
 from attnscore.backends import torch_private as private
 from attnscore.backends.torch import causal_alignment, is_traced
-from attnscore.diagnostics.watching.sums import BLOCK, MASKED_BIAS, MASKED_SCORE, NEEDED, Array, added, merged
+from attnscore.diagnostics.watching.sums import (
+    BLOCK,
+    MASKED_BIAS,
+    MASKED_SCORE,
+    NEEDED,
+    Array,
+    Moments,
+    added,
+    input_sums,
+    merged,
+    score_scale,
+)
 
 _OPS = backends.load("torch")
 
@@ -44,6 +58,8 @@ class Call:
     """What the output takes, where the pass of the statistics may compute it."""
     counted: Tensor | None = None
     """Queries (batch, 1, query) that count, where the call itself says so; None: those that are no padding."""
+    value: Tensor | None = None
+    """Values, where the caller has them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +87,8 @@ def sums_of(call: Call | Scores, real: Tensor | None, saturated_weight: float) -
     parts = [
         _sums(one, *_attended_marks(one, real), counted, saturated_weight) for one, counted in _in_blocks(call, real)
     ]
-    return merged(parts)
+    sums = merged(parts)
+    return sums | _input_sums(call, len(sums["rows"]))
 
 
 def output_and_sums(
@@ -94,7 +111,8 @@ def output_and_sums(
             both, stats = ats.attend(call.query, call.key, joined, **call.options, return_stats=NEEDED)
             # Models may take a view that only an output in C order has.
             out, marked = both[..., : value.shape[-1]].contiguous(), both.detach()[..., value.shape[-1] :]
-    return out, _sums(call, marked, stats, counted, saturated_weight)
+    sums = _sums(call, marked, stats, counted, saturated_weight)
+    return out, sums | _input_sums(call, len(sums["rows"]))
 
 
 def _pads_without_weight(call: Call, marks: Tensor) -> bool:
@@ -195,6 +213,37 @@ def _sums(
     # In NumPy from here on: on a few thousand queries its calls cost a fraction of PyTorch's.
     numbers = [x.numpy() for x in fields] if marked.is_cpu else [*torch.stack(fields).cpu().numpy()]
     return added(numbers, None if counted is None else counted.cpu().numpy(), saturated_weight)
+
+
+@torch.no_grad()
+def _input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
+    """Return the sums of `input_sums` for a call."""
+    if isinstance(call, Scores):
+        return input_sums({}, heads, torch.finfo(call.scores.dtype).max)
+    head_axis = call.options.get("head_axis", -3)
+    arrays = {"query": call.query, "key": call.key, "value": call.value}
+    moments = {
+        name: _moments(x.detach(), head_axis, heads)
+        for name, x in arrays.items()
+        if x is not None and reason_against(x) is None
+    }
+    queries = call.query.shape[-2 if head_axis != -2 or call.query.ndim < 4 else -3]
+    scale = score_scale(call.options.get("score", "scaled_dot"), call.query.shape[-1]) if queries > 1 else None
+    return input_sums(moments, heads, torch.finfo(call.query.dtype).max, scale)
+
+
+def _moments(x: Tensor, head_axis: int, heads: int) -> Moments | None:
+    """Return the moments of queries, keys or values, as `sums.moments_of` does; they stay on their device."""
+    x = x.transpose(-3, -2) if head_axis == -2 and x.ndim >= 4 else x
+    array_heads = x.shape[-3] if x.ndim >= 4 else 1
+    if array_heads == 0 or heads % array_heads or x.shape[-2] == 0:
+        return None
+    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    x = x.reshape(-1, array_heads, *x.shape[-2:])
+    square = torch.linalg.vector_norm(x, dim=(-2, -1)).square() / x.shape[-2]
+    of_mean = (x.sum(-2) / x.shape[-2]).square().sum(-1)
+    pair = torch.stack([square, (square - of_mean).clamp(min=0)]).cpu().numpy().astype(np.float64)
+    return Moments(*np.repeat(pair, heads // array_heads, axis=-1))
 
 
 def _marks(key: Tensor, head_axis: int, real: Tensor | None) -> Tensor:

@@ -238,7 +238,7 @@ def _sdpa(original: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, 
     given = dict(zip(names, more, strict=False)) | options
     heads = _THREAD.scopes[-1].heads if _THREAD.scopes else None
     pooling = pooling_of(query, key, value, given) if any(x.is_pooling() for x in _WATCHERS) else None
-    out = _report(lambda: dataclasses.replace(sdpa_call(query, key, given), heads=heads, pooling=pooling))
+    out = _report(lambda: dataclasses.replace(sdpa_call(query, key, given), heads=heads, pooling=pooling, value=value))
     if out is not None:
         return out
     return _call_original(functional, original, (query, key, value, *more), options)
@@ -246,11 +246,11 @@ def _sdpa(original: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, 
 
 def _attend(original: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
     if isinstance(query, Tensor):
-        _report(lambda: _attend_call(query, key, options))
+        _report(lambda: _attend_call(query, key, value, options))
     return original(query, key, value, **options)
 
 
-def _attend_call(query: Tensor, key: Any, options: dict[str, Any]) -> Call | str:
+def _attend_call(query: Tensor, key: Any, value: Any, options: dict[str, Any]) -> Call | str:
     """Return a call of `attend`; of weights without the statistics of a softmax, the reason why there is none."""
     if resolve(options.get("normalizer", "softmax")) is not None:
         return ONLY_SOFTMAX
@@ -258,7 +258,8 @@ def _attend_call(query: Tensor, key: Any, options: dict[str, Any]) -> Call | str
         key, score = key.unpack(options.get("score", "scaled_dot"))
         options = {**options, "score": score}
     kept = ("score", "mask", "valid_lens", "bias", "sink", "head_axis")
-    return Call(query, key, {name: options[name] for name in kept if name in options})
+    taken = {name: options[name] for name in kept if name in options}
+    return Call(query, key, taken, value=value if isinstance(value, Tensor) else None)
 
 
 def _multi_head(original: Any, *arguments: Any, **options: Any) -> Any:
