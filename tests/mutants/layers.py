@@ -157,10 +157,10 @@ FAULTS: list[Fault] = [
     Fault(
         "health-variance-that-overflowed",
         "src/attnscore/diagnostics/watching/health.py",
-        "verdicts_of",
-        "not A < B.saturated_variance",
+        "signs_of",
+        "~(A < B.saturated_variance)",
         "A >= B.saturated_variance",
-        "tests/test_diagnostics_watch.py -k verdicts",
+        "tests/test_diagnostics_verdicts.py -k overflowed",
         "a saturated head whose logit variance has overflowed to NaN is no failure",
     ),
     Fault(

@@ -1,87 +1,152 @@
-"""Verdicts on the health of a head: thresholds, trends, the factor of QK-clip.
+"""Verdicts on the health of a head: thresholds, signs at each sampled step, memory, causes and remedies.
 
 Requirements:
-- every threshold is a field that can be set, documented with the reason for its default;
-- a verdict states its numbers and whether it is a failure or only worth knowing;
-- trends need four sampled steps or more, and compare the first quarter of them with the last.
+- every threshold is a field that can be set, documented with what it means and its source;
+- the last sampled steps decide whether a sign is there; the memory says since which step;
+- a sign that healthy training shows too, as growing logits, is a failure only while the loss says that it hurts;
+- a verdict states its numbers, its first and last step and, where it is a failure, its cause and what to change;
+- what follows with certainty from an earlier failure, as NaN in every later layer, is counted under that failure.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attnscore.errors import ArgumentError, message
 
-# The fewest sampled steps that make a trend.
-_TREND_STEPS = 4
+Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Thresholds of the verdicts on a head.
+    """Thresholds of the verdicts on a head; `docs/diagnosis.md` gives the source of each.
 
     Attributes
     ----------
-    saturated_weight : a query is saturated when its largest weight is at least this
+    window : so many sampled steps in succession make a verdict, and end it; one is enough while no more were sampled
+    saturated_weight : a query is saturated when its largest weight is at least this: the trace of the Jacobian of its
+        softmax is then below 0.02
     saturated_rows : a head is sharp when at least this share of its queries is saturated
-    saturated_variance : it is saturated, a failure, when the variance of its logits is this large as well. A query
-        among 64 keys needs a lead of about 9, a variance of about 20, to be sharp. A head that has learnt to attend to
-        the previous token is sharp at 118 in a healthy model (all-MiniLM-L6-v2); with its queries times 30 any head of
-        that model has 290 or more
-    collapse : entropy collapses when it falls, from the first quarter of the steps to the last, to this share or less
-    growth : logits grow when the largest one rises by this factor or more, first quarter to last
-    growth_least : and is this large at the end; smaller logits saturate no softmax
+    saturated_variance : it is saturated, a failure, when the variance of its logits is this large as well: logits drawn
+        at random, without any structure, saturate a query among 64 keys from there on. A head that has learnt where to
+        look is sharp with less
+    jump : and with a quarter of that variance, where the variance has risen by this factor between two sampled steps:
+        an optimiser's steps do not do that to one head
+    collapse : entropy collapses when it falls to this share of its largest or less
+    growth : logits grow when the largest one is this multiple of the first sampled step's
+    growth_least : and is this large; smaller logits saturate no softmax
     dead_variance : a head is dead when the variance of a query's logits is below this: its weights are even to a tenth
-        of a percent, and it averages all values. A small model that has just been initialised may have such heads
+        of a percent, and it averages all values
+    query_variance : queries have no effect when the variance that they can give a logit is below this, so that none
+        changes a weight by more than about a percent, where they had one before or the logits differ all the same;
+        weights that are small from the start are "uniform" alone
+    value_spread : values are alike when their mean explains all but this share of their squares: the weights have no
+        effect on the output, and no gradient
+    uniform_variance : weights are nearly uniform when the variance of the logits is below this, so that entropy is
+        within 0.005 of the logarithm of the number of keys
     sink_mass : a head has a sink when this share of its weight is on the first key
-    padding_mass : share of the weight on padding that is worth knowing
+    sink_layer : a layer is a sink, a failure, when every head has this share of its weight there
+    padding_mass : weight on padding is a failure from this share on
+    inverted_mass : the mask is inverted when this share of the weight is on padding
     tau : the largest logit that QK-clip allows
+    dtype_share : logits are near overflow above this share of the largest number of the queries' dtype
+    loss_rise : the loss rises when it has lost this share of what it had gained
+    loss_start : it stays at its start when it has fallen by less than this share of it
     """
 
+    window: int = 2
     saturated_weight: float = 0.99
     saturated_rows: float = 0.3
     saturated_variance: float = 150.0
+    jump: float = 16.0
     collapse: float = 0.5
     growth: float = 2.0
     growth_least: float = 10.0
     dead_variance: float = 1e-6
+    query_variance: float = 1e-4
+    value_spread: float = 1e-6
+    uniform_variance: float = 0.01
     sink_mass: float = 0.5
+    sink_layer: float = 0.98
     padding_mass: float = 0.01
+    inverted_mass: float = 0.9
     tau: float = 100.0
+    dtype_share: float = 0.25
+    loss_rise: float = 0.2
+    loss_start: float = 0.02
 
     def __post_init__(self) -> None:
         """Refuse thresholds that are never or always met."""
-        shares = ("saturated_weight", "saturated_rows", "collapse", "sink_mass", "padding_mass")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        factors = ("jump", "growth")
+        unbounded = ("saturated_variance", "growth_least", "tau", "window", *factors)
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-                raise ArgumentError(message(field.name, "a number above 0", repr(value)))
-            if field.name in shares and value > 1:
-                raise ArgumentError(message(field.name, "a share, at most 1", repr(value)))
-        if self.growth <= 1:
-            raise ArgumentError(message("growth", "a factor above 1", repr(self.growth)))
+                raise ArgumentError(message(each.name, "a number above 0", repr(value)))
+            if each.name not in unbounded and value > 1:
+                raise ArgumentError(message(each.name, "a share, at most 1", repr(value)))
+            if each.name in factors and value <= 1:
+                raise ArgumentError(message(each.name, "a factor above 1", repr(value)))
+        if int(self.window) != self.window:
+            raise ArgumentError(message("window", "a whole number of sampled steps", repr(self.window)))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on a head."""
+    """Verdict on a head.
+
+    Attributes
+    ----------
+    what : str
+        Failures: "not a number", "near overflow", "padding", "causal leak", "saturated", "dead", "no use of the query",
+        "values alike", "sink in every head". Failures only while the loss rises or stays at its start: "sharp",
+        "large logits", "growing logits", "collapsing entropy", "uniform". Never: "sink", "empty rows".
+    words : str
+        Its numbers.
+    failure : bool
+        Whether it is a failure now; others are worth knowing, and many healthy models have them.
+    first_step, last_step : int
+        The sampled steps between which it held; `last_step` is the last sampled one where it holds now.
+    cause, remedy : str
+        Of a failure: what most likely made it, and what to change.
+    followers : tuple of (layer, head)
+        Heads that fail as a consequence.
+    """
 
     layer: str
     head: int
     what: str
-    """Failures: "not a number", "saturated", "collapsing entropy", "growing logits", "large logits", "dead"; others:
-    "sharp", "sink", "padding", "empty rows"."""
     words: str
     failure: bool
-    """Whether it is a failure; others, as sinks, are worth knowing, and many healthy models have them."""
+    first_step: int = 0
+    last_step: int = 0
+    cause: str = ""
+    remedy: str = ""
+    followers: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.layer}, head {self.head}: {self.what} ({self.words})"
+        since = f"since step {self.first_step}"
+        return f"{self.layer}, head {self.head}: {self.what} {since} ({self.words})"
+
+
+# Signs that need no second step: they do not come and go with a batch.
+_AT_ONCE = ("not a number", "near overflow", "causal leak")
+FAILURES = (
+    "not a number", "near overflow", "padding", "causal leak", "saturated", "dead", "no use of the query",
+    "values alike", "sink in every head",
+)  # fmt: skip
+# Of these, one verdict a head: each follows where tokens are alike.
+NO_EFFECT = ("dead", "no use of the query", "values alike")
+WITH_LOSS = ("sharp", "large logits", "growing logits", "collapsing entropy", "uniform")
+SIGNS = (*FAILURES, *WITH_LOSS, "sink", "empty rows")
 
 
 def clip_factor(largest: float, tau: float) -> float:
@@ -93,57 +158,176 @@ def clip_factor(largest: float, tau: float) -> float:
     return min(1.0, tau / largest) if largest > 0 else 1.0
 
 
-def trend(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the means of the first and of the last quarter; None when too few values are finite.
+# ---------------------------------------------------------------- signs of one step
 
-    >>> trend([1, 1, 2, 8])
-    (1.0, 8.0)
+
+def signs_of(
+    numbers: Mapping[str, Array], memory: Mapping[str, Array], limit: Thresholds, *, leaks: bool
+) -> dict[str, Flags]:
+    """Return for each sign which heads of a layer show it in one step.
+
+    `numbers` are means of the step's queries; `memory` has the variance of the step before, the largest entropy and
+    variance by queries so far and the first largest logit, NaN where there are none; `leaks` says that layers of the
+    same kind are causal and this one is not. A comparison with NaN is false.
     """
-    finite = [value for value in values if math.isfinite(value)]
-    if len(finite) < _TREND_STEPS:
-        return None
-    part = len(finite) // 4
-    return float(np.mean(finite[:part])), float(np.mean(finite[-part:]))
+    share, variance, largest = numbers["saturated_rows"], numbers["logit_variance"], numbers["max_logit"]
+    sharp = share >= limit.saturated_rows
+    # A variance that overflowed is NaN, and large.
+    large = ~(variance < limit.saturated_variance)
+    jumped = (variance >= limit.saturated_variance / 4) & (variance >= limit.jump * memory["logit_variance"])
+    dead = variance < limit.dead_variance
+    sinks = numbers["first_key"] >= limit.sink_layer
+    return {
+        "not a number": numbers["nan_rows"] + numbers["nan_value"] > 0,
+        "near overflow": largest > limit.dtype_share * numbers["dtype_max"],
+        "padding": numbers["padding"] >= limit.padding_mass,
+        "causal leak": np.full(len(largest), leaks),
+        "saturated": sharp & (large | jumped),
+        "dead": dead & (numbers["choice_rows"] > 0),
+        "no use of the query": (numbers["query_variance"] < limit.query_variance)
+        & ((memory["query_variance"] >= limit.query_variance) | ~(variance < limit.uniform_variance)),
+        "values alike": numbers["value_spread"] < limit.value_spread,
+        # A layer in which no query has a choice has all its weight there.
+        "sink in every head": np.full(len(largest), bool(sinks.all() and (numbers["choice_rows"] > 0).all())),
+        "sharp": sharp & ~large & ~jumped,
+        "large logits": largest > limit.tau,
+        "growing logits": (largest >= limit.growth * memory["max_logit"]) & (largest >= limit.growth_least),
+        "collapsing entropy": numbers["entropy"] <= limit.collapse * memory["entropy"],
+        "uniform": (variance < limit.uniform_variance) & (numbers["choice_rows"] > 0),
+        "sink": numbers["first_key"] >= limit.sink_mass,
+        "empty rows": numbers["empty_rows"] > 0,
+    }
 
 
-def verdicts_of(
-    layer: str,
-    head: int,
-    numbers: Mapping[str, float],
-    entropies: Sequence[float],
-    largest: Sequence[float],
-    thresholds: Thresholds,
-) -> list[Verdict]:
-    """Return every verdict on one head.
+# ---------------------------------------------------------------- memory of a layer
 
-    `numbers` is its row of the table; `entropies` and `largest` are its mean entropy and largest logit by sampled step.
+
+class Period(NamedTuple):
+    """Time during which a head shows a sign, and its numbers at the first step."""
+
+    head: int
+    what: str
+    first: int
+    last: int
+    holds: bool
+    evidence: Mapping[str, float]
+    earlier: tuple[int, int] | None
+    """First and last step of the period before a present one."""
+
+
+@dataclass
+class _Sign:
+    """One sign of every head of a layer, over the steps so far."""
+
+    streak: NDArray[np.int64]
+    """Steps in succession with the sign (positive) or without it (negative)."""
+    first: NDArray[np.int64]
+    """Step at which the sign's present or last period began."""
+    last: NDArray[np.int64]
+    """Last step with the sign."""
+    holds: Flags
+    evidence: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Numbers of a head at the step where the present or last period began."""
+    ended: dict[int, Period] = field(default_factory=dict)
+    """Last period of a head that is over."""
+
+
+class Memory:
+    """Periods of all signs of one layer, from one step after another."""
+
+    def __init__(self, heads: int) -> None:
+        self._heads = heads
+        self._signs = {
+            what: _Sign(np.zeros(heads, int), np.full(heads, -1), np.full(heads, -1), np.zeros(heads, bool))
+            for what in SIGNS
+        }
+        self._so_far: dict[str, Array] = {
+            name: np.full(heads, math.nan) for name in ("logit_variance", "entropy", "max_logit", "query_variance")
+        }
+        self._steps = 0
+
+    def add(self, step: int, numbers: Mapping[str, Array], limit: Thresholds, *, leaks: bool) -> None:
+        """Take the numbers of a sampled step."""
+        self._steps += 1
+        for what, flags in signs_of(numbers, self._so_far, limit, leaks=leaks).items():
+            self._extend(what, step, flags, numbers, limit)
+        old = self._so_far
+        self._so_far = {
+            "logit_variance": numbers["logit_variance"],
+            "entropy": np.fmax(old["entropy"], numbers["entropy"]),
+            "query_variance": np.fmax(old["query_variance"], numbers["query_variance"]),
+            "max_logit": np.where(np.isnan(old["max_logit"]), _positive(numbers["max_logit"]), old["max_logit"]),
+        }
+
+    def _extend(self, what: str, step: int, flags: Flags, numbers: Mapping[str, Array], limit: Thresholds) -> None:
+        """Begin, lengthen or end the periods of a sign."""
+        sign = self._signs[what]
+        if what == "saturated":  # what has jumped stays where it is
+            flags = flags | (sign.holds & (numbers["saturated_rows"] >= limit.saturated_rows))
+            flags = flags | ((sign.streak > 0) & (numbers["saturated_rows"] >= limit.saturated_rows))
+        began = flags & (sign.streak <= 0) & ~sign.holds
+        sign.streak = np.where(flags, np.maximum(sign.streak, 0) + 1, np.minimum(sign.streak, 0) - 1)
+        sign.first = np.where(began, step, sign.first)
+        for head in np.flatnonzero(began).tolist():
+            sign.evidence[head] = {name: float(values[head]) for name, values in numbers.items()}
+        sign.last = np.where(flags, step, sign.last)
+        needed = 1 if what in _AT_ONCE else min(limit.window, self._steps)
+        held = sign.holds
+        sign.holds = np.where(held, sign.streak > -limit.window, sign.streak >= needed)
+        for head in np.flatnonzero(held & ~sign.holds).tolist():
+            sign.ended[head] = _period(what, sign, head, holds=False)
+
+    def periods(self) -> Iterator[Period]:
+        """Yield the period of each sign of each head that is present, and otherwise its last one."""
+        for what, sign in self._signs.items():
+            for head in range(self._heads):
+                if sign.holds[head]:
+                    yield _period(what, sign, head, holds=True)
+                elif head in sign.ended:
+                    yield sign.ended[head]
+
+
+def _period(what: str, sign: _Sign, head: int, *, holds: bool) -> Period:
+    before = sign.ended.get(head) if holds else None
+    earlier = None if before is None else (before.first, before.last)
+    return Period(head, what, int(sign.first[head]), int(sign.last[head]), holds, sign.evidence[head], earlier)
+
+
+def _positive(values: Array) -> Array:
+    """Replace numbers that are not above 0, and infinity, by NaN.
+
+    >>> _positive(np.array([2.0, -1.0, np.inf]))
+    array([ 2., nan, nan])
     """
-    found: list[tuple[str, str, bool]] = []
-    limit, share = thresholds, numbers["saturated_rows"]
-    if numbers["nan_rows"] > 0:
-        words = f"{numbers['nan_rows']:.0f} queries have weights that are not numbers; they are left out of the means"
-        found.append(("not a number", words, True))
-    if share >= limit.saturated_rows:
-        variance = numbers["logit_variance"]
-        words = f"{100 * share:.0f} % of the queries have a weight of {limit.saturated_weight:g} or more"
-        failed = not variance < limit.saturated_variance  # a variance that overflowed is NaN
-        found.append(("saturated" if failed else "sharp", f"{words}, variance of the logits {variance:.3g}", failed))
-    fall = trend(entropies)
-    if fall is not None and fall[0] > 0 and fall[1] <= limit.collapse * fall[0]:
-        found.append(("collapsing entropy", f"from {fall[0]:.3g} to {fall[1]:.3g} nats", True))
-    rise = trend(largest)
-    if rise is not None and rise[0] > 0 and rise[1] >= max(limit.growth * rise[0], limit.growth_least):
-        found.append(("growing logits", f"the largest from {rise[0]:.3g} to {rise[1]:.3g}", True))
-    if numbers["max_logit"] > limit.tau:
-        factor = clip_factor(numbers["max_logit"], limit.tau)
-        found.append(("large logits", f"up to {numbers['max_logit']:.3g}; QK-clip would scale by {factor:.2g}", True))
-    # Queries with one attended key have no variance; a head that had only those cannot be judged.
-    if numbers["choice_rows"] > 0 and numbers["logit_variance"] < limit.dead_variance:
-        found.append(("dead", f"variance of the logits {numbers['logit_variance']:.2g}: it averages", True))
-    if numbers["first_key"] >= limit.sink_mass:
-        found.append(("sink", f"{100 * numbers['first_key']:.0f} % of the weight is on the first key", False))
-    if numbers["padding"] >= limit.padding_mass:  # NaN where padding is unknown
-        found.append(("padding", f"{100 * numbers['padding']:.1f} % of the weight is on padding", False))
-    if numbers["empty_rows"] > 0:
-        found.append(("empty rows", f"{numbers['empty_rows']:.0f} queries are fully masked", False))
-    return [Verdict(layer, head, what, words, failure) for what, words, failure in found]
+    return np.where((values > 0) & np.isfinite(values), values, math.nan)
+
+
+# ---------------------------------------------------------------- the loss
+
+
+def loss_trouble(losses: Sequence[float], limit: Thresholds) -> str:
+    """Return what is wrong with the losses of a run so far: "is not finite", "rises", "stays at its start", or "".
+
+    Means over a tenth of the run, at least five steps, are compared. A loss rises when it gives back `loss_rise` of its
+    gain and more than twice the spread of the last steps.
+
+    >>> falling = [3.0 - 0.01 * i for i in range(100)]
+    >>> loss_trouble(falling, Thresholds()), loss_trouble(falling + [3.0] * 40, Thresholds())
+    ('', 'rises')
+    """
+    values = np.asarray(losses, dtype=np.float64)
+    if not values.size:
+        return ""
+    if not math.isfinite(values[-1]):
+        return "is not finite"
+    values = values[np.isfinite(values)]
+    part = max(5, len(values) // 10)
+    if len(values) < 4 * part:
+        return ""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    means = (sums[part:] - sums[:-part]) / part
+    start, best, now = means[0], means.min(), means[-1]
+    noise = 2 * float(np.std(values[-part:])) / math.sqrt(part)
+    if now - best > max(limit.loss_rise * (start - best), noise) and now - best > 1e-3 * abs(start):
+        return "rises"
+    return "stays at its start" if start - now < limit.loss_start * abs(start) else ""

@@ -1,8 +1,9 @@
-"""Records of a model's attention: numbers per layer and head, verdicts, tables, JSON lines, a picture.
+"""Records of a model's attention: numbers per layer and head, verdicts, tables, JSON lines.
 
 Requirements:
-- means are over queries that attend to a key, of all sampled steps; the largest logit is the largest of all;
+- means are over queries that attend to a key; of all sampled steps, or of the last ones, which the verdicts judge;
 - rows are plain dictionaries of the same names: what pandas.DataFrame and json.dumps take;
+- verdicts, text, table, picture, page and JSON lines say the same;
 - rich and matplotlib are imported only for a table or a picture.
 """
 
@@ -11,8 +12,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,26 +23,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscore.diagnostics.watching.health import Thresholds, Verdict, clip_factor, verdicts_of
+from attnscore.diagnostics.watching.causes import REMEDIES, Failures, cause_of, describe
+from attnscore.diagnostics.watching.health import (
+    FAILURES,
+    NO_EFFECT,
+    SIGNS,
+    WITH_LOSS,
+    Memory,
+    Period,
+    Thresholds,
+    Verdict,
+    clip_factor,
+    loss_trouble,
+)
 from attnscore.errors import ArgumentError, message
 from attnscore.io import require
-from attnscore.plotting.drawing import (
-    BLUE,
-    RED,
-    colour_bar,
-    draw_map,
-    label,
-    legend,
-    mark_cell,
-    new_figure,
-    short_number,
-    style_lines,
-    two_decimals,
-    write_numbers,
-)
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
@@ -57,25 +57,34 @@ MEANS = (
     "first_key",
 )
 _COUNTS = ("rows", "empty_rows", "nan_rows", "choice_rows")
-# Numbers whose mean is over other queries than those of `rows`, and the count of these.
-_OVER = {"saturated_rows": "choice_rows", "padding": "padding_rows"}
-# The one list of numbers: `rows`, `last`, `on_step`, `json_lines` and `history` all give these, in this order.
-NUMBERS = ("rows", "empty_rows", "nan_rows", *MEANS, "max_logit", "choice_rows", "saturated_rows", "padding", "clip")
-# Title and unit of each map.
-_MAPS = {
-    "max_logit": ("Largest logit", "logit"),
-    "entropy": ("Entropy", "nats"),
-    "saturated_rows": ("Saturated queries", "share of the queries"),
-    "first_key": ("Weight on the first key", "share of the weight"),
+# Sums that an observer may lack, and of which several steps keep the largest.
+_LARGEST = ("max_logit", "dtype_max")
+_MARKS = ("nan_query", "nan_key", "nan_value", "overflow_rows")
+# Numbers whose mean is over other queries, or sequences, than those of `rows`, and the count of these.
+_OVER = {
+    "saturated_rows": "choice_rows",
+    "padding": "padding_rows",
+    "query_variance": "sequences",
+    "value_spread": "value_sequences",
 }
-_SERIES = ("max_logit", "entropy")
-# Columns of tables.
-_COLUMNS = ("max_logit", "logit_variance", "entropy", "effective_keys", "saturated_rows", "first_key", "clip")
-_OTHERS = "#9aa5ab"
-# Colours of failing heads; where there are more heads than colours, all are red and without a name.
-_NAMED = (RED, "#e08214", "#8a63c9", "#2e9e5b", BLUE, "#0f9d94")
-# More numbers than these in a map cannot be read; the colours still can.
-_MOST_NUMBERS = 200
+# The one list of numbers: `rows`, `last`, `on_step`, `json_lines` and `history` all give these, in this order.
+NUMBERS = (
+    "rows", "empty_rows", "nan_rows", *MEANS, "query_variance", "value_spread", "max_logit", "choice_rows",
+    "saturated_rows", "padding", "clip",
+)  # fmt: skip
+_JUDGED = (*NUMBERS[:-1], *_MARKS, "dtype_max")
+# Columns of tables, and their titles.
+COLUMNS = {
+    "max_logit": "largest logit",
+    "logit_variance": "logit variance",
+    "entropy": "entropy",
+    "effective_keys": "effective keys",
+    "saturated_rows": "saturated",
+    "first_key": "on first key",
+    "clip": "QK-clip",
+}
+# Losses that are kept: of longer runs every second one goes, again and again.
+_MOST_LOSSES = 4096
 
 
 @dataclass
@@ -86,17 +95,18 @@ class Layer:
     heads: int
     steps: deque[tuple[int, dict[str, Array]]]
     total: dict[str, Array] = field(default_factory=dict)
+    added: int = 0
+    """Number of sampled steps so far."""
 
     def add(self, step: int, sums: dict[str, Array]) -> None:
         """Add the sums of a step."""
         self.steps.append((step, sums))
-        if not self.total:
-            self.total = dict(sums)
-            return
-        for name, values in sums.items():
-            self.total[name] = (
-                np.maximum(self.total[name], values) if name == "max_logit" else self.total[name] + values
-            )
+        self.added += 1
+        self.total = _joined([self.total, sums]) if self.total else dict(sums)
+
+    def last(self, count: int) -> dict[str, Array]:
+        """Return the sums of the last `count` sampled steps."""
+        return _joined([sums for _, sums in tuple(self.steps)[-count:]])
 
     def rows(self, sums: dict[str, Array], tau: float) -> list[Row]:
         """Return a row for each head from some sums; `tau` is the largest logit that QK-clip allows."""
@@ -108,15 +118,30 @@ class Layer:
         ]
 
 
+def _joined(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
+    """Return the sums of several steps together."""
+    return {name: (np.max if name in _LARGEST else np.sum)([part[name] for part in parts], axis=0) for name in parts[0]}
+
+
 def _column(sums: dict[str, Array], name: str, tau: float) -> Array:
-    """Return a number of every head; NaN where a mean has no queries."""
+    """Return a number of every head; NaN where a mean has no queries, or where an observer does not sum it."""
     if name == "clip":
         return np.array([clip_factor(largest, tau) for largest in sums["max_logit"].tolist()], dtype=np.float64)
-    if name in _COUNTS or name == "max_logit":
-        return sums[name]
-    count = sums[_OVER.get(name, "rows")]
-    found: Array = np.divide(sums[name], count, out=np.full(len(count), math.nan), where=count > 0)
-    return found
+    heads = len(sums["rows"])
+    if name in (*_COUNTS, *_LARGEST, *_MARKS):
+        return sums.get(name, np.full(heads, math.inf if name == "dtype_max" else 0.0))
+    count = sums.get(_OVER.get(name, "rows"), np.zeros(heads))
+    means: Array = np.divide(sums.get(name, count), count, out=np.full(heads, math.nan), where=count > 0)
+    return means
+
+
+def _pattern(name: str) -> str:
+    """Return a name without its numbers: layers of one kind share it.
+
+    >>> _pattern("decoder.layers.11.self_attn")
+    'decoder.layers.*.self_attn'
+    """
+    return re.sub(r"\d+", "*", name)
 
 
 class Records:
@@ -140,6 +165,16 @@ class Records:
         self.layers: dict[str, Layer] = {}
         self.steps = self.sampled = 0
         self.unseen: Counter[tuple[str, str]] = Counter()
+        self._losses: list[tuple[int, float]] = []
+        self._stride = 1
+        self._lock_of_memory = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin the memory of verdicts anew."""
+        self._memories: dict[str, Memory] = {}
+        self._remembered: Counter[str] = Counter()
+        self._judged_by = self.thresholds
 
     @property
     def _layers(self) -> tuple[Layer, ...]:
@@ -151,9 +186,10 @@ class Records:
 
         ``pandas.DataFrame(seen.rows())`` is a table of them. Names: layer, head, rows (queries that attend to a key),
         empty_rows (fully masked queries), nan_rows (queries whose weights are NaN), logit_mean, logit_variance,
-        log_sum_exp, entropy, max_weight, effective_keys, jacobian_trace, first_key, max_logit, choice_rows (queries
-        that attend to more than one key), saturated_rows (share of those), padding (share of the weight, NaN where
-        padding is unknown), clip (the factor of QK-clip).
+        log_sum_exp, entropy, max_weight, effective_keys, jacobian_trace, first_key, query_variance (at most so much
+        variance do the queries give a logit), value_spread (share of the values' squares that their mean does not
+        explain), max_logit, choice_rows (queries that attend to more than one key), saturated_rows (share of those),
+        padding (share of the weight), clip (the factor of QK-clip). Numbers that are unknown are NaN.
         """
         tau = self.thresholds.tau
         return [row for layer in self._layers for row in layer.rows(layer.total, tau)]
@@ -165,11 +201,33 @@ class Records:
         tau = self.thresholds.tau
         return [row for layer, step, sums in found if step == number for row in layer.rows(sums, tau)]
 
+    def recent(self) -> list[Row]:
+        """Return the rows of the last ``thresholds.window`` sampled steps, which the verdicts judge."""
+        tau, window = self.thresholds.tau, int(self.thresholds.window)
+        return [row for layer in self._layers for row in layer.rows(layer.last(window), tau)]
+
     def clear(self) -> None:
-        """Forget all numbers, as after a repair or an epoch; the count of steps goes on."""
-        self.layers.clear()
-        self.unseen.clear()
+        """Forget all numbers and losses, as after a repair or an epoch; the count of steps goes on."""
+        with self._lock_of_memory:
+            self.layers.clear()
+            self.unseen.clear()
+            self._losses.clear()
+            self._stride = 1
+            self._forget()
         self.sampled = 0
+
+    def record_loss(self, loss: float, step: int | None = None) -> None:
+        """Take the loss of a step, of the last one where `step` is not given; verdicts say when it rises or stays.
+
+        Growing logits, sharp heads and falling entropy are failures only while the loss suffers. A tensor is read with
+        ``float(loss)``.
+        """
+        number = self.steps - 1 if step is None else step
+        if number % self._stride == 0 or not math.isfinite(float(loss)):
+            self._losses.append((number, float(loss)))
+        if len(self._losses) > _MOST_LOSSES:
+            self._stride *= 2
+            self._losses = self._losses[::2]
 
     def history(self, layer: str, name: str) -> tuple[list[int], Array]:
         """Return the sampled steps, and a number of each head in each of them: (step, head)."""
@@ -181,33 +239,116 @@ class Records:
         steps, tau = tuple(self.layers[layer].steps), self.thresholds.tau
         return [step for step, _ in steps], np.array([_column(sums, name, tau) for _, sums in steps], dtype=np.float64)
 
-    def verdicts(self) -> list[Verdict]:
-        """Return the verdicts grouped by head: heads with a failure first, and of each its failures first."""
-        found: list[Verdict] = []
+    def _remember(self) -> None:
+        """Take the sampled steps since the last call into the memory of each layer, in their order."""
+        if self._judged_by != self.thresholds:
+            self._forget()
+        steps: dict[int, list[tuple[str, dict[str, Array]]]] = {}
         for layer in self._layers:
-            entropies, largest = (self.history(layer.name, name)[1] for name in ("entropy", "max_logit"))
-            for head, row in enumerate(layer.rows(layer.total, self.thresholds.tau)):
-                series = [float(x) for x in entropies[:, head]], [float(x) for x in largest[:, head]]
-                found += verdicts_of(layer.name, head, row, *series, self.thresholds)
-        failed = {(verdict.layer, verdict.head) for verdict in found if verdict.failure}
-        place = {name: number for number, name in enumerate(self.layers)}
-        return sorted(
-            found,
-            key=lambda one: ((one.layer, one.head) not in failed, place[one.layer], one.head, not one.failure),
+            new = layer.added - self._remembered[layer.name]
+            self._remembered[layer.name] += new
+            for step, sums in tuple(layer.steps)[-new:] if new else ():
+                steps.setdefault(step, []).append((layer.name, sums))
+        for step in sorted(steps):
+            causal: dict[str, list[bool]] = {}
+            is_causal = {name: bool((sums["rows"] > sums["choice_rows"]).any()) for name, sums in steps[step]}
+            for name, flag in is_causal.items():
+                causal.setdefault(_pattern(name), []).append(flag)
+            for name, sums in steps[step]:
+                kind = causal[_pattern(name)]
+                leaks = not is_causal[name] and 2 * sum(kind) > len(kind) - 1 and bool((sums["rows"] > 0).all())
+                memory = self._memories.setdefault(name, Memory(len(sums["rows"])))
+                numbers = {column: _column(sums, column, self.thresholds.tau) for column in _JUDGED}
+                memory.add(step, numbers, self.thresholds, leaks=leaks)
+
+    def _periods(self) -> list[tuple[str, Period]]:
+        """Return layer and period of each sign that a head shows or has shown."""
+        with self._lock_of_memory:
+            self._remember()
+            return [(name, period) for name, memory in self._memories.items() for period in memory.periods()]
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdicts: failures in the order of their first step, then what is worth knowing, in that order.
+
+        The last sampled steps decide (``thresholds.window``). What has ended is no failure any more, and its words say
+        so. Heads that hold NaN because an earlier head does are in `followers` of that head's verdict.
+        """
+        periods, trouble = self._periods(), loss_trouble([loss for _, loss in self._losses], self.thresholds)
+        hard = any(period.holds and period.what in FAILURES for _, period in periods)
+
+        def fails(period: Period) -> bool:
+            if period.what in FAILURES or not period.holds:
+                return period.holds
+            stays = trouble == "stays at its start"
+            return bool(trouble) and not hard and period.what in WITH_LOSS and (period.what != "uniform" or stays)
+
+        place = {name: number for number, name in enumerate(self._memories)}
+        failing = [(name, period) for name, period in periods if fails(period)]
+        failures = Failures(
+            min((step for layer in self._layers for step, _ in itertools.islice(layer.steps, 1)), default=0),
+            {layer.name: layer.heads for layer in self._layers},
         )
+        for name, period in failing:
+            failures.periods.setdefault(name, []).append(period)
+        without_numbers = [each for each in failing if each[1].what == "not a number"]
+        origin = min(((period.first, place[name]) for name, period in without_numbers), default=None)
+        followers = [(name, period.head) for name, period in without_numbers if (period.first, place[name]) != origin]
+        first_effect: dict[tuple[str, int], Period] = {}
+        for name, period in sorted(periods, key=lambda each: (not each[1].holds, each[1].first)):
+            if period.what in NO_EFFECT:
+                first_effect.setdefault((name, period.head), period)
+        recent = {(row["layer"], row["head"]): row for row in self._recent_numbers()}
+        verdicts: list[Verdict] = []
+        for name, period in periods:
+            failure = (name, period) in failing
+            if period.what == "not a number" and failure and (name, period.head) in followers:
+                continue
+            if not period.holds and period.what not in FAILURES:
+                continue
+            if period.what in NO_EFFECT and period != first_effect[name, period.head]:
+                continue
+            words = describe(period, recent[name, period.head], self.thresholds, recent[name, period.head]["clip"])
+            words += "" if period.holds else f"; until step {period.last}"
+            words += f"; before from step {period.earlier[0]} to {period.earlier[1]}" if period.earlier else ""
+            words += f"; the loss {trouble}" if failure and period.what in WITH_LOSS else ""
+            cause = cause_of(name, period, failures, self.thresholds) if failure else ""
+            remedy = f"{REMEDIES[cause].words}: {REMEDIES[cause].code}" if failure else ""
+            verdicts.append(
+                Verdict(
+                    name, period.head, period.what, words, failure, period.first, period.last, cause, remedy,
+                    tuple(followers) if failure and period.what == "not a number" else (),
+                )
+            )  # fmt: skip
+        order = {what: number for number, what in enumerate(SIGNS)}
+        return sorted(verdicts, key=lambda v: (not v.failure, v.first_step, place[v.layer], v.head, order[v.what]))
+
+    def _recent_numbers(self) -> Iterator[Row]:
+        """Yield a row of all judged numbers for each head, of the last steps."""
+        tau, window = self.thresholds.tau, int(self.thresholds.window)
+        for layer in self._layers:
+            sums = layer.last(window)
+            columns = {name: _column(sums, name, tau) for name in (*_JUDGED, "clip")}
+            for head in range(layer.heads):
+                yield {"layer": layer.name, "head": head, **{name: x[head] for name, x in columns.items()}}
 
     def failing(self) -> list[tuple[str, int]]:
-        """Return layer and head of every head with a failure, in the order of the layers."""
+        """Return layer and head of every head with a failure, in the order of their first steps."""
         return list(dict.fromkeys((verdict.layer, verdict.head) for verdict in self.verdicts() if verdict.failure))
 
     def json_lines(self, since: int = 0) -> Iterator[str]:
-        """Yield one line for each kept step from `since` on, layer and head: `step` and the names of `rows`.
+        """Yield one line for each kept step from `since` on, layer and head: `step`, the names of `rows`, `verdicts`.
 
-        Written as json.dumps does; NaN and infinity become null.
+        `verdicts` are the signs that the head showed then, in their present or last period. Written as json.dumps does;
+        NaN and infinity become null.
         """
+        periods: dict[tuple[str, int], list[Period]] = {}
+        for name, period in self._periods():
+            periods.setdefault((name, period.head), []).append(period)
         kept = [(step, layer, sums) for layer in self._layers for step, sums in tuple(layer.steps) if step >= since]
         for step, layer, sums in sorted(kept, key=lambda one: one[0]):
-            yield from (line_of(step, row) for row in layer.rows(sums, self.thresholds.tau))
+            for row in layer.rows(sums, self.thresholds.tau):
+                shown = [x.what for x in periods.get((layer.name, row["head"]), ()) if x.first <= step <= x.last]
+                yield line_of(step, row | {"verdicts": shown})
 
     def table(self) -> Table:
         """Return a rich table: a line for each head, with its verdicts."""
@@ -217,23 +358,25 @@ class Records:
         from rich.text import Text
 
         found = Table(title=Text(self._title(), "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("layer", "head", *_COLUMNS, "verdicts"):
+        for name, column in {"layer": "layer", "head": "head", **COLUMNS, "verdicts": "verdicts"}.items():
             is_text = name in ("layer", "verdicts")
-            found.add_column(name.replace("_", " "), justify="left" if is_text else "right", overflow="fold")
+            found.add_column(column, justify="left" if is_text else "right", overflow="fold")
         for row, verdicts in self._judged_rows():
             style = "red" if any(verdict.failure for verdict in verdicts) else ""
-            cells = (row["layer"], str(row["head"]), *(f"{row[column]:.3g}" for column in _COLUMNS))
+            cells = (row["layer"], str(row["head"]), *(f"{row[column]:.3g}" for column in COLUMNS))
             found.add_row(*map(Text, cells), Text(", ".join(verdict.what for verdict in verdicts), style))
         for (name, why), count in self.unseen.items():
-            found.add_row(Text(name), "", *[""] * len(_COLUMNS), Text(f"{count} calls not seen: {why}", "yellow"))
+            found.add_row(Text(name), "", *[""] * len(COLUMNS), Text(f"{count} calls not seen: {why}", "yellow"))
         return found
 
     def _judged_rows(self) -> Iterator[tuple[Row, list[Verdict]]]:
-        """Yield each row with the verdicts on its head."""
+        """Yield each row of the last steps with the verdicts on its head."""
         verdicts: dict[tuple[str, int], list[Verdict]] = {}
         for verdict in self.verdicts():
             verdicts.setdefault((verdict.layer, verdict.head), []).append(verdict)
-        for row in self.rows():
+            for place in verdict.followers:
+                verdicts.setdefault(place, []).append(verdict)
+        for row in self.recent():
             yield row, verdicts.get((row["layer"], row["head"]), [])
 
     def _title(self) -> str:
@@ -242,123 +385,69 @@ class Records:
         return f"{len(self.layers)} attention calls a step; {self.sampled} of {self.steps} steps sampled"
 
     def _lines(self) -> list[str]:
-        """Return a line for each head with verdicts, and one for the calls that were not seen of each module."""
-        heads: dict[str, list[str]] = {}
+        """Return the verdicts, heads of a layer with the same one in one line, and the calls that were not seen."""
+        groups: dict[tuple[Any, ...], list[Verdict]] = {}
         for verdict in self.verdicts():
-            heads.setdefault(f"{verdict.layer}, head {verdict.head}", []).append(f"{verdict.what} ({verdict.words})")
+            key = (verdict.layer, verdict.what, verdict.cause, verdict.failure, verdict.first_step)
+            groups.setdefault(key if verdict.failure else key[:2], []).append(verdict)
+        lines, before = [], ""
+        for first, *others in groups.values():
+            heads = sorted([first.head, *(each.head for each in others)])
+            lines.append(str(first) if not others else _of_heads(first, heads))
+            if first.followers:
+                lines.append(f"    {len(first.followers)} other heads have followed")
+            if first.cause and first.cause != before:
+                lines += [f"    cause: {first.cause}", f"    try: {first.remedy}"]
+                before = first.cause
         unseen = [f"{name}: {count} calls not seen: {why}" for (name, why), count in self.unseen.items()]
-        return [*(f"{head}: {'; '.join(words)}" for head, words in heads.items()), *unseen]
+        return [*lines, *unseen]
 
     def __str__(self) -> str:
-        """Return the verdicts, a line for each head, and the calls that were not seen."""
+        """Return the verdicts with causes and remedies, and the calls that were not seen."""
         return "\n".join([self._title(), *self._lines()])
 
     def to_html(self, path: str | Path, *, title: str = "What a model's attention did") -> Path:
         """Write verdicts, the picture and a table of the heads as one HTML file for offline use (needs matplotlib)."""
         from attnscore.diagnostics.page import Section, write_page
 
+        pattern, short = short_names(list(self.layers))
+        of_layer = dict(zip(self.layers, short, strict=True))
         rows = [
-            {name: row[name] for name in ("layer", "head", *_COLUMNS)}
-            | {"verdicts": ", ".join(verdict.what for verdict in verdicts)}
+            {
+                "layer": of_layer[row["layer"]],
+                "head": row["head"],
+                **{title: row[name] for name, title in COLUMNS.items()},
+            }
+            | {"verdicts": ", ".join(dict.fromkeys(verdict.what for verdict in verdicts))}
             for row, verdicts in self._judged_rows()
         ]
         sections = [Section("Verdicts", self._lines() or ["Nothing stands out." if rows else "Nothing was recorded."])]
         if rows:  # without a sampled step there is nothing to draw
-            sections.append(Section("Heads", ["Means over all queries of the sampled steps."], rows, self.plot()))
+            means = (
+                f"Means over the queries of the last {min(int(self.thresholds.window), self.sampled)} sampled steps."
+            )
+            names = [f"Layer * is {pattern}."] if pattern else []
+            sections.append(Section("Heads", [means, *names], rows, self.plot()))
         return write_page(path, title, self._title(), sections)
 
     def plot(self) -> Figure:
-        """Draw maps of layers by heads; under them the largest logit and the entropy of each head over the steps.
+        """Draw maps of layers by heads, of now and of the worst step; under them two numbers over the steps.
 
         A quantity has the same scale in every picture where it has one: shares from 0 to 1, logits over the powers of
-        ten around `tau`. Darker cells are closer to collapse in every map; heads with a failure are framed and named.
+        ten around `tau`. Darker cells are closer to collapse in every map, cells without numbers are violet; heads with
+        a failure are framed and named, and a line marks the first failure.
         """
-        if not self.layers:
-            sampled = f"none in {self.sampled} sampled of {self.steps} steps"
-            raise ArgumentError(message("plot", "a recorded attention call", sampled))
-        names, heads = list(self.layers), max(layer.heads for layer in self._layers)
-        series = _SERIES if self.sampled > 1 else ()
-        tall = max(1.5, 0.26 * len(names) + 0.8)
-        heights = [tall, tall, *([2.5] if series else [])]
-        size = 2 * max(3.6, 0.3 * heads + 0.9) + 0.6, sum(heights) + 0.8
-        pattern, short = _short_names(names)
-        figure = new_figure(size, title=self._heading(pattern))
-        axes = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights).ravel()
-        for place, (axis, (name, (title, unit))) in enumerate(zip(axes, _MAPS.items(), strict=False)):
-            values = np.ma.masked_array(np.zeros((len(names), heads)), True)  # layers may have fewer heads than others
-            for row in self.rows():
-                values[names.index(row["layer"]), row["head"]] = row[name]
-            image = draw_map(axis, values.filled(math.nan), short, every=heads <= 24, **self._scale(name))
-            axis.set_aspect("auto")
-            if values.size <= _MOST_NUMBERS:
-                write_numbers(axis, image, values, short_number if name == "max_logit" else two_decimals)
-            for layer, head in self.failing():
-                mark_cell(axis, names.index(layer), head)
-            label(axis, title, "head", "layer" if place % 2 == 0 else "", title_points=10)
-            colour_bar(figure, image, [axis], unit)
-        for axis, name in zip(axes[len(_MAPS) :], series, strict=True):
-            title, unit = _MAPS[name]
-            style_lines(axis, f"{title} of each head, by step", "step", unit)
-            self._draw_series(axis, name)
-        return figure
+        from attnscore.diagnostics.watching.picture import draw
 
-    def _heading(self, pattern: str) -> str:
-        """Return the title of the picture: the heads that fail and, where they are few, why."""
-        words: dict[str, list[str]] = {}
-        for verdict in self.verdicts():
-            if verdict.failure:
-                words.setdefault(f"{verdict.layer}, head {verdict.head}", []).append(verdict.what)
-        total = sum(layer.heads for layer in self._layers)
-        lines = [f"Framed: {len(words)} of {total} heads fail" if words else f"None of {total} heads fails"]
-        if len(words) <= len(_NAMED):
-            lines += [f"{head}: {', '.join(found)}" for head, found in words.items()]
-        layers = f"; layer * is {pattern}" if pattern else ""
-        return "\n".join([*lines, f"Darker cells: closer to collapse onto one key{layers}"])
-
-    def _scale(self, name: str) -> dict[str, Any]:
-        """Return limits and colours of a map; darker cells are those of a head that attends to fewer keys."""
-        if name not in _SERIES:
-            return {"limits": (0.0, 1.0)}
-        # Of all steps: entropies that have fallen are dark by what they were.
-        recorded = np.concatenate([self.history(layer, name)[1].ravel() for layer in self.layers])
-        largest = float(recorded[np.isfinite(recorded)].max(initial=1.0))
-        if name == "entropy":
-            return {"limits": (0.0, largest), "cmap": "Reds_r"}
-        tau = self.thresholds.tau
-        return {"limits": (tau / 100, max(tau, largest)), "logarithmic": True}
-
-    def _draw_series(self, axis: Axes, name: str) -> None:
-        """Draw a number of each head over the steps, failing heads in colour and, where they are few, by name."""
-        from matplotlib.ticker import MaxNLocator
-
-        failing = self.failing()
-        colours = dict(zip(failing, _NAMED, strict=False)) if len(failing) <= len(_NAMED) else {}
-        for layer in self._layers:
-            steps, values = self.history(layer.name, name)
-            for head in range(layer.heads):
-                if (place := (layer.name, head)) in failing:
-                    own_label = f"{layer.name}, head {head}" if colours else "failing heads"
-                    style: dict[str, Any] = {"linewidth": 1.6, "color": colours.get(place, RED), "zorder": 3}
-                else:
-                    own_label, style = "other heads", {"linewidth": 0.7, "color": _OTHERS, "zorder": 1}
-                axis.plot(steps, values[:, head], label=own_label, **style)
-        if name == "max_logit":
-            axis.set_yscale("log", nonpositive="mask")
-            axis.axhline(self.thresholds.tau, linestyle="--", linewidth=1, color=_OTHERS, label="τ, allowed by QK-clip")
-        else:
-            axis.set_ylim(bottom=0)
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-        # Not get_legend_handles_labels, which leaves out names that begin with "_".
-        once = {str(line.get_label()): line for line in axis.lines}
-        legend(axis, handles=list(once.values()), labels=list(once))
+        return draw(self)
 
 
-def _short_names(names: Sequence[str]) -> tuple[str, list[str]]:
+def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
     """Return what dotted names have in common, with a star for the rest (empty: nothing), and the rest of each.
 
-    >>> _short_names(["layers.0.attn", "layers.1.attn"])
+    >>> short_names(["layers.0.attn", "layers.1.attn"])
     ('layers.*.attn', ['0', '1'])
-    >>> _short_names(["encoder", "decoder"]), _short_names(["only.one"])
+    >>> short_names(["encoder", "decoder"]), _short_names(["only.one"])
     (('', ['encoder', 'decoder']), ('', ['only.one']))
     """
     parts = [name.split(".") for name in names]
@@ -374,6 +463,12 @@ def _common(lists: Sequence[Sequence[str]]) -> int:
     """Return how many first items all lists share."""
     columns = zip(*lists, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+def _of_heads(first: Verdict, heads: Iterable[int]) -> str:
+    """Return the text of the same verdict on several heads, with the numbers of the first."""
+    text = str(first).replace(f", head {first.head}:", f", heads {', '.join(map(str, heads))}:", 1)
+    return text.removesuffix(")") + f"; head {first.head})"
 
 
 def line_of(step: int, row: Row) -> str:

@@ -1,0 +1,238 @@
+"""Causes of failures, and what to change.
+
+Requirements:
+- a cause follows from which heads and layers fail, since when, and from the numbers at the first step;
+- every cause has one remedy, in words and as a line of code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from attnscore.diagnostics.watching.health import NO_EFFECT, WITH_LOSS, Period, Thresholds
+
+# Warm-ups of transformers take hundreds of steps or more: what fails before had none, or too short a one.
+_EARLY = 100
+# Tokens are alike when their mean explains all but this share of the squares of a layer's values. Healthy layers went
+# down to 0.014 in their first steps; layers whose tokens had become alike were at 0.004 or less.
+_ALIKE = 0.01
+# A softmax this close to one key has a Jacobian with a trace below this.
+_ONE_KEY = 0.1
+
+
+class Remedy(NamedTuple):
+    """What to do against a cause, in words and as a line of code."""
+
+    words: str
+    code: str
+
+
+_SMALLER_RATE = "warm the learning rate up, and lower its largest value"
+_WARM_UP = "torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=200)"
+# The key is the cause in `Verdict.cause`. `benchmarks/diagnosis` applies each to the fault.
+REMEDIES: dict[str, Remedy] = {
+    "weights of one head too large": Remedy(
+        "QK-clip: multiply the head's query and key weights by the root of `clip`, after the optimiser's step",
+        "W_q[rows] *= row['clip'] ** 0.5; W_k[rows] *= row['clip'] ** 0.5",
+    ),
+    "no scale, or weights that start too large": Remedy(
+        "divide the scores by the square root of the head's dimension; or normalise queries and keys (QK-norm)",
+        "F.scaled_dot_product_attention(q, k, v)  # without scale=1.0",
+    ),
+    "learning rate of one layer too large": Remedy(
+        "give the layer the learning rate of the others, and clip its logits (QK-clip) or cap them (`SoftCap`)",
+        "optimizer = torch.optim.Adam(model.parameters(), lr=rate)  # one group",
+    ),
+    "learning rate too large": Remedy(_SMALLER_RATE, _WARM_UP),
+    "no warm-up, or a learning rate that starts too large": Remedy(_SMALLER_RATE, _WARM_UP),
+    "tokens that have become alike": Remedy(
+        f"look for a missing residual or a norm that removes all; {_SMALLER_RATE}", "x = x + attention(norm(x))"
+    ),
+    "queries that are all alike": Remedy(
+        "initialise the head's query weights anew, and look for what set them to a constant",
+        "nn.init.xavier_uniform_(W_q[rows])",
+    ),
+    "keys that are all alike": Remedy(
+        "initialise the head's query and key weights anew, and look for what set them to 0",
+        "nn.init.xavier_uniform_(W_q[rows]); nn.init.xavier_uniform_(W_k[rows])",
+    ),
+    "one key that outweighs all others": Remedy(
+        "initialise the head's query and key weights anew, or normalise queries and keys (QK-norm)",
+        "q, k = F.normalize(q, dim=-1) * q.shape[-1] ** 0.5, F.normalize(k, dim=-1) * k.shape[-1] ** 0.5",
+    ),
+    "scale applied twice, or weights that are too small": Remedy(
+        "divide the scores by the square root of the head's dimension once", "F.scaled_dot_product_attention(q, k, v)"
+    ),
+    "values that are all alike": Remedy(
+        "initialise the head's value weights anew, and look for what set them to a constant",
+        "nn.init.xavier_uniform_(W_v[rows])",
+    ),
+    "no padding mask": Remedy("pass the mask of the padding", "model(x, src_key_padding_mask=ids == pad)"),
+    "inverted mask": Remedy(
+        "invert the mask: True means may attend in `F.scaled_dot_product_attention` and here, masked in "
+        "`nn.MultiheadAttention`",
+        "model(x, src_key_padding_mask=~mask)",
+    ),
+    "no causal mask": Remedy(
+        "give this layer the causal mask of the others", "F.scaled_dot_product_attention(q, k, v, is_causal=True)"
+    ),
+    "NaN or infinity in the weights of one head": Remedy(
+        "restore the weights from the last checkpoint, and skip steps whose gradient is not finite",
+        "if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite(): optimizer.step()",
+    ),
+    "NaN or infinity in the layer's input or weights": Remedy(
+        "look at what comes before the layer, and skip steps whose gradient is not finite",
+        "if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite(): optimizer.step()",
+    ),
+    "scores above the range of the dtype": Remedy(
+        "compute attention in bfloat16 or float32, and scale queries before the product",
+        "torch.autocast(device, dtype=torch.bfloat16)",
+    ),
+    "a first key that takes all weight": Remedy(
+        "normalise queries and keys (QK-norm); where heads need a place to look at nothing, give them a learned sink",
+        "attend(q, k, v, sink=sink)",
+    ),
+    "logits that grow while the loss suffers": Remedy(
+        f"QK-clip or a soft cap; {_SMALLER_RATE}", "attend(q, k, v, score=SoftCap('scaled_dot', 50.0))"
+    ),
+}
+
+
+@dataclass
+class Failures:
+    """Failures of a model that hold now: the heads of each layer and sign, and the context of the run."""
+
+    first_step: int
+    """First sampled step."""
+    heads: Mapping[str, int]
+    periods: dict[str, list[Period]] = field(default_factory=dict)
+
+    def showing(self, layer: str, *signs: str) -> set[int]:
+        """Return the heads of a layer that show one of these signs."""
+        return {period.head for period in self.periods.get(layer, ()) if period.what in signs}
+
+    def layers(self, *signs: str) -> int:
+        """Return in how many layers half of the heads or more show one of these signs."""
+        return sum(2 * len(self.showing(layer, *signs)) >= count for layer, count in self.heads.items())
+
+    def is_later(self, layer: str, period: Period) -> bool:
+        """Return whether a head of another layer failed before."""
+        others = [each for name, periods in self.periods.items() if name != layer for each in periods]
+        return any(each.first < period.first for each in others)
+
+
+def cause_of(layer: str, period: Period, failures: Failures, limit: Thresholds) -> str:
+    """Return the most likely cause of a failure, a key of `REMEDIES`."""
+    what, numbers = period.what, period.evidence
+    if what in ("not a number", "near overflow"):
+        return _cause_of_nan(layer, period, failures)
+    if what == "padding":
+        return "inverted mask" if numbers["padding"] >= limit.inverted_mass else "no padding mask"
+    if what == "causal leak":
+        return "no causal mask"
+    if what == "sink in every head":
+        return "a first key that takes all weight"
+    if what == "uniform":
+        return "scale applied twice, or weights that are too small"
+    if what in WITH_LOSS:
+        return "logits that grow while the loss suffers"
+    if what in NO_EFFECT:
+        return _cause_of_no_effect(layer, period, failures)
+    return _cause_of_saturation(layer, period, failures)
+
+
+def _cause_of_nan(layer: str, period: Period, failures: Failures) -> str:
+    numbers = period.evidence
+    if period.what == "near overflow" or numbers["overflow_rows"] > 0:
+        return "scores above the range of the dtype"
+    at_first = [each for each in failures.periods[layer] if each.what == period.what and each.first == period.first]
+    inputs = [numbers[f"nan_{name}"] > 0 for name in ("query", "key", "value")]
+    if len(at_first) < failures.heads[layer] or (any(inputs) and not all(inputs)):
+        return "NaN or infinity in the weights of one head"
+    return "NaN or infinity in the layer's input or weights"
+
+
+def _cause_of_no_effect(layer: str, period: Period, failures: Failures) -> str:
+    numbers = period.evidence
+    everywhere = (
+        len(failures.showing(layer, *NO_EFFECT)) == failures.heads[layer] and not numbers["value_spread"] > _ALIKE
+    )
+    if everywhere and failures.layers("saturated"):
+        return _rate(period, failures)
+    # Scores without values: a model whose tokens are alike is known by its queries and keys, both without effect.
+    if everywhere and numbers["value_spread"] <= _ALIKE:
+        return "tokens that have become alike"
+    if period.what == "values alike":
+        return "values that are all alike"
+    if period.what == "dead":
+        return "keys that are all alike"
+    one_key = numbers["jacobian_trace"] < _ONE_KEY
+    return "one key that outweighs all others" if one_key else "queries that are all alike"
+
+
+def _cause_of_saturation(layer: str, period: Period, failures: Failures) -> str:
+    heads = failures.showing(layer, "saturated")
+    several = 2 * len(heads) >= failures.heads[layer] and len(heads) > 1
+    if period.first == failures.first_step:
+        return "no scale, or weights that start too large" if several else "weights of one head too large"
+    if failures.layers("saturated", *NO_EFFECT) > 1 or failures.is_later(layer, period):
+        return _rate(period, failures)
+    return "learning rate of one layer too large" if several else "weights of one head too large"
+
+
+def _rate(period: Period, failures: Failures) -> str:
+    early = period.first - failures.first_step <= _EARLY
+    return "no warm-up, or a learning rate that starts too large" if early else "learning rate too large"
+
+
+def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: float) -> str:
+    """Return the numbers of a verdict in words: those of now, or of the first step where there are none any more."""
+    numbers = now if period.holds and period.what != "not a number" else period.evidence
+    what, largest, variance = period.what, numbers["max_logit"], numbers["logit_variance"]
+    percent = 100 * numbers["saturated_rows"]
+    scaled = f"; QK-clip would scale by {clip:.2g}" if clip < 1 else ""
+    words = {
+        "not a number": _nan_words(numbers),
+        "near overflow": f"logits up to {largest:.3g} of {numbers['dtype_max']:.3g} that the dtype holds",
+        "padding": f"{100 * numbers['padding']:.1f} % of the weight is on padding",
+        "causal leak": "it attends to later keys, which layers of the same kind do not",
+        "saturated": (
+            f"{percent:.0f} % of the queries have a weight of {limit.saturated_weight:g} or more, variance of the "
+            f"logits {variance:.3g}, largest {largest:.3g}{scaled}"
+        ),
+        "dead": f"variance of the logits {variance:.2g}: it averages",
+        "no use of the query": f"queries give a logit a variance of {numbers['query_variance']:.2g} at most",
+        "values alike": f"all but {numbers['value_spread']:.2g} of the values' squares is their mean",
+        "sink in every head": f"{100 * numbers['first_key']:.1f} % of the weight is on the first key",
+        "sharp": (
+            f"{percent:.0f} % of the queries have a weight of {limit.saturated_weight:g} or more, variance of the "
+            f"logits {variance:.3g}"
+        ),
+        "large logits": f"up to {largest:.3g}{scaled}",
+        "growing logits": f"the largest is {largest:.3g}",
+        "collapsing entropy": f"{numbers['entropy']:.3g} nats",
+        "uniform": f"variance of the logits {variance:.2g}",
+        "sink": f"{100 * numbers['first_key']:.0f} % of the weight is on the first key",
+        "empty rows": f"{numbers['empty_rows']:.0f} queries are fully masked",
+    }
+    return words[what]
+
+
+def _nan_words(numbers: Mapping[str, float]) -> str:
+    """Return how many queries have no numbers, and which inputs hold NaN or infinity."""
+    inputs = [name for name in ("query", "key", "value") if numbers[f"nan_{name}"] > 0]
+    where = f", NaN or infinity in its {_listed(inputs)}" if inputs else ""
+    if numbers["overflow_rows"] > 0:
+        where += f", scores above {numbers['dtype_max']:.3g}"
+    return f"{numbers['nan_rows']:.0f} queries have weights that are not numbers{where}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Join words.
+
+    >>> _listed(["query", "key", "value"])
+    'query, key and value'
+    """
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
