@@ -4,6 +4,7 @@
 - ``python benchmarks NAME [OPTIONS]``: the same into ``results/NAME.json``, where NAME names the kind of CPU, and into
   `docs/performance.md`, which compares all machines. Without options the long cases run too.
 - ``python benchmarks --page``: the page alone, from the results that are there.
+- ``python benchmarks diagnosis``: the test bed of `watch`, and its table in ``docs/diagnosis.md``; ``--help`` for more.
 - ``python benchmarks tune FILE``: tiles of the GPU kernels. ``python benchmarks gpu-code PAGE``: what is compiled.
 """
 
@@ -107,6 +108,10 @@ def main(arguments: list[str]) -> int:
     first, *rest = arguments or [""]
     if first == "run":
         return cli.run(_commands, rest, "python benchmarks run")
+    if first == "diagnosis":
+        from diagnosis import bed
+
+        return bed.main(rest)
     if first == "tune":
         from bench import gpu_tune
 
@@ -133,7 +138,8 @@ def of_machine(arguments: list[str]) -> int:
     if arguments != ["--page"]:
         if not arguments or not arguments[0].replace("-", "").isalnum() or arguments[0].startswith("-"):
             print(
-                "expected run, tune, gpu-code, --page or the name of the machine, as in: python benchmarks zen5",
+                "expected run, tune, diagnosis, gpu-code, --page or the name of the machine, as in: "
+                "python benchmarks zen5",
                 file=sys.stderr,
             )
             return 2

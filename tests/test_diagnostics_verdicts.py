@@ -176,16 +176,27 @@ def test_what_follows_a_nan_is_folded_under_it() -> None:
     assert recorded(overflowed).verdicts()[0].cause == "scores above the range of the dtype"
 
 
+def test_what_came_before_a_nan_stays_the_first_failure() -> None:
+    saturated = sums(saturated_rows=0.6, logit_variance=400.0)
+    lost = sums(rows=0.0, choice_rows=0.0, nan_rows=100.0, nan_query=1.0, nan_key=1.0, nan_value=1.0)
+    layers = {"a.0": sums(), "a.1": sums()}
+    records = recorded(*[layers] * 6, *[dict.fromkeys(layers, saturated)] * 2, *[dict.fromkeys(layers, lost)] * 3)
+    verdicts = [verdict for verdict in records.verdicts() if verdict.failure]
+    assert verdicts[0].what == "saturated" and verdicts[0].first_step == 60 and verdicts[0].last_step == 70
+    assert verdicts[0].cause == "learning rate too large" and "variance of the logits 400" in verdicts[0].words
+    assert verdicts[-1].what == "not a number" and verdicts[-1].first_step == 80
+
+
 def test_causes_follow_from_which_heads_fail_and_when() -> None:
     def cause(*steps: Any) -> set[str]:
         return {v.cause for v in recorded(*steps).verdicts() if v.failure}
 
     all_heads = sums(saturated_rows=0.6, logit_variance=400.0)
     assert cause(*[all_heads] * 2) == {"no scale, or weights that start too large"}
-    assert cause(*[sums()] * 3, *[all_heads] * 2) == {"learning rate of one layer too large"}
+    assert cause(*[sums()] * 5, *[all_heads] * 2) == {"learning rate of one layer too large"}
     good, both = {"a.0": sums(), "a.1": sums()}, {"a.0": all_heads, "a.1": all_heads}
     assert cause(*[good] * 3, *[both] * 2) == {"no warm-up, or a learning rate that starts too large"}
-    assert cause(*[good] * 30, *[both] * 2) == {"learning rate too large"}
+    assert cause(*[good] * 5, *[both] * 2) == {"learning rate too large"}
     alike = sums(query_variance=0.0, value_spread=1e-5)
     assert cause(sums(), alike, alike) == {"tokens that have become alike"}
     one_key = sums(query_variance={0: 0.0}, jacobian_trace={0: 1e-4})
@@ -222,6 +233,16 @@ def test_what_healthy_training_shows_too_is_a_failure_while_the_loss_suffers() -
     assert recorded(*[flat] * 9).failing() == []
     (verdict, *_) = recorded(*[flat] * 9, losses=[4.0] * 90).verdicts()
     assert verdict.what == "uniform" and verdict.cause == "scale applied twice, or weights that are too small"
+
+
+def test_a_loss_that_falls_allows_a_head_to_become_sharper() -> None:
+    slow = [sums(saturated_rows={3: min(0.9, 0.1 * i)}, logit_variance={3: 1.0 + 20 * i}) for i in range(12)]
+    assert recorded(*slow).failing() == [("a.0", 3)] == recorded(*slow, losses=RISING).failing()
+    assert recorded(*slow, losses=FALLING).failing() == []
+    beyond = [*slow, *[sums(saturated_rows={3: 0.9}, logit_variance={3: 700.0})] * 2]
+    at_once = [*slow[:2], *[sums(saturated_rows={3: 0.9}, logit_variance={3: 400.0})] * 2]
+    for steps in (beyond, at_once):
+        assert recorded(*steps, losses=FALLING).failing() == [("a.0", 3)]
 
 
 def test_losses() -> None:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from attnscore.diagnostics.watching.health import NO_EFFECT, WITH_LOSS, Period, Thresholds
 
-# Warm-ups of transformers take hundreds of steps or more: what fails before had none, or too short a one.
-_EARLY = 100
+# A model that fails in so many first steps, or first sampled steps, had no warm-up.
+EARLY_STEPS, EARLY_SAMPLED_STEPS = 20, 4
 # Tokens are alike when their mean explains all but this share of the squares of a layer's values. Healthy layers went
 # down to 0.014 in their first steps; layers whose tokens had become alike were at 0.004 or less.
 _ALIKE = 0.01
@@ -106,6 +106,8 @@ class Failures:
 
     first_step: int
     """First sampled step."""
+    early_until: float
+    """Last step at which a failure is one of the beginning."""
     heads: Mapping[str, int]
     periods: dict[str, list[Period]] = field(default_factory=dict)
 
@@ -173,23 +175,30 @@ def _cause_of_no_effect(layer: str, period: Period, failures: Failures) -> str:
 
 
 def _cause_of_saturation(layer: str, period: Period, failures: Failures) -> str:
+    if failures.showing(layer, "sink in every head"):
+        return "a first key that takes all weight"
+    if period.head in failures.showing(layer, "no use of the query"):
+        return _cause_of_no_effect(layer, period, failures)
     heads = failures.showing(layer, "saturated")
     several = 2 * len(heads) >= failures.heads[layer] and len(heads) > 1
     if period.first == failures.first_step:
         return "no scale, or weights that start too large" if several else "weights of one head too large"
     if failures.layers("saturated", *NO_EFFECT) > 1 or failures.is_later(layer, period):
         return _rate(period, failures)
+    if several and period.first <= failures.early_until:
+        return _rate(period, failures)
     return "learning rate of one layer too large" if several else "weights of one head too large"
 
 
 def _rate(period: Period, failures: Failures) -> str:
-    early = period.first - failures.first_step <= _EARLY
+    early = period.first <= failures.early_until
     return "no warm-up, or a learning rate that starts too large" if early else "learning rate too large"
 
 
 def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: float) -> str:
     """Return the numbers of a verdict in words: those of now, or of the first step where there are none any more."""
-    numbers = now if period.holds and period.what != "not a number" else period.evidence
+    has_numbers = period.holds and period.what != "not a number" and now["rows"] > 0
+    numbers = now if has_numbers else period.evidence
     what, largest, variance = period.what, numbers["max_logit"], numbers["logit_variance"]
     percent = 100 * numbers["saturated_rows"]
     scaled = f"; QK-clip would scale by {clip:.2g}" if clip < 1 else ""

@@ -38,6 +38,8 @@ class Thresholds:
     saturated_variance : it is saturated, a failure, when the variance of its logits is this large as well: logits drawn
         at random, without any structure, saturate a query among 64 keys from there on. A head that has learnt where to
         look is sharp with less
+    loss_allows : multiplies `saturated_variance` for a head that has come there gradually, while a loss is recorded
+        that neither rises nor stays at its start
     jump : and with a quarter of that variance, where the variance has risen by this factor between two sampled steps:
         an optimiser's steps do not do that to one head
     collapse : entropy collapses when it falls to this share of its largest or less
@@ -66,6 +68,7 @@ class Thresholds:
     saturated_weight: float = 0.99
     saturated_rows: float = 0.3
     saturated_variance: float = 150.0
+    loss_allows: float = 4.0
     jump: float = 16.0
     collapse: float = 0.5
     growth: float = 2.0
@@ -85,7 +88,7 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         """Refuse thresholds that are never or always met."""
-        factors = ("jump", "growth")
+        factors = ("jump", "growth", "loss_allows")
         unbounded = ("saturated_variance", "growth_least", "tau", "window", *factors)
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
@@ -139,6 +142,7 @@ class Verdict:
 
 # Signs that need no second step: they do not come and go with a batch.
 _AT_ONCE = ("not a number", "near overflow", "causal leak")
+_WITHOUT_NUMBERS = ("not a number", "near overflow", "empty rows")
 FAILURES = (
     "not a number", "near overflow", "padding", "causal leak", "saturated", "dead", "no use of the query",
     "values alike", "sink in every head",
@@ -193,7 +197,7 @@ def signs_of(
         "large logits": largest > limit.tau,
         "growing logits": (largest >= limit.growth * memory["max_logit"]) & (largest >= limit.growth_least),
         "collapsing entropy": numbers["entropy"] <= limit.collapse * memory["entropy"],
-        "uniform": (variance < limit.uniform_variance) & (numbers["choice_rows"] > 0),
+        "uniform": (variance < limit.uniform_variance) & ~dead & (numbers["choice_rows"] > 0),
         "sink": numbers["first_key"] >= limit.sink_mass,
         "empty rows": numbers["empty_rows"] > 0,
     }
@@ -265,12 +269,17 @@ class Memory:
         if what == "saturated":  # what has jumped stays where it is
             flags = flags | (sign.holds & (numbers["saturated_rows"] >= limit.saturated_rows))
             flags = flags | ((sign.streak > 0) & (numbers["saturated_rows"] >= limit.saturated_rows))
-        began = flags & (sign.streak <= 0) & ~sign.holds
-        sign.streak = np.where(flags, np.maximum(sign.streak, 0) + 1, np.minimum(sign.streak, 0) - 1)
+        # A head without numbers, as with NaN, keeps the other signs that it had.
+        known = (numbers["rows"] > 0) | (what in _WITHOUT_NUMBERS)
+        began = flags & (sign.streak <= 0) & ~sign.holds & known
+        longer, shorter = np.maximum(sign.streak, 0) + 1, np.minimum(sign.streak, 0) - 1
+        sign.streak = np.where(known, np.where(flags, longer, shorter), sign.streak)
         sign.first = np.where(began, step, sign.first)
         for head in np.flatnonzero(began).tolist():
             sign.evidence[head] = {name: float(values[head]) for name, values in numbers.items()}
-        sign.last = np.where(flags, step, sign.last)
+            before = float(self._so_far["logit_variance"][head])
+            sign.evidence[head]["rise"] = sign.evidence[head]["logit_variance"] / before if before > 0 else math.nan
+        sign.last = np.where(flags & known, step, sign.last)
         needed = 1 if what in _AT_ONCE else min(limit.window, self._steps)
         held = sign.holds
         sign.holds = np.where(held, sign.streak > -limit.window, sign.streak >= needed)

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscore.diagnostics.watching.causes import REMEDIES, Failures, cause_of, describe
+from attnscore.diagnostics.watching.causes import (
+    EARLY_SAMPLED_STEPS,
+    EARLY_STEPS,
+    REMEDIES,
+    Failures,
+    cause_of,
+    describe,
+)
 from attnscore.diagnostics.watching.health import (
     FAILURES,
     NO_EFFECT,
@@ -85,6 +92,8 @@ COLUMNS = {
 }
 # Losses that are kept: of longer runs every second one goes, again and again.
 _MOST_LOSSES = 4096
+# Fewer losses say nothing.
+_LOSSES_TO_JUDGE = 20
 
 
 @dataclass
@@ -174,6 +183,7 @@ class Records:
         """Begin the memory of verdicts anew."""
         self._memories: dict[str, Memory] = {}
         self._remembered: Counter[str] = Counter()
+        self._first_steps: list[int] = []
         self._judged_by = self.thresholds
 
     @property
@@ -223,8 +233,9 @@ class Records:
         ``float(loss)``.
         """
         number = self.steps - 1 if step is None else step
-        if number % self._stride == 0 or not math.isfinite(float(loss)):
-            self._losses.append((number, float(loss)))
+        value = float(getattr(loss, "detach", lambda: loss)())  # PyTorch warns of tensors that need a gradient
+        if number % self._stride == 0 or not math.isfinite(value):
+            self._losses.append((number, value))
         if len(self._losses) > _MOST_LOSSES:
             self._stride *= 2
             self._losses = self._losses[::2]
@@ -250,6 +261,8 @@ class Records:
             for step, sums in tuple(layer.steps)[-new:] if new else ():
                 steps.setdefault(step, []).append((layer.name, sums))
         for step in sorted(steps):
+            if len(self._first_steps) < EARLY_SAMPLED_STEPS and step not in self._first_steps:
+                self._first_steps.append(step)
             causal: dict[str, list[bool]] = {}
             is_causal = {name: bool((sums["rows"] > sums["choice_rows"]).any()) for name, sums in steps[step]}
             for name, flag in is_causal.items():
@@ -276,18 +289,27 @@ class Records:
         periods, trouble = self._periods(), loss_trouble([loss for _, loss in self._losses], self.thresholds)
         hard = any(period.holds and period.what in FAILURES for _, period in periods)
 
-        def fails(period: Period) -> bool:
-            if period.what in FAILURES or not period.holds:
-                return period.holds
+        recent = {(row["layer"], row["head"]): row for row in self._recent_numbers()}
+        loss_falls = len(self._losses) >= _LOSSES_TO_JUDGE and not trouble
+
+        def fails(name: str, period: Period) -> bool:
+            """Return whether a sign is a failure now."""
+            if not period.holds:
+                return False
+            if period.what == "saturated" and loss_falls and period.evidence["rise"] < self.thresholds.jump:
+                bound = self.thresholds.loss_allows * self.thresholds.saturated_variance
+                return not recent[name, period.head]["logit_variance"] < bound
+            if period.what in FAILURES:
+                return True
             stays = trouble == "stays at its start"
             return bool(trouble) and not hard and period.what in WITH_LOSS and (period.what != "uniform" or stays)
 
         place = {name: number for number, name in enumerate(self._memories)}
-        failing = [(name, period) for name, period in periods if fails(period)]
-        failures = Failures(
-            min((step for layer in self._layers for step, _ in itertools.islice(layer.steps, 1)), default=0),
-            {layer.name: layer.heads for layer in self._layers},
-        )
+        failing = [(name, period) for name, period in periods if fails(name, period)]
+        first, *later = self._first_steps or [0]
+        fourth = later[EARLY_SAMPLED_STEPS - 2] if len(later) >= EARLY_SAMPLED_STEPS - 1 else math.inf
+        early_until = max(first + EARLY_STEPS, fourth)
+        failures = Failures(first, early_until, {layer.name: layer.heads for layer in self._layers})
         for name, period in failing:
             failures.periods.setdefault(name, []).append(period)
         without_numbers = [each for each in failing if each[1].what == "not a number"]
@@ -297,7 +319,6 @@ class Records:
         for name, period in sorted(periods, key=lambda each: (not each[1].holds, each[1].first)):
             if period.what in NO_EFFECT:
                 first_effect.setdefault((name, period.head), period)
-        recent = {(row["layer"], row["head"]): row for row in self._recent_numbers()}
         verdicts: list[Verdict] = []
         for name, period in periods:
             failure = (name, period) in failing

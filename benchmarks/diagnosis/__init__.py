@@ -1,0 +1,1 @@
+"""Test bed of `attnscore.diagnostics.watch`: healthy runs, and runs with one planted fault."""

@@ -1,0 +1,211 @@
+"""Faults that are planted, what a diagnosis has to say of each, and the remedy of each cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnscore.diagnostics.watching.records import Records
+from diagnosis.models import Edit, Setup, Training, edited_head, rows_of
+
+Change = Callable[[Training], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault in a run.
+
+    Attributes
+    ----------
+    name : str
+    setup : Setup
+    module : str
+        Module in which it is planted, "" for the whole model.
+    heads : tuple of int
+        Heads that may be named; () for all.
+    step : int
+        First step with the fault.
+    plant : Change
+    causes : tuple of str
+        Right causes.
+    at_once : bool
+        Whether the fault is whole in its first step, so that `first_step` must be the first sampled one from there.
+    """
+
+    name: str
+    setup: Setup
+    module: str
+    heads: tuple[int, ...]
+    step: int
+    plant: Change
+    causes: tuple[str, ...]
+    at_once: bool = True
+
+
+LARGE, LAYER_RATE = "weights of one head too large", "learning rate of one layer too large"
+RATE, WARM_UP = "learning rate too large", "no warm-up, or a learning rate that starts too large"
+SCALE, TWICE = "no scale, or weights that start too large", "scale applied twice, or weights that are too small"
+NO_MASK, INVERTED, LEAK = "no padding mask", "inverted mask", "no causal mask"
+NAN, NAN_LAYER = "NaN or infinity in the weights of one head", "NaN or infinity in the layer's input or weights"
+DTYPE, SINK = "scores above the range of the dtype", "a first key that takes all weight"
+VALUES, KEYS, QUERIES = "values that are all alike", "keys that are all alike", "queries that are all alike"
+ONE_KEY, ALIKE = "one key that outweighs all others", "tokens that have become alike"
+
+
+def _multiplied(module: str, part: str, head: int, factor: float) -> Change:
+    @torch.no_grad()
+    def plant(training: Training) -> None:
+        attention = training.model.attentions()[module]
+        W = getattr(attention, part)
+        W.weight[rows_of(attention, head)] *= factor
+        W.bias[rows_of(attention, head)] *= factor
+
+    return plant
+
+
+def _edited(module: str, **edits: Edit) -> Change:
+    return lambda training: training.model.attentions()[module].edits.update(edits)
+
+
+def _options(module: str, **options: object) -> Change:
+    def plant(training: Training) -> None:
+        for name, value in options.items():
+            setattr(training.model.attentions()[module], name, value)
+
+    return plant
+
+
+def _faster(group: str, factor: float) -> Change:
+    return lambda training: training.rates.update({group: factor})
+
+
+def _constant(size: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.full_like(x, size) + 0 * x
+
+
+def _one_key(place: int) -> Callable[[Tensor], Tensor]:
+    def edit(x: Tensor) -> Tensor:
+        outweighs = torch.zeros_like(x)
+        outweighs[..., place, :] = 20.0
+        return 0.1 * x + outweighs
+
+    return edit
+
+
+def _overflow(module: str, head: int) -> Change:
+    def plant(training: Training) -> None:
+        _options(module, by_hand=True)(training)
+        _multiplied(module, "W_q", head, 1000.0)(training)
+        _multiplied(module, "W_k", head, 1000.0)(training)
+
+    return plant
+
+
+def faults(seed: int, *, short: bool = False, held_back: bool = False) -> list[Fault]:
+    """Return the planted faults; those held back have other sizes, places, rates and seeds."""
+    found: list[Fault] = []
+    kinds = ("decoder", "encoder", "encoder-decoder", "vision")
+
+    def setup(place: int, **options: object) -> Setup:
+        kind, norm_first = kinds[place % 4], place % 2 == 0
+        base = Setup(kind=kind, norm_first=norm_first, rate=(3e-3, 6e-3)[place // 2 % 2], seed=seed + place, steps=90)
+        if held_back:
+            base = replace(base, layers=3, width=48, heads=3, length=12, rate=(2e-3, 5e-3)[place % 2], every=4)
+        return replace(base, **options)  # type: ignore[arg-type]
+
+    def module(run: Setup, layer: int) -> str:
+        part = "decoder" if "decoder" in run.kind else "encoder"
+        return f"{part}.{layer}.{'cross' if run.kind == 'encoder-decoder' and layer == 0 else 'attention'}"
+
+    def add(name: str, run: Setup, where: str, heads: tuple[int, ...], step: int, plant: Change, *causes: str) -> None:
+        at_once = name not in ("layer's rate x 100", "rate x 100", "no warm-up")
+        found.append(Fault(f"{name}, {run.kind}", run, where, heads, step, plant, causes, at_once))
+
+    step = 44 if held_back else 50
+    for place in range(2 if short else 4):
+        run, layer = setup(place), place % 2
+        head = (place + 1) % run.heads
+        where = module(run, layer)
+        add("queries x 30", run, where, (head,), step, _multiplied(where, "W_q", head, 30.0), LARGE)
+        add("keys x 30", run, where, (head,), step, _multiplied(where, "W_k", head, 30.0), LARGE)
+        add("layer's rate x 100", run, where, (), step, _faster(where, 100.0), LAYER_RATE)
+        add("rate x 100", run, "", (), step, _faster("all", 100.0), RATE, WARM_UP)
+        rate = replace(run, rate=0.1, norm_first=False)
+        add("no warm-up", rate, "", (), 0, lambda training: None, WARM_UP)
+        part, number = (("W_q", torch.nan), ("W_k", torch.inf), ("W_v", torch.nan), ("W_k", torch.nan))[place]
+        add(f"{number} in {part}", run, where, (head,), step, _multiplied(where, part, head, number), NAN)
+        edit = edited_head(head, _constant(0.0 if place % 2 else 1.0))
+        add("values constant", run, where, (head,), step, _edited(where, value=edit), VALUES)
+        add("keys zero", run, where, (head,), step, _edited(where, key=edited_head(head, _constant(0.0))), KEYS)
+        alike = edited_head(None, lambda x: x.mean(-2, keepdim=True) + 0 * x)
+        add("queries all alike", run, where, (), step, _edited(where, query=alike), QUERIES)
+        one = {"query": edited_head(head, _constant(1.0)), "key": edited_head(head, _one_key(3))}
+        add("one key", run, where, (head,), step, _edited(where, **one), ONE_KEY, QUERIES)
+        sink = {"query": edited_head(None, _constant(1.0)), "key": edited_head(None, _one_key(0))}
+        add("sink", run, where, (), step, _edited(where, **sink), SINK, ONE_KEY)
+    for place in range(1 if short else 2):
+        encoder, decoder = setup(4 * place + 1), setup(4 * place, layers=3)
+        masked, causal = module(encoder, place), module(decoder, place)
+        add("no padding mask", encoder, masked, (), step, _options(masked, mask_edit=torch.ones_like), NO_MASK)
+        add("inverted mask", encoder, masked, (), step, _options(masked, mask_edit=torch.logical_not), INVERTED)
+        add("causal leak", decoder, causal, (), step, _options(causal, causal=False), LEAK)
+        add("float16 overflow", decoder, causal, (1,), step, _overflow(causal, 1), DTYPE)
+        wide = setup(2 * place, width=128, heads=2, gain=2.2, batch=8, rate=1e-3)
+        where = module(wide, 0)
+        add("no scale", wide, where, (), 0, _options(where, scale=1.0), SCALE)
+        small = setup(0, width=128, heads=2, batch=8, rate=1e-4, layers=1, seed=seed + place)
+        where = module(small, 0)
+        add("scale twice", small, where, (), 0, _options(where, scale=1.0 / 64), TWICE)
+    return found
+
+
+# ---------------------------------------------------------------- remedies
+
+
+@torch.no_grad()
+def _clip(training: Training, seen: Records, tau: float = 10.0) -> None:
+    """Apply QK-clip: the line of code of the remedy."""
+    for row in seen.last():
+        if row["clip"] < 1 or row["max_logit"] > tau:
+            attention = training.model.attentions()[row["layer"]]
+            factor = min(1.0, tau / row["max_logit"]) ** 0.5
+            for W in (attention.W_q, attention.W_k):
+                W.weight[rows_of(attention, row["head"])] *= factor
+                W.bias[rows_of(attention, row["head"])] *= factor
+
+
+def remedy_of(cause: str, fault: Fault) -> tuple[str, Change]:
+    """Return when a remedy applies, "start" of a new run or "alarm", and what it changes."""
+    module = fault.module
+
+    def clip(training: Training) -> None:
+        training.after_step.append(lambda seen: _clip(training, seen))
+
+    def without_edits(training: Training) -> None:
+        training.model.attentions()[module].edits.clear()
+
+    if cause == LARGE:
+        return "alarm", clip
+    if cause == LAYER_RATE:
+        return "start", lambda training: training.rates.update({module: 1.0})
+    if cause in (RATE, WARM_UP):
+
+        def warm_up(training: Training) -> None:
+            training.rates["all"] = 0.003 / training.setup.rate
+            training.warm_up = 20
+
+        return "start", warm_up
+    if cause in (SCALE, TWICE):
+        return "alarm" if cause == TWICE else "start", _options(module, scale=None)
+    if cause in (NO_MASK, INVERTED):
+        return "alarm", _options(module, mask_edit=None)
+    if cause == LEAK:
+        return "alarm", _options(module, causal=True)
+    if cause in (NAN, NAN_LAYER):
+        return "checkpoint", lambda training: setattr(training, "skips_nan", True)
+    if cause == DTYPE:
+        return "checkpoint", _options(module, by_hand=False)
+    return "alarm", without_edits
