@@ -107,8 +107,8 @@ def test_a_fault_is_named_with_its_head_step_and_cause(what: str) -> None:
     assert not any(each.failure for each in others) and records.failing() == [("a.0", 1)]
     # Two sampled steps are enough, and for numbers that do not come and go one is.
     assert recorded(*[sums()] * 5, *[sums(**numbers)] * 2).failing() == [("a.0", 1)]
-    at_once = what in ("not a number", "near overflow")
-    assert bool(recorded(*[sums()] * 5, sums(**numbers)).failing()) == at_once
+    immediate = what in ("not a number", "near overflow")
+    assert bool(recorded(*[sums()] * 5, sums(**numbers)).failing()) == immediate
     # In a single forward pass the one step decides.
     assert recorded(sums(**numbers)).failing() == [("a.0", 1)]
 
@@ -240,8 +240,8 @@ def test_a_loss_that_falls_allows_a_head_to_become_sharper() -> None:
     assert recorded(*slow).failing() == [("a.0", 3)] == recorded(*slow, losses=RISING).failing()
     assert recorded(*slow, losses=FALLING).failing() == []
     beyond = [*slow, *[sums(saturated_rows={3: 0.9}, logit_variance={3: 700.0})] * 2]
-    at_once = [*slow[:2], *[sums(saturated_rows={3: 0.9}, logit_variance={3: 400.0})] * 2]
-    for steps in (beyond, at_once):
+    immediate = [*slow[:2], *[sums(saturated_rows={3: 0.9}, logit_variance={3: 400.0})] * 2]
+    for steps in (beyond, immediate):
         assert recorded(*steps, losses=FALLING).failing() == [("a.0", 3)]
 
 

@@ -94,7 +94,7 @@ def diagnose(fault: Fault) -> Outcome:
 
 def sampled_from(fault: Fault) -> int:
     """Return the first sampled step with the fault; a learning rate shows in the step after its own."""
-    first = fault.step if fault.at_once else fault.step + 1
+    first = fault.step if fault.immediate else fault.step + 1
     return -(-first // fault.setup.every) * fault.setup.every
 
 
@@ -163,7 +163,7 @@ class Report:
     def rows(self) -> list[tuple[str, str]]:
         """Return what was counted, and how much."""
         outcomes, count = self.outcomes, len(self.outcomes)
-        instant = [each for each in outcomes if each.fault.at_once]
+        instant = [each for each in outcomes if each.fault.immediate]
         delays = sorted(places for each in outcomes if (places := delay(each)) is not None)
         right = [each for each in instant if each.first_step == sampled_from(each.fault)]
         rows = [

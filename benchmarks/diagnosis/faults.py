@@ -31,7 +31,7 @@ class Fault:
     plant : Change
     causes : tuple of str
         Right causes.
-    at_once : bool
+    immediate : bool
         Whether the fault is whole in its first step, so that `first_step` must be the first sampled one from there.
     """
 
@@ -42,7 +42,7 @@ class Fault:
     step: int
     plant: Change
     causes: tuple[str, ...]
-    at_once: bool = True
+    immediate: bool = True
 
 
 LARGE, LAYER_RATE = "weights of one head too large", "learning rate of one layer too large"
@@ -121,8 +121,8 @@ def faults(seed: int, *, short: bool = False, held_back: bool = False) -> list[F
         return f"{part}.{layer}.{'cross' if run.kind == 'encoder-decoder' and layer == 0 else 'attention'}"
 
     def add(name: str, run: Setup, where: str, heads: tuple[int, ...], step: int, plant: Change, *causes: str) -> None:
-        at_once = name not in ("layer's rate x 100", "rate x 100", "no warm-up")
-        found.append(Fault(f"{name}, {run.kind}", run, where, heads, step, plant, causes, at_once))
+        immediate = name not in ("layer's rate x 100", "rate x 100", "no warm-up")
+        found.append(Fault(f"{name}, {run.kind}", run, where, heads, step, plant, causes, immediate))
 
     step = 44 if held_back else 50
     for place in range(2 if short else 4):

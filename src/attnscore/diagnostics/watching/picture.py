@@ -8,12 +8,13 @@ Requirements:
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnscore.diagnostics.watching.records import short_names
 from attnscore.errors import ArgumentError, message
 from attnscore.plotting.drawing import (
     BLUE,
@@ -185,3 +186,26 @@ def _draw_series(records: Records, axis: Axes, name: str) -> None:
     if alarms:
         axis.axvline(min(alarms), linestyle=":", linewidth=1.2, color=RED, label=f"first failure, step {min(alarms)}")
     axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+
+
+def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return what dotted names have in common, with a star for the rest (empty: nothing), and the rest of each.
+
+    >>> short_names(["layers.0.attn", "layers.1.attn"])
+    ('layers.*.attn', ['0', '1'])
+    >>> short_names(["encoder", "decoder"]), _short_names(["only.one"])
+    (('', ['encoder', 'decoder']), ('', ['only.one']))
+    """
+    parts = [name.split(".") for name in names]
+    before = _common(parts)
+    after = _common([part[before:][::-1] for part in parts])
+    short = [".".join(part[before : len(part) - after]) for part in parts]
+    if before + after == 0 or not all(short):
+        return "", list(names)
+    return ".".join([*parts[0][:before], "*", *parts[0][len(parts[0]) - after :]]), short
+
+
+def _common(lists: Sequence[Sequence[str]]) -> int:
+    """Return how many first items all lists share."""
+    columns = zip(*lists, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))

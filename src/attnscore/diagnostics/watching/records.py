@@ -9,7 +9,6 @@ Requirements:
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -430,6 +429,7 @@ class Records:
     def to_html(self, path: str | Path, *, title: str = "What a model's attention did") -> Path:
         """Write verdicts, the picture and a table of the heads as one HTML file for offline use (needs matplotlib)."""
         from attnscore.diagnostics.page import Section, write_page
+        from attnscore.diagnostics.watching.picture import short_names
 
         pattern, short = short_names(list(self.layers))
         of_layer = dict(zip(self.layers, short, strict=True))
@@ -461,29 +461,6 @@ class Records:
         from attnscore.diagnostics.watching.picture import draw
 
         return draw(self)
-
-
-def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return what dotted names have in common, with a star for the rest (empty: nothing), and the rest of each.
-
-    >>> short_names(["layers.0.attn", "layers.1.attn"])
-    ('layers.*.attn', ['0', '1'])
-    >>> short_names(["encoder", "decoder"]), _short_names(["only.one"])
-    (('', ['encoder', 'decoder']), ('', ['only.one']))
-    """
-    parts = [name.split(".") for name in names]
-    before = _common(parts)
-    after = _common([part[before:][::-1] for part in parts])
-    short = [".".join(part[before : len(part) - after]) for part in parts]
-    if before + after == 0 or not all(short):
-        return "", list(names)
-    return ".".join([*parts[0][:before], "*", *parts[0][len(parts[0]) - after :]]), short
-
-
-def _common(lists: Sequence[Sequence[str]]) -> int:
-    """Return how many first items all lists share."""
-    columns = zip(*lists, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _of_heads(first: Verdict, heads: Iterable[int]) -> str:
