@@ -28,7 +28,7 @@ BEGIN, END = "<!-- begin: python benchmarks diagnosis -->", "<!-- end -->"
 
 def healthy(seed: int, *, short: bool = False, held_back: bool = False) -> list[Setup]:
     """Return runs without a fault: every kind, norm, depth, rate and option, in turn."""
-    found: list[Setup] = []
+    runs: list[Setup] = []
     options: list[dict[str, object]] = [
         {"rate": 1e-2},
         {"rate": 3e-5},
@@ -49,8 +49,8 @@ def healthy(seed: int, *, short: bool = False, held_back: bool = False) -> list[
             if held_back:
                 base = replace(base, width=48, heads=3, length=20, every=4, steps=80)
             run = replace(base, **option)  # type: ignore[arg-type]
-            found.append(replace(run, rate=0.8 * run.rate) if held_back else run)
-    return found
+            runs.append(replace(run, rate=0.8 * run.rate) if held_back else run)
+    return runs
 
 
 @dataclass

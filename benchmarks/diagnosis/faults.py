@@ -106,7 +106,7 @@ def _overflow(module: str, head: int) -> Change:
 
 def faults(seed: int, *, short: bool = False, held_back: bool = False) -> list[Fault]:
     """Return the planted faults; those held back have other sizes, places, rates and seeds."""
-    found: list[Fault] = []
+    planted: list[Fault] = []
     kinds = ("decoder", "encoder", "encoder-decoder", "vision")
 
     def setup(place: int, **options: object) -> Setup:
@@ -122,7 +122,7 @@ def faults(seed: int, *, short: bool = False, held_back: bool = False) -> list[F
 
     def add(name: str, run: Setup, where: str, heads: tuple[int, ...], step: int, plant: Change, *causes: str) -> None:
         immediate = name not in ("layer's rate x 100", "rate x 100", "no warm-up")
-        found.append(Fault(f"{name}, {run.kind}", run, where, heads, step, plant, causes, immediate))
+        planted.append(Fault(f"{name}, {run.kind}", run, where, heads, step, plant, causes, immediate))
 
     step = 44 if held_back else 50
     for place in range(2 if short else 4):
@@ -159,7 +159,7 @@ def faults(seed: int, *, short: bool = False, held_back: bool = False) -> list[F
         small = setup(0, width=128, heads=2, batch=8, rate=1e-4, layers=1, seed=seed + place)
         where = module(small, 0)
         add("scale twice", small, where, (), 0, _options(where, scale=1.0 / 64), TWICE)
-    return found
+    return planted
 
 
 # ---------------------------------------------------------------- remedies

@@ -117,7 +117,7 @@ class Verdict:
     failure : bool
         Whether it is a failure now; others are worth knowing, and many healthy models have them.
     first_step, last_step : int
-        The sampled steps between which it held; `last_step` is the last sampled one where it holds now.
+        The sampled steps between which it held_before; `last_step` is the last sampled one where it holds now.
     cause, remedy : str
         Of a failure: what most likely made it, and what to change.
     followers : tuple of (layer, head)
@@ -270,20 +270,20 @@ class Memory:
             flags = flags | (sign.holds & (numbers["saturated_rows"] >= limit.saturated_rows))
             flags = flags | ((sign.streak > 0) & (numbers["saturated_rows"] >= limit.saturated_rows))
         # A head without numbers, as with NaN, keeps the other signs that it had.
-        known = (numbers["rows"] > 0) | (what in _WITHOUT_NUMBERS)
-        began = flags & (sign.streak <= 0) & ~sign.holds & known
+        has_numbers = (numbers["rows"] > 0) | (what in _WITHOUT_NUMBERS)
+        began = flags & (sign.streak <= 0) & ~sign.holds & has_numbers
         longer, shorter = np.maximum(sign.streak, 0) + 1, np.minimum(sign.streak, 0) - 1
-        sign.streak = np.where(known, np.where(flags, longer, shorter), sign.streak)
+        sign.streak = np.where(has_numbers, np.where(flags, longer, shorter), sign.streak)
         sign.first = np.where(began, step, sign.first)
         for head in np.flatnonzero(began).tolist():
             sign.evidence[head] = {name: float(values[head]) for name, values in numbers.items()}
             before = float(self._so_far["logit_variance"][head])
             sign.evidence[head]["rise"] = sign.evidence[head]["logit_variance"] / before if before > 0 else math.nan
-        sign.last = np.where(flags & known, step, sign.last)
+        sign.last = np.where(flags & has_numbers, step, sign.last)
         needed = 1 if what in _AT_ONCE else min(limit.window, self._steps)
-        held = sign.holds
-        sign.holds = np.where(held, sign.streak > -limit.window, sign.streak >= needed)
-        for head in np.flatnonzero(held & ~sign.holds).tolist():
+        held_before = sign.holds
+        sign.holds = np.where(held_before, sign.streak > -limit.window, sign.streak >= needed)
+        for head in np.flatnonzero(held_before & ~sign.holds).tolist():
             sign.ended[head] = _period(what, sign, head, holds=False)
 
     def periods(self) -> Iterator[Period]:
