@@ -213,6 +213,9 @@ def test_a_layer_without_the_causal_mask_of_the_others() -> None:
     records = recorded(decoder, decoder | {"decoder.1.attn": leaks})
     assert records.failing() == [("decoder.1.attn", head) for head in range(HEADS)]
     assert {v.cause for v in records.verdicts()} == {"no causal mask"}
+    # Queries that see one key of padding alone do not make a layer causal.
+    inverted = {"encoder.0.attn": leaks, "encoder.1.attn": sums(choice_rows=ROWS - 4, padding=1.0)}
+    assert {v.cause for v in recorded(inverted, inverted).verdicts()} == {"inverted mask"}
 
 
 FALLING = [4.0 - 0.02 * i for i in range(100)]

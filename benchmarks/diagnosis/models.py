@@ -77,10 +77,12 @@ class Attention(nn.Module):
         if self.by_hand:
             out = self._by_hand(arrays)
         else:
+            query, key, value = arrays.values()
             out = functional.scaled_dot_product_attention(
-                *arrays.values(), attn_mask=mask, is_causal=self.causal, scale=self.scale
+                query, key, value, attn_mask=mask, is_causal=self.causal, scale=self.scale
             )
-        return self.W_o(out.transpose(1, 2).flatten(-2))
+        joined: Tensor = self.W_o(out.transpose(1, 2).flatten(-2))
+        return joined
 
     def _by_hand(self, arrays: dict[str, Tensor]) -> Tensor:
         query, key, value = arrays.values()
@@ -108,14 +110,17 @@ class Block(nn.Module):
     def forward(self, x: Tensor, real: Tensor | None, memory: Tensor | None) -> Tensor:
         """Return the next layer's input."""
         x = self._add(x, self.norms[0], lambda y: self.attention(y, y, real))
-        if self.cross is not None:
-            x = self._add(x, self.norms[1], lambda y: self.cross(y, memory))
+        if (cross := self.cross) is not None:
+            x = self._add(x, self.norms[1], lambda y: cross(y, memory))
         return self._add(x, self.norms[2], self.network)
 
     def _add(self, x: Tensor, norm: nn.Module, function: Callable[[Tensor], Tensor]) -> Tensor:
+        out: Tensor
         if self.norm_first:
-            return x + self.dropout(function(norm(x)))
-        return norm(x + self.dropout(function(x)))
+            out = x + self.dropout(function(norm(x)))
+        else:
+            out = norm(x + self.dropout(function(x)))
+        return out
 
 
 class Model(nn.Module):
@@ -146,7 +151,8 @@ class Model(nn.Module):
             for block in self.decoder:
                 x = block(x, None, memory)
         x = self.norm(x)
-        return self.out(x.mean(1) if self.setup.kind == "vision" else x)
+        logits: Tensor = self.out(x.mean(1) if self.setup.kind == "vision" else x)
+        return logits
 
     def attentions(self) -> dict[str, Attention]:
         """Return the attention modules by name."""
@@ -247,7 +253,7 @@ def _steps(
         if seen is not None:
             seen.record_loss(losses[-1])
         optimiser.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
         if norm.isfinite() or not training.skips_nan:
             optimiser.step()

@@ -119,7 +119,7 @@ def _heading(records: Records, pattern: str) -> str:
 def _now(records: Records) -> tuple[dict[str, Any], Any]:
     """Return maps of the last steps, with heads that are not there masked, and which heads hold NaN."""
     names, heads = list(records.layers), max(layer.heads for layer in records.layers.values())
-    maps = {name: np.ma.masked_all((len(names), heads)) for name in _MAPS}
+    maps = {name: _masked(len(names), heads) for name in _MAPS}
     has_nan = np.zeros((len(names), heads), bool)
     for row in records.recent():
         place = names.index(row["layer"]), row["head"]
@@ -133,12 +133,17 @@ def _worst(records: Records, name: str) -> tuple[Any, Any]:
     """Return a map of the worst of all kept steps, NaN left out, and the heads that had no other numbers."""
     worse = _MAPS[name][2]
     layers = list(records.layers.values())
-    values = np.ma.masked_all((len(layers), max(layer.heads for layer in layers)))
+    values = _masked(len(layers), max(layer.heads for layer in layers))
     for row, layer in enumerate(layers):
         numbers: Array = records.history(layer.name, name)[1]
         values[row, : layer.heads] = worse.reduce(np.where(np.isfinite(numbers), numbers, math.nan), axis=0)
     nan = ~np.ma.getmaskarray(values) & np.isnan(values.filled(0.0))
     return np.ma.masked_where(nan, values), nan
+
+
+def _masked(layers: int, heads: int) -> Any:
+    """Return a map of which every cell is masked."""
+    return np.ma.masked_array(np.zeros((layers, heads)), True)
 
 
 def _fill_cell(axis: Axes, row: int, column: int) -> None:
@@ -193,7 +198,7 @@ def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
 
     >>> short_names(["layers.0.attn", "layers.1.attn"])
     ('layers.*.attn', ['0', '1'])
-    >>> short_names(["encoder", "decoder"]), _short_names(["only.one"])
+    >>> short_names(["encoder", "decoder"]), short_names(["only.one"])
     (('', ['encoder', 'decoder']), ('', ['only.one']))
     """
     parts = [name.split(".") for name in names]

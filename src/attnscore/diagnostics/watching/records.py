@@ -143,6 +143,15 @@ def _column(sums: dict[str, Array], name: str, tau: float) -> Array:
     return means
 
 
+def _is_causal(sums: dict[str, Array], limit: Thresholds) -> bool:
+    """Return whether some query attends to one key alone, as the first one does under a causal mask.
+
+    Under a padding mask that was inverted, queries that see one key of padding do so too.
+    """
+    has_single = bool((sums["rows"] > sums["choice_rows"]).any())
+    return has_single and not bool((_column(sums, "padding", limit.tau) >= limit.padding_mass).any())
+
+
 def _pattern(name: str) -> str:
     """Return a name without its numbers: layers of one kind share it.
 
@@ -263,7 +272,7 @@ class Records:
             if len(self._first_steps) < EARLY_SAMPLED_STEPS and step not in self._first_steps:
                 self._first_steps.append(step)
             causal: dict[str, list[bool]] = {}
-            is_causal = {name: bool((sums["rows"] > sums["choice_rows"]).any()) for name, sums in steps[step]}
+            is_causal = {name: _is_causal(sums, self.thresholds) for name, sums in steps[step]}
             for name, flag in is_causal.items():
                 causal.setdefault(_pattern(name), []).append(flag)
             for name, sums in steps[step]:
