@@ -162,11 +162,14 @@ def test_the_events_of_a_trainer() -> None:
     control = handler.on_log(args, state, control, {"eval_loss": 0.5})
     with torch.no_grad():
         model.attention.in_proj_weight.mul_(1000)
-    model(torch.randn(2, 5, 8))
-    assert handler.on_step_end(args, state, control).should_training_stop
+    for _ in range(3):  # two sampled steps make a verdict
+        assert not control.should_training_stop
+        model(torch.randn(2, 5, 8))
+        control = handler.on_step_end(args, state, control)
+    assert control.should_training_stop
     handler.on_train_end(args, state, control)
     model(torch.randn(2, 5, 8))
-    assert callback.seen.steps == 5 and given == [0, 2, 4] and callback.losses == [0.5] and callback.seen.failing()
+    assert callback.seen.steps == 7 and given == [0, 2, 4, 6] and callback.losses == [0.5] and callback.seen.failing()
 
 
 @pytest.mark.slow

@@ -94,9 +94,10 @@ def attend_alike(name: str) -> tuple[Any, list[dict[str, Any]]]:
         )
     layer = keras.layers.MultiHeadAttention(4, 4, dropout=0.5 if "dropout" in name else 0.0)
     layer(X, X)
-    (wq, bq), (wk, bk) = ([np.array(x) for x in part.get_weights()] for part in (layer.query_dense, layer.key_dense))
-    q, k = (np.einsum("bti,ihd->bthd", X, w) + b for w, b in ((wq, bq), (wk, bk)))
-    return lambda: layer(X, X, attention_mask=mask), torch_rows(q, k, attn_mask=mask[:, None])
+    projections = (layer.query_dense, layer.key_dense, layer.value_dense)
+    weights = ([np.array(x) for x in part.get_weights()] for part in projections)
+    q, k, v = (np.einsum("bti,ihd->bthd", X, w) + b for w, b in weights)
+    return lambda: layer(X, X, attention_mask=mask), torch_rows(q, k, value=v, attn_mask=mask[:, None])
 
 
 @pytest.mark.parametrize("name", ["dot", "function", "masked function", "layer", "layer with dropout"])
