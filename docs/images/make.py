@@ -244,7 +244,7 @@ def collapse() -> Figure:
 
 
 def watching() -> Figure:
-    """What `watch` records of a real model, one of whose heads has been changed to fail."""
+    """What `watch` records of a real model, one of whose heads fails from step 3 on."""
     import torch
 
     from attnscore.cli.demo import minilm
@@ -255,8 +255,10 @@ def watching() -> Figure:
     tokenizer, model = pretrained.load(pretrained.MINILM)
     batch = minilm.tokenize(tokenizer, read_sentences(None)[0])
     with torch.no_grad(), watch(model) as seen:
-        model.encoder.layer[3].attention.self.query.weight[7 * 32 : 8 * 32] *= 30
-        model(**batch.inputs)
+        for step in range(6):
+            if step == 3:
+                model.encoder.layer[3].attention.self.query.weight[7 * 32 : 8 * 32] *= 30
+            model(**batch.inputs)
     return seen.plot()
 
 
