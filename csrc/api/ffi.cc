@@ -426,6 +426,7 @@ std::vector<const char*> result_names(bool is_backward) {
     return names;
 }
 
+// The buffers of the results of one example of a mapped call; of any other call, of the whole ({}).
 ForwardArrays forward_arrays(const Call& call, const Problem& p, const Shape& example) {
     ForwardArrays arrays;
     for (size_t i = 0; i < kForwardResultCount; ++i) call.result(i, forward_result(i), p, example, arrays);

@@ -60,6 +60,8 @@ void run_forward_typed(const Kernels& kernels, Problem& p, const std::vector<Row
 template <class T>
 void run_backward_typed(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, Threads threads) {
     const auto column = static_cast<size_t>(p.query_len) * sizeof(T);
+    // Copies: prepare_rows writes a log_denom of infinity for a fully masked query, and delta = dlse - dout.out -
+    // dweights.weights.
     std::vector<char> log_denoms(column * p.heads.size()), deltas(column * p.heads.size());
     for (size_t h = 0; h < p.heads.size(); ++h) {
         p.heads[h].log_denom = log_denoms.data() + h * column;

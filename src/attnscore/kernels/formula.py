@@ -5,9 +5,10 @@
   not all finite, the program takes another branch, tiled attention. If they are finite, so is everything that a
   masked pair multiplies by 0. A distance of many terms is computed as a matrix product and squared norms; where these
   are too large for that to be accurate, another branch sums the differences.
-- `FewKeys` for single queries in programs of JAX: a sum over keys is a term for each key, which XLA fuses, with 0 in
-  place of a masked pair: that propagates nothing, NaN and infinity included, and the program needs neither a copy of
-  the keys nor a branch. There is no axis of queries: XLA copies an array to insert an axis of size 1 into it.
+- `FewKeys` for one query a head in programs of JAX, or two in tiny calls, which repeat their keys: a sum over keys is a
+  term for each key, which XLA fuses, with 0 in place of a masked pair. That propagates nothing, NaN and infinity
+  included, and the program needs no branch. There is no axis of queries: XLA copies an array to insert an axis of
+  size 1 into it.
 """
 
 from __future__ import annotations

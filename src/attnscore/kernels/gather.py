@@ -90,7 +90,7 @@ class Gather(Kernel):
         results = [kernel.forward(part, part_tiles) for _, part, part_tiles, kernel in self._parts(call)]
         of_blocks = [
             {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
-            | call.in_whole(result.statistics, block)
+            | call.with_key_indices(result.statistics, block)
             for result, block in zip(results, call.blocks, strict=True)
         ]
         rows = {name: call.join_rows([x[name] for x in of_blocks]) for name in of_blocks[0]}
@@ -461,16 +461,20 @@ class _GatheredCall:
 
     # From blocks back to the canonical axes
 
-    def in_whole(self, statistics: dict[str, Array], block: _Block) -> dict[str, Array]:
-        """Return the statistics of a block with indices of keys in place of those of entries."""
+    def with_key_indices(self, statistics: dict[str, Array], block: _Block) -> dict[str, Array]:
+        """Return the statistics of a block with indices of keys in place of positions among the gathered keys.
+
+        Positions count within a row of the block: the row's offset is added, then the key is looked up. No key, -1,
+        stays.
+        """
         ops, keys = self.ops, self._keys(block)
 
-        def of_all_rows(x: Array) -> Array:
-            first = ops.asarray(np.arange(len(keys)) * keys.shape[1], x, ops.dtype(x))
-            return ops.where(x < 0, x, x + ops.reshape(first, (-1, *(1 for _ in x.shape[1:]))))
+        def with_offsets(x: Array) -> Array:
+            offsets = ops.asarray(np.arange(len(keys)) * keys.shape[1], x, ops.dtype(x))
+            return ops.where(x < 0, x, x + ops.reshape(offsets, (-1, *(1 for _ in x.shape[1:]))))
 
-        moved = {name: of_all_rows(x) if name in KEYS else x for name, x in statistics.items()}
-        return in_whole(ops, moved, lambda: ops.asarray(keys.reshape(-1), self.problem.value))
+        in_block = {name: with_offsets(x) if name in KEYS else x for name, x in statistics.items()}
+        return in_whole(ops, in_block, lambda: ops.asarray(keys.reshape(-1), self.problem.value))
 
     def join_rows(self, parts: Sequence[Array]) -> Array:
         """Return an array with an axis of queries from those of the blocks."""

@@ -167,7 +167,7 @@ def evaluate(
 
 
 def evaluated_shape(ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask) -> tuple[Any, ...]:
-    """Return the shape of ``evaluate(ops, score_shape, like, mask)``."""
+    """Return the shape that `evaluate` gives a mask, without evaluating it; all pairs where a length is unknown."""
     if is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len):
         return score_shape.query_len, score_shape.key_len
     # Evaluating 2 x 2 pairs shows which axes are broadcast.

@@ -450,12 +450,13 @@ def _check_bias(
 
 
 class _Attention(torch.autograd.Function):
-    """A call of all ranks: saves the operands, the keys that were fetched, the output and two numbers a query."""
+    """A call of all ranks: saves the operands, the fetched keys, the output, row_max, log_denom and any entropy."""
 
     @staticmethod
     def forward(ctx: Any, call: ShardedCall, *operands: Tensor) -> tuple[Tensor, ...]:
         arrays = dict(zip(call.problem.operands(), operands, strict=True))
         result, saved = call.forward(arrays)
+        # The mode `heads` saves the result of its own heads, not that of its rows.
         outputs, saved_outputs = arrays_of(result), arrays_of(saved.result or result)
         ctx.call, ctx.parts, ctx.outputs = call, saved.parts, tuple(outputs)
         ctx.set_materialize_grads(False)
@@ -471,7 +472,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors, of_outputs = iter(ctx.saved_tensors), dict(zip(ctx.outputs, grads, strict=True))
         operands, fetched, outputs = ({name: next(tensors) for name in names} for names in ctx.names)
-        incoming = RowGradients(of_outputs["out"], of_outputs["log_denom"], of_outputs.get("entropy"))
+        # row_max has no gradient, so that of log_denom is that of the log-sum-exp.
+        incoming = RowGradients(
+            out=of_outputs["out"], log_sum_exp=of_outputs["log_denom"], entropy=of_outputs.get("entropy")
+        )
         requested = frozenset(itertools.compress(operands, ctx.needs_input_grad[1:]))
         with ctx.call.problem.ops.numeric_scope():
             saved = Saved(ctx.parts, fetched)

@@ -622,6 +622,7 @@ class Heads(ShardedCall):
         transfers = self._transfers(operands)
         moved = {name: gradients[name] for name in transfers if name in requested}
         moved = {name: x.to(operands[name].dtype) if transfers[name].by_heads else x for name, x in moved.items()}
+        # Adds the gradients of the operands that were exchanged to `totals`, where they have no entry yet.
         add_returned = self.ranks.give_back(moved, transfers)
         totals = self.zeros_like(operands, requested - {*transfers})
         for name, x in totals.items():

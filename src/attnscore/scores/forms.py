@@ -200,6 +200,7 @@ class DistanceForm(Form):
         return {name: x for name, x in super().arrays().items() if hasattr(x, "shape")}
 
     def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
+        # `visible` is for forms in which an infinite operand gives a finite score.
         difference = ops.expand_dims(self.query, -2) - ops.expand_dims(self.key, -3)
         squared = ops.sum(difference * difference, axis=-1)
 

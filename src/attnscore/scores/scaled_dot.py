@@ -49,7 +49,9 @@ class ScaledDot(Score):
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         if not backends.is_array(self.scale):
             scale = self._number(query)
+            # Raises where the dtype of sums cannot hold the scale.
             return InnerForm(query, key, scale=check_held("scale", scale, accumulator(ops.dtype(query)), scale))
+        # An array is multiplied into the operand along which it varies.
         query, key, scale = widen(ops, query, key, self._canonical(ops, query, key))
         if scale.shape[-1] == 1:
             return InnerForm(with_nonfinite_rows_isolated(ops, query, lambda x: x * scale), key)

@@ -130,7 +130,7 @@ def _runs_here(x: Array) -> Array:
 
 @functools.cache
 def _runs_here_function(dtype: tf.DType) -> Any:
-    """Return the function of one tensor of `dtype` that `_runs_here` calls."""
+    """Return a function of one tensor that gives 1 on a CPU of this process, and 0 anywhere else."""
     name = _process_mark()
 
     def runs_here(x: Array) -> Array:

@@ -143,7 +143,8 @@ def table_width(hidden):
 def additive_scores(query, key, w_v, i, j, hidden, slope, ACTIVATION: tl.constexpr):
     """Return the scores of queries `i` and keys `j`, which broadcast; `query` and `key` are sides of `tables`.
 
-    Entries past the last position are read too: a table has room for a tile of them.
+    Entries past the last position are read too: a table has room for a tile of them. The columns of a table are
+    `width` values, as many exponentials, and the largest magnitude.
     """
     # A constant where there is one channel.
     width = tl.zeros((), tl.int64) + table_width(hidden)

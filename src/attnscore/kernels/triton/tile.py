@@ -178,7 +178,7 @@ def capped(s, CAPS: tl.constexpr):
 
 @triton.jit
 def capped_slope(s, CAPS: tl.constexpr):
-    """Return the derivative of `capped`."""
+    """Return the derivative of `capped` at `s`, the score before the caps; a cap of 0 stands for none."""
     slope = s * 0.0 + 1.0
     for k in tl.static_range(len(CAPS)):
         if CAPS[k][0] == 0:
