@@ -20,7 +20,7 @@ from attnscore.diagnostics.watching import jax_values, rebinding, staged
 from attnscore.errors import ArgumentError
 from attnscore.layers import torch as torch_layers
 from attnscore.layers.flax import AdditiveAttention, MultiHeadAttention
-from watch_models import assert_same_rows, torch_rows
+from watch_models import BREAKS_AT, FAULTS, STEPS, assert_same_rows, failures, failures_of_pytorch, torch_rows
 
 RNG = np.random.default_rng(0)
 
@@ -402,3 +402,23 @@ def test_wrong_arguments_are_named(wrong: Any, words: list[str]) -> None:
     with pytest.raises(ArgumentError) as caught:
         wrong()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_same_fault_gets_the_verdict_that_it_gets_in_pytorch(fault: str, is_compiled: bool) -> None:
+    layer, x = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0)), normal(4, 16, 8)
+    for name in ("query", "key", "value"):
+        getattr(layer, name).bias[...] = jnp.asarray(normal(2, 4) / 4)
+    projections = {
+        name: (np.array(part.kernel[...]), np.array(part.bias[...]))
+        for name, part in (("query", layer.query), ("key", layer.key), ("value", layer.value))
+    }
+    call = nnx.jit(lambda layer, x: layer(x)) if is_compiled else lambda layer, x: layer(x)
+    with watch(layer) as seen:
+        for step in range(STEPS):
+            if step == BREAKS_AT:
+                layer.query.kernel[...] = jnp.asarray(FAULTS[fault](projections["query"][0]))
+            call(layer, x)
+    expected = failures_of_pytorch(fault, x, projections)
+    assert failures(seen) == expected and expected[0][0] == 1 and expected[0][2] == BREAKS_AT

@@ -55,3 +55,40 @@ def assert_same_rows(rows: list[ROW], expected: list[ROW], tolerance: float = 2e
                 assert math.isnan(row[name]), name
             else:
                 assert row[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), name
+
+
+# Faults of head 1 of 2, from its kernels (features, head, size) of queries: what a bad step or initialisation leaves.
+FAULTS = {
+    "queries x 30": lambda kernel: kernel * np.array([1, 30], np.float32)[:, None],
+    "nan in W_q": lambda kernel: np.where(np.arange(2)[:, None] == 1, np.float32(np.nan), kernel),
+    "queries all alike": lambda kernel: kernel * np.array([1, 0], np.float32)[:, None],
+}
+STEPS, BREAKS_AT = 7, 3
+
+
+def failures(seen: Any) -> list[tuple[int, str, int, str]]:
+    """Head, kind, first step and cause of every failure that a watch reports."""
+    return [(x.head, x.what, x.first_step, x.cause) for x in seen.verdicts() if x.failure]
+
+
+def failures_of_pytorch(fault: str, x: np.ndarray, projections: dict[str, tuple[np.ndarray, np.ndarray]]) -> Any:
+    """Failures of an ``nn.MultiheadAttention`` with kernels (features, head, size) and offsets (head, size)."""
+    size = x.shape[-1]
+    layer = nn.MultiheadAttention(size, 2, batch_first=True)
+
+    def set_queries(change: Any) -> None:
+        with torch.no_grad():
+            for place, name in enumerate(("query", "key", "value")):
+                kernel, offset = projections[name]
+                kernel = change(kernel) if name == "query" else kernel
+                rows = slice(size * place, size * place + size)
+                layer.in_proj_weight[rows] = torch.from_numpy(kernel.reshape(size, size).T.copy())
+                layer.in_proj_bias[rows] = torch.from_numpy(offset.reshape(size).copy())
+
+    set_queries(lambda kernel: kernel)
+    with watch(layer) as seen:
+        for step in range(STEPS):
+            if step == BREAKS_AT:
+                set_queries(FAULTS[fault])
+            layer(*[torch.from_numpy(x)] * 3, need_weights=False)
+    return failures(seen)

@@ -136,7 +136,7 @@ def _run(cases: Any, numbers: list[int], quick: bool, screen: Console) -> dict[s
 
 
 def _show(screen: Console, document: dict[str, Any]) -> None:
-    caption = "ratio: their time over ours; where the target is marked ≤: ours over theirs"
+    caption = "ratio: their time over ours"
     for title, columns, rows in reports.screen_tables(document):
         if rows:
             cells = [[cell.replace("*", "") for cell in row] for row in rows]

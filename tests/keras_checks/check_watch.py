@@ -15,7 +15,7 @@ from attnscore.diagnostics import watch
 from attnscore.diagnostics.callbacks import HeadLog, KerasCallback
 from attnscore.diagnostics.watching import rebinding, staged
 from attnscore.layers.keras import MultiHeadAttention
-from watch_models import assert_same_rows, torch_rows
+from watch_models import BREAKS_AT, FAULTS, STEPS, assert_same_rows, failures, failures_of_pytorch, torch_rows
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(8, 6, 16)).astype("float32"), np.zeros((8, 6, 2), "float32")
@@ -185,3 +185,20 @@ def test_the_callback_ends_a_training_that_fails() -> None:
     history = watched.fit(X, Y, epochs=5, batch_size=8, verbose=0, callbacks=[callback])
     assert len(history.history["loss"]) == 1 and callback.seen.failing()
     assert isinstance(callback._log, HeadLog)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_same_fault_gets_the_verdict_that_it_gets_in_pytorch(fault: str) -> None:
+    layer, x = keras.layers.MultiHeadAttention(2, 4), RNG.normal(size=(4, 16, 8)).astype("float32")
+    layer(x, x)
+    parts = {"query": layer.query_dense, "key": layer.key_dense, "value": layer.value_dense}
+    for part in parts.values():
+        part.bias.assign(RNG.normal(size=(2, 4)) / 4)
+    projections = {name: tuple(np.array(x) for x in part.get_weights()) for name, part in parts.items()}
+    with watch(layer) as seen:
+        for step in range(STEPS):
+            if step == BREAKS_AT:
+                layer.query_dense.kernel.assign(FAULTS[fault](projections["query"][0]))
+            layer(x, x)
+    expected = failures_of_pytorch(fault, x, projections)
+    assert failures(seen) == expected and expected[0][0] == 1 and expected[0][2] == BREAKS_AT
