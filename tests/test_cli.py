@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import struct
 import subprocess
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 import attnscore as ats
 from attnscore import io as files
 from attnscore import plotting
+from attnscore.analysis.explain import Unavailable
 from attnscore.cli import main
 
 RNG = np.random.default_rng(0)
@@ -682,15 +684,17 @@ def test_version_and_info(capsys):
     assert status == 0
     for part in ats.available().values():
         assert all(name in out for name in part)
-    assert np.__version__ in out and "\x1b" not in out
+    assert np.__version__ in out and "\x1b" not in out and "Kernels, in order of preference" in " ".join(out.split())
 
 
 def test_info_says_why_not(capsys, monkeypatch):
     monkeypatch.setattr(
-        ats, "available", lambda: {"frameworks": {"jax": "not installed"}, "kernels": {"x": None}, "targets": {}}
+        ats,
+        "available",
+        lambda: {"frameworks": {"jax": Unavailable("not installed")}, "kernels": {"x": True}, "targets": {}},
     )
     _, out, _ = run(capsys, "info")
-    assert "jax" in out and "not installed" in out
+    assert re.search(r"jax +no +not installed", out) and re.search(r"x +yes *\n", out)
 
 
 @pytest.mark.parametrize("command", [[], ["demo"], ["attend"], ["look"], ["bench"], ["info"]])

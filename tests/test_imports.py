@@ -102,7 +102,7 @@ def all_modules() -> set[str]:
 
 def core_modules() -> set[str]:
     """The package without the rooms that come later and without the files of frameworks other than NumPy."""
-    native = {"attnscore._native"} if attnscore.available()["kernels"]["native"] is None else set()
+    native = {"attnscore._native"} if attnscore.available()["kernels"]["native"] else set()
     return native | {
         name
         for name in all_modules()

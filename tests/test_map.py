@@ -21,7 +21,7 @@ from attnscore.base.cache import BoundedCache
 
 SOURCE = Path(ats.__file__).parent
 PAGE = SOURCE.parents[1] / "docs" / "map.md"
-NATIVE = ats.available()["kernels"]["native"] is None
+NATIVE = bool(ats.available()["kernels"]["native"])
 # The operations of the framework are called as those of NumPy would be.
 OPERATIONS = "backends/torch.py"
 

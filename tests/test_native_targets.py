@@ -306,4 +306,4 @@ def test_a_wrong_target_in_the_environment_is_an_error_at_the_first_use() -> Non
 def test_the_package_can_be_told_to_do_without() -> None:
     code = "import attnscore as ats; print(ats.available()['kernels']['native'])"
     assert in_new_process(code, ATTNSCORE_NO_NATIVE="1").stdout == "turned off by ATTNSCORE_NO_NATIVE=1\n"
-    assert in_new_process(code, ATTNSCORE_NO_NATIVE="").stdout == "None\n"
+    assert in_new_process(code, ATTNSCORE_NO_NATIVE="").stdout == "True\n"

@@ -27,7 +27,7 @@ from attnscore.plans import plan
 from attnscore.scores.forms import InnerForm
 
 # Plans of the native kernel alone are cached; without it every call is checked.
-NATIVE = ats.available()["kernels"]["native"] is None
+NATIVE = bool(ats.available()["kernels"]["native"])
 
 
 def _build_nothing(patch: pytest.MonkeyPatch) -> None:

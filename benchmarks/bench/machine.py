@@ -59,7 +59,7 @@ def facts() -> dict[str, Any]:
         "system": platform.system(),
         "python": platform.python_version(),
         "attnscore": ats.__version__,
-        "kernels": [name for name, reason in ats.available()["kernels"].items() if reason is None],
+        "kernels": [name for name, works in ats.available()["kernels"].items() if works],
         "packages": {name: version(name) for name in _PACKAGES},
     }
 

@@ -473,9 +473,9 @@ def main() -> int:
         f"attnscore {__version__}, Python {platform.python_version()}, NumPy {np.__version__}, "
         f"{platform.system()} {platform.machine()}"
     )
-    for kind, reasons in available().items():
-        for name, reason in reasons.items():
-            print(f"{kind[:-1] + ' ' + name:<48} {reason or 'available'}")
+    for kind, by_name in available().items():
+        for name, works in by_name.items():
+            print(f"{kind[:-1] + ' ' + name:<48} {'available' if works else works}")
     checks, failed, start = _checks(), 0, time.perf_counter()
     for label, check in checks.items():
         verdict = "ok"

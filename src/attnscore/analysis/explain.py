@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -262,24 +262,37 @@ def explain(
     )
 
 
-def available() -> dict[str, dict[str, str | None]]:
-    """Which frameworks, kernels and CPU targets are available: None, or the reason why one is not.
+class Unavailable(str):
+    """The reason why something is not available: a text that is false in a condition."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def available() -> dict[str, dict[str, Literal[True] | Unavailable]]:
+    """Which frameworks, kernels and CPU targets are available: True, or the reason why one is not.
+
+    A reason is a text that is false in a condition: ``if available()["kernels"]["native"]:`` means what it says.
 
     Returns
     -------
-    dict with "frameworks", "kernels" and "targets", each from name to None or a reason, and "fallbacks"
+    dict with "frameworks", "kernels" and "targets", each from name to True or a reason, and "fallbacks"
         Targets are the instruction sets of the native kernels that this CPU could run. Fallbacks are the private names
         that a framework in use lacks, each with what is slower without it.
 
     Examples
     --------
     >>> import attnscore as ats
-    >>> ats.available()["frameworks"]["numpy"] is None
+    >>> ats.available()["frameworks"]["numpy"]
     True
     """
-    return {
+    reasons: dict[str, dict[str, str | None]] = {
         "frameworks": backends.availability(),
         "kernels": {name: kernel.missing() for name, kernel in kernels.table().items()},
         "targets": native.targets(),
-        "fallbacks": dict(backends.fallbacks()),
+        "fallbacks": {**backends.fallbacks()},
+    }
+    return {
+        kind: {name: True if reason is None else Unavailable(reason) for name, reason in by_name.items()}
+        for kind, by_name in reasons.items()
     }
