@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import subprocess
@@ -313,11 +314,58 @@ def test_merge_takes_stacked_parts(framework: str) -> None:
     assert np.array_equal(x.host(first[1]), x.host(second[1]))
 
 
-@pytest.mark.parametrize(("function", "name"), [(ats.attend_vjp, "attend_vjp"), (ats.explain, "explain")])
-def test_a_misspelt_argument_is_told_by_the_function_that_was_called(function: Any, name: str) -> None:
-    x = Maker("numpy")
-    with pytest.raises(TypeError, match=rf"{name}\(\).*valid_len\b"):
-        function(**x.three(), valid_len=[1, 2])
+WITH_HINTS = (ats.attend, ats.attend_vjp, ats.explain)
+INSTEAD = {
+    "valid_len": ([1, 2], "did you mean 'valid_lens'?"),
+    "kernal": ("dense", "did you mean 'kernel'?"),
+    "scale": (0.5, "score=ats.ScaledDot(0.5)"),
+    "temperature": (2, 'score=ats.Temperature("scaled_dot", 2)'),
+    "softcap": (50.0, 'score=ats.SoftCap("scaled_dot", 50.0)'),
+    "is_causal": (True, 'mask=ats.Causal(align="top_left")'),
+    "causal": (True, "mask=ats.Causal()"),
+    "window": (3, "mask=ats.SlidingWindow(left=3 - 1, right=0)"),
+    "attn_mask": (np.ones((3, 5)), "mask=attn_mask if it is boolean, bias=attn_mask if it is added to the scores"),
+    "key_padding_mask": (np.zeros((2, 5), bool), "mask=ats.KeyPadding.from_ignore(key_padding_mask)"),
+    "dropout_p": (0.1, "dropout=0.1"),
+    "lengths": ([1, 2], "valid_lens=lengths"),
+    "need_weights": (True, "return_weights=True"),
+    "attention_mask": (None, "leave it out"),
+    "use_causal_mask": (False, "leave it out"),
+    "zzz": (1, "it takes query, key, value, score, mask, valid_lens, "),
+}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_an_unknown_argument_shows_what_to_write(name: str) -> None:
+    x, hint = INSTEAD[name]
+    for function in WITH_HINTS:
+        expected = f"{function.__name__}() got an unexpected keyword argument '{name}'. Hint: {hint}"
+        for error in (TypeError, ValueError, ats.ArgumentError):
+            with pytest.raises(error, match=re.escape(expected)):
+                function(**Maker("numpy").three(), **{name: x})  # type: ignore[operator]
+
+
+def test_what_an_unknown_argument_shows_can_be_written() -> None:
+    """Every line that has no name of the caller's runs."""
+    shown = [hint for _, hint in INSTEAD.values() if hint.startswith(("score=", "mask=ats", "dropout", "return"))]
+    for hint in shown:
+        if "key_padding_mask" not in hint:
+            assert eval(f"ats.attend(x, x, x, {hint})", {"ats": ats, "x": np.ones((2, 3, 4))}) is not None
+    assert len(shown) == 9
+
+
+def test_other_type_errors_are_left_alone() -> None:
+    """One that a score raises inside of a call stays as it is, and signatures have the named arguments alone."""
+
+    class Wrong:
+        def tile(self, ops: Any, query: Any, key: Any) -> Any:
+            return ats.attend(query, key, key, score=len(3))  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="has no len") as received:
+        ats.attend(**Maker("numpy").three(), score=Wrong())
+    assert not isinstance(received.value, ats.AttnscoreError)
+    for function in WITH_HINTS:
+        assert inspect.Parameter.VAR_KEYWORD not in {x.kind for x in inspect.signature(function).parameters.values()}
 
 
 # With triton first: loaded after TensorFlow, as torch does for nested tensors, it ends the process (see conftest.py).

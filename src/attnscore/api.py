@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Never, cast
 
 from attnscore import backends, kernels
 from attnscore.analysis.weights import row_gradient
 from attnscore.backends.base import Array, sum_to
-from attnscore.base.arguments import CallArguments, check_flag, shown
+from attnscore.base.arguments import CallArguments, check_flag, hides_unknown, reject_unknown, shown
 from attnscore.errors import ArgumentError, FrameworkError, KernelUnavailable, message
 from attnscore.masks import ValidLens
 from attnscore.packing import attend_ragged
@@ -20,6 +20,7 @@ from attnscore.scores import ScoreGradients, arrays_of
 from attnscore.scores.base import Pullback
 
 
+@hides_unknown
 def attend(
     query: Array,
     key: Array,
@@ -37,6 +38,7 @@ def attend(
     kernel: str = "auto",
     return_weights: bool = False,
     return_stats: bool | tuple[str, ...] = False,
+    **unknown: Never,
 ) -> Any:
     """Attention pooling: out_i = sum_j softmax_j(score(q_i, k_j)) v_j over the keys that i may attend to.
 
@@ -96,6 +98,8 @@ def attend(
     <BLANKLINE>
            [[10., 11., 12., 13.]]])
     """
+    if unknown:
+        reject_unknown(attend, unknown)
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
     if type(mask) is ValidLens and valid_lens is mask.query_lens is None and mask.lens is not None:
@@ -137,6 +141,7 @@ class Gradients(NamedTuple):
     """Gradients of the score's arrays, by field name."""
 
 
+@hides_unknown
 def attend_vjp(
     query: Array,
     key: Array,
@@ -154,6 +159,7 @@ def attend_vjp(
     kernel: str = "auto",
     return_weights: bool = False,
     return_stats: bool | tuple[str, ...] = False,
+    **unknown: Never,
 ) -> tuple[Any, Callable[..., Gradients]]:
     """`attend` for NumPy with an explicit VJP function: NumPy has no autodiff.
 
@@ -184,6 +190,8 @@ def attend_vjp(
     >>> pullback(np.ones_like(out)).value[:, 0]
     array([0.25, 0.25, 0.25, 0.25])
     """
+    if unknown:
+        reject_unknown(attend_vjp, unknown)
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
     ops = backends.of({"query": query})

@@ -41,6 +41,10 @@ class ArgumentError(AttnscoreError, ValueError):
     """A number, name or index outside what the argument allows."""
 
 
+class UnknownArgument(ArgumentError, TypeError):
+    """A name that is no argument of the function, of which Python itself would raise a TypeError."""
+
+
 class FileError(AttnscoreError, ValueError):
     """A file that cannot be read, or a path that cannot be written."""
 

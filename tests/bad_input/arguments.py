@@ -72,6 +72,19 @@ _CALL = (
         )
         for kernel in ("cuda", "", None, 5, ["dense"])
     ),
+    *(
+        case(
+            f"{option}, {name!r} for another name",
+            ArgumentError,
+            f"{option}|got|{name}|Hint: did you mean {meant!r}?",
+            lambda x, option=option, name=name: x.attend(**{option: name}),
+        )
+        for option, name, meant in (
+            ("kernel", "Nativ", "native"),
+            ("normalizer", "soft-max", "softmax"),
+            ("return_stats", "entropi", "entropy"),
+        )
+    ),
     case(
         "kernel of explain",
         ArgumentError,

@@ -243,10 +243,28 @@ _ARRAYS = (
         case(
             f"mask is {mask!r}",
             MaskError,
-            f"mask|a mask object or a boolean array|got {mask!r}|Hint|Causal()",
+            f"mask|a mask object or a boolean array|got {mask!r}|Hint: {hint}",
             lambda x, mask=mask: x.attend(mask=mask),
         )
-        for mask in ("causal", 3, 1.5, True)
+        for mask, hint in (
+            *((mask, "for example attnscore.Causal()") for mask in (3, 1.5, True, "text")),
+            ("causal", "did you mean attnscore.Causal(...)?"),
+            ("sliding-window", "did you mean attnscore.SlidingWindow(...)?"),
+        )
+    ),
+    *(
+        case(
+            f"lengths of positions on the axis of heads, {lens}",
+            MaskError,
+            f"valid_lens|{expected}|Hint: head_axis=-2 takes the layout (batch, length, head, dim)",
+            lambda x, lens=lens: x.attend(
+                query=x.floats(2, 5, 3, 4), key=x.floats(2, 5, 3, 4), value=x.floats(2, 5, 3, 4), valid_lens=lens
+            ),
+        )
+        for lens, expected in (
+            ([5, 2], "numbers from 0 to 3|got 5"),
+            ([[1, 2, 3, 3, 3]] * 2, "shape (2,) or (2, 3)|got (2, 5)"),
+        )
     ),
     case(
         "the class instead of a mask",

@@ -21,15 +21,25 @@ _WHICH = (
         case(
             f"{name!r} by name",
             ArgumentError,
-            f"score|one of|{_NAMES}|got {name!r}|Hint: a score with parameters is an object: score={made}",
+            f"score|one of|{_NAMES}|got {name!r}|Hint: a score with parameters is an object: score=ats.{made}",
             lambda x, name=name: x.attend(score=name),
         )
         for name, made in (
             ("additive", "Additive(w_v, W_q, W_k)"),
+            ("additve", "Additive(w_v, W_q, W_k)"),
             ("Bilinear", "Bilinear(W)"),
             ("soft_cap", 'SoftCap("scaled_dot", cap)'),
             ("temperature", 'Temperature("scaled_dot", T)'),
         )
+    ),
+    *(
+        case(
+            f"{name!r} for another name",
+            ArgumentError,
+            f"score|one of|{_NAMES}|got {name!r}|Hint: did you mean {meant!r}?",
+            lambda x, name=name: x.attend(score=name),
+        )
+        for name, meant in (("scaled-dot", "scaled_dot"), ("Gausian", "gaussian"), ("Scaled_Dot", "scaled_dot"))
     ),
     case("the empty name", ArgumentError, f"score|{_NAMES}|got ''", lambda x: x.attend(score="")),
     case(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Never
 
 import numpy as np
 
 from attnscore import backends, kernels, scores
 from attnscore.backends import native
 from attnscore.backends.base import Array, itemsize
-from attnscore.base.arguments import check_choice, check_count, check_flag, shown
+from attnscore.base.arguments import check_choice, check_count, check_flag, hides_unknown, reject_unknown, shown
 from attnscore.base.thresholds import PLANNED_HEADS
 from attnscore.errors import ArgumentError, message
 from attnscore.kernels import tiling
@@ -169,6 +169,7 @@ class Explanation:
         return "\n".join(f"{name:<15} {text}" for name, text in rows)
 
 
+@hides_unknown
 def explain(
     query: Array,
     key: Array,
@@ -186,6 +187,7 @@ def explain(
     kernel: str = "auto",
     return_weights: bool = False,
     return_stats: bool | tuple[str, ...] = False,
+    **unknown: Never,
 ) -> Explanation:
     """The plan of ``attend(query, key, value, ...)``, which is checked and not run.
 
@@ -213,6 +215,8 @@ def explain(
     >>> sorted([plan.kernel, *plan.reasons])
     ['dense', 'few_keys', 'fused', 'gather', 'native', 'one_tile', 'streaming', 'triton']
     """
+    if unknown:
+        reject_unknown(explain, unknown)
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
     flag = check_flag("return_weights", return_weights)

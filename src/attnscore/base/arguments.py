@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from attnscore.errors import ArgumentError, message
+from attnscore.errors import ArgumentError, UnknownArgument, message
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class CallArguments(NamedTuple):
@@ -28,6 +32,59 @@ class CallArguments(NamedTuple):
     bias: Any
     sink: Any
     seed: Any
+
+
+# What to write for arguments that other libraries have, or objects of this one; {} is the value.
+_INSTEAD = {
+    **dict.fromkeys(("scale", "scaling", "sm_scale", "softmax_scale"), "score=ats.ScaledDot({})"),
+    **dict.fromkeys(("temperature", "T"), 'score=ats.Temperature("scaled_dot", {})'),
+    **dict.fromkeys(("softcap", "cap", "logits_soft_cap"), 'score=ats.SoftCap("scaled_dot", {})'),
+    "bandwidth": "score=ats.Gaussian({})",
+    "is_causal": 'mask=ats.Causal(align="top_left")',
+    **dict.fromkeys(("causal", "use_causal_mask"), "mask=ats.Causal()"),
+    **dict.fromkeys(("attn_mask", "attention_mask"), "mask={} if it is boolean, bias={} if it is added to the scores"),
+    "key_padding_mask": "mask=ats.KeyPadding.from_ignore({})",
+    **dict.fromkeys(("window", "window_size", "sliding_window"), "mask=ats.SlidingWindow(left={} - 1, right=0)"),
+    **dict.fromkeys(("lens", "lengths", "key_lens", "seq_lens"), "valid_lens={}"),
+    "dropout_p": "dropout={}",
+    **dict.fromkeys(("need_weights", "return_attention_scores", "output_attentions"), "return_weights={}"),
+}
+
+
+def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
+    """Raise UnknownArgument for arguments that a function does not have, in Python's words and with what to write."""
+    name, x = next(iter(unknown.items()))
+    names = [*inspect.signature(function).parameters]
+    if name in _INSTEAD and (x is None or x is False):
+        hint = "leave it out"
+    elif name in _INSTEAD:
+        hint = _INSTEAD[name].replace("{}", repr(x) if isinstance(x, (int, float)) else name)
+    else:
+        hint = did_you_mean(name, names) or f"it takes {', '.join(names)}"
+    raise UnknownArgument(f"{function.__name__}() got an unexpected keyword argument {name!r}. Hint: {hint}")
+
+
+def hides_unknown(function: Function) -> Function:
+    """Leave ``**unknown``, which is there for `reject_unknown`, out of a function's signature."""
+    signature = inspect.signature(function)
+    parameters = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def closest(x: object, names: Iterable[str]) -> str | None:
+    """Return the name most like `x`, whatever its case, hyphens and underscores; None where none is like it."""
+    if not isinstance(x, str):
+        return None
+    by_letters = {name.lower().replace("_", ""): name for name in names}
+    matches = difflib.get_close_matches(x.lower().replace("-", "").replace("_", ""), by_letters, 1)
+    return by_letters[matches[0]] if matches else None
+
+
+def did_you_mean(x: object, names: Iterable[str]) -> str | None:
+    """Return the hint that `x` may stand for another name."""
+    name = closest(x, names)
+    return None if name is None else f"did you mean {name!r}?"
 
 
 def is_number(x: object) -> bool:
@@ -107,7 +164,7 @@ def check_flag(name: str, x: Any) -> bool:
 def check_choice(name: str, x: Any, choices: Sequence[str]) -> str:
     """Return one of the names in `choices`."""
     if not isinstance(x, str) or x not in choices:
-        raise ArgumentError(message(name, "one of " + ", ".join(choices), shown(x)))
+        raise ArgumentError(message(name, "one of " + ", ".join(choices), shown(x), hint=did_you_mean(x, choices)))
     return x
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from attnscore import backends
-from attnscore.base.arguments import shown
+from attnscore.base.arguments import closest, shown
 from attnscore.base.layout import ScoreShape, is_unknown, may_equal
 from attnscore.errors import MaskError, message
 from attnscore.masks.base import Mask, all_of
 from attnscore.masks.builtin import Dense, ValidLens
 from attnscore.masks.shape_spec import shape_of
+
+_NAMES = ("Causal", "Dense", "Documents", "KeyPadding", "Packed", "PrefixLM", "SlidingWindow", "ValidLens")
 
 
 def as_mask(mask: Any, valid_lens: Any, score_shape: ScoreShape) -> Mask | None:
@@ -33,6 +35,8 @@ def _dense(mask: Any, score_shape: ScoreShape) -> Mask:
     """Return a bare boolean array as a mask."""
     if isinstance(mask, type) or not (backends.is_array(mask) or isinstance(mask, (list, tuple))):
         hint = f"{mask.__name__}() makes a mask" if isinstance(mask, type) else "for example attnscore.Causal()"
+        if isinstance(mask, str) and (name := closest(mask, _NAMES)):
+            hint = f"did you mean attnscore.{name}(...)?"
         raise MaskError(message("mask", "a mask object or a boolean array", shown(mask), hint=hint))
     shape = shape_of(mask)
     batch, query_len, key_len = score_shape.batch, score_shape.query_len, score_shape.key_len

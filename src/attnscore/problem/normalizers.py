@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore.backends.base import Array, Backend
-from attnscore.base.arguments import is_number, shown
+from attnscore.base.arguments import did_you_mean, is_number, shown
 from attnscore.errors import ArgumentError, message
 
 Fold = Callable[[Callable[[Any, Array], Any], Any], Any]
@@ -176,7 +176,8 @@ def resolve(x: Any) -> Normalizer | None:
     if isinstance(x, Normalizer):
         return x
     if not isinstance(x, str) or x not in _NAMED:
-        raise ArgumentError(message("normalizer", f"one of {', '.join(_NAMED)}, or Entmax(alpha)", shown(x)))
+        expected = f"one of {', '.join(_NAMED)}, or Entmax(alpha)"
+        raise ArgumentError(message("normalizer", expected, shown(x), hint=did_you_mean(x, _NAMED)))
     return _NAMED[x]
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from attnscore import backends, scores
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator
-from attnscore.base.arguments import check_held, check_number, is_number, is_whole, shown
+from attnscore.base.arguments import check_held, check_number, did_you_mean, is_number, is_whole, shown
 from attnscore.base.layout import AxisLayout, ScoreShape, Shape, broadcast, check_bias_shape, is_unknown, may_equal
-from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message, with_shapes
+from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message, with_shapes
 from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split
 from attnscore.problem import normalizers, relative
 from attnscore.problem.dropout import Dropout, check_dropout
@@ -328,7 +328,7 @@ def requested_statistics(return_stats: Any, normalizer: Any = "softmax") -> tupl
     if not isinstance(names, (tuple, list, set, frozenset)):
         raise ArgumentError(message("return_stats", expected, shown(return_stats)))
     if unknown := [name for name in names if not isinstance(name, str) or name not in available]:
-        raise ArgumentError(message("return_stats", expected, shown(unknown)))
+        raise ArgumentError(message("return_stats", expected, shown(unknown), hint=did_you_mean(unknown[0], available)))
     return tuple(name for name in available if name in names)
 
 
@@ -342,4 +342,10 @@ def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: A
         whole.check(ops, layout.score_shape)
         backends.check_devices(ops, query, whole.arrays(), host_passes=True)
 
-    return cached_mask(whole, ops, layout.score_shape, check)
+    try:
+        return cached_mask(whole, ops, layout.score_shape, check)
+    except MaskError as error:
+        misfit = str(error).startswith(("valid_lens: expected shape", "valid_lens: expected numbers from"))
+        if not misfit or layout.axes < 4 or layout.head_axis == -2:
+            raise
+        raise MaskError(f"{error}. Hint: {_LAYOUT_HINT}") from None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnscore import backends
-from attnscore.base.arguments import shown
+from attnscore.base.arguments import closest, did_you_mean, shown
 from attnscore.errors import ArgumentError, message
 from attnscore.scores.additive import Additive
 from attnscore.scores.base import (
@@ -141,8 +141,10 @@ def _missing_argument(cls: Callable[[], Any]) -> str | None:
 def _from_name(name: str) -> Any:
     """Return a new score of the class or function registered under `name`; raise ArgumentError when there is none."""
     if name not in _TABLE:
-        call = _CALLS.get(name.lower().replace("_", ""))
-        hint = None if call is None else f"a score with parameters is an object: score={call}"
+        if (call := _CALLS.get(closest(name, (*_TABLE, *_CALLS)) or "")) is not None:
+            hint: str | None = f"a score with parameters is an object: score=ats.{call}"
+        else:
+            hint = did_you_mean(name, _TABLE)
         raise ArgumentError(message("score", "one of " + ", ".join(_TABLE), shown(name), hint=hint))
     try:
         return _TABLE[name]()
