@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
 import re
 import subprocess
 import sys
@@ -203,6 +204,53 @@ def test_numbers_of_numpy_are_numbers(framework: str) -> None:
     x.softmax(temperature=half)
     x.weights(query_index=np.int32(1), key_index=np.array([0, 2]))
     ats.cost("dot", query_len=np.int64(3), key_len=np.int32(5), dim=4)
+
+
+WRONG_NUMBERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "bandwidth 0": (lambda: ats.Gaussian(0), "bandwidth: expected a number above 0, got 0"),
+    "bandwidth below 0": (lambda: ats.Gaussian(-2.0), "bandwidth: expected a number above 0, got -2.0"),
+    "bandwidth whose square is 0": (
+        lambda: ats.Gaussian(1e-200),
+        "bandwidth: expected a number above 0 whose square is too, got 1e-200",
+    ),
+    "scale NaN": (lambda: ats.ScaledDot(math.nan), "scale: expected a number (finite), got nan"),
+    "scale of cosines": (lambda: ats.Cosine(math.inf), "scale: expected a number (finite), got inf"),
+    "cap 0": (lambda: ats.SoftCap("dot", 0), "cap: expected a finite number above 0, got 0"),
+    "T 0": (lambda: ats.Temperature("dot", 0), "T: expected a finite number above 0, got 0"),
+    "T of float32": (lambda: ats.Temperature("dot", np.float32(-1)), "T: expected a finite number above 0, got"),
+    "weight NaN": (lambda: ats.Dot() * math.nan, "weights[0]: expected a number (finite), got nan"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_NUMBERS)
+def test_a_score_checks_its_number_when_it_is_made(name: str) -> None:
+    make, expected = WRONG_NUMBERS[name]
+    with pytest.raises(ats.ArgumentError, match=re.escape(expected)):
+        make()
+
+
+def test_arrays_of_scores_are_checked_at_the_call() -> None:
+    """They may be traced when the score is made, or be no numbers yet."""
+    x = Maker("numpy")
+    for score in (
+        ats.Gaussian(np.array(0.0)),
+        ats.Temperature("dot", np.array(-1.0)),
+        ats.SoftCap("dot", np.array([0.0])),
+        ats.Gaussian("wide"),
+        ats.ScaledDot("1"),
+    ):
+        with pytest.raises(ats.ArgumentError, match="expected a number"):
+            x.attend(score=score)
+
+
+def test_scores_with_placeholders_are_made() -> None:
+    """JAX rebuilds a score with whatever its leaves were mapped to."""
+    import jax
+
+    score = jax.tree_util.tree_map(lambda _: 0, ats.Gaussian(jax.numpy.ones(2)))
+    assert score.bandwidth == 0
+    with pytest.raises(ats.ArgumentError, match="bandwidth: expected a number above 0, got 0"):
+        Maker("numpy").attend(score=score)
 
 
 LEARNED: dict[str, Callable[[Any], Any]] = {

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
-from attnscore.base.arguments import check_number, shown
+from attnscore.base.arguments import check_number, is_number, shown
 from attnscore.base.layout import broadcast
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.base import Score, check, learned, lower, lower_rowwise, multiplied, operations_of, widen
@@ -50,6 +50,9 @@ class Combination(Score):
         if not self.scores or len(self.scores) != len(self.weights):
             got = f"{len(self.scores)} scores, {len(self.weights)} weights"
             raise ArgumentError(message("weights", "one for each of one score or more", got))
+        for i, weight in enumerate(self.weights):
+            if is_number(weight):
+                check_number(f"weights[{i}]", weight)
 
     def __repr__(self) -> str:
         def factor(weight: Any) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore.backends.base import Array, Backend
-from attnscore.base.arguments import check_flag
+from attnscore.base.arguments import check_flag, check_number, is_number
 from attnscore.scores.base import Score, require_same_dim, widen, with_nonfinite_rows_isolated
 from attnscore.scores.forms import Form
 from attnscore.scores.scaled_dot import ScaledDot
@@ -38,6 +38,10 @@ class Cosine(Score):
 
     scale: Any = 1.0
     unit_keys: bool = False
+
+    def __post_init__(self) -> None:
+        if is_number(self.scale):
+            check_number("scale", self.scale)
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         query, key = widen(ops, query, key)

@@ -42,6 +42,10 @@ class ScaledDot(Score):
 
     scale: Any = None
 
+    def __post_init__(self) -> None:
+        if is_number(self.scale):
+            check_number("scale", self.scale)
+
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         scores = ops.matmul(query, ops.matrix_transpose(key))
         return scores * (self._canonical(ops, query, key) if backends.is_array(self.scale) else self._number(query))

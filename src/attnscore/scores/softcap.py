@@ -7,7 +7,7 @@ from typing import Any, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.base.arguments import largest_of
+from attnscore.base.arguments import check_positive, is_number, largest_of
 from attnscore.scores.base import Wrapper, check, check_learned, learned, multiplied, operations_of
 from attnscore.scores.forms import Form, checked_tile, soft_capped
 
@@ -38,6 +38,10 @@ class SoftCap(Wrapper):
 
     score: Any
     cap: Any
+
+    def __post_init__(self) -> None:
+        if is_number(self.cap):
+            check_positive("cap", self.cap)
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         scores = checked_tile(ops, self.score, query, key)

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.base.arguments import check_held, largest_of
+from attnscore.base.arguments import check_held, check_positive, is_number, largest_of
 from attnscore.scores.base import Wrapper, check, check_learned, learned, multiplied, operations_of
 from attnscore.scores.forms import Form, checked_tile
 
@@ -32,6 +32,10 @@ class Temperature(Wrapper):
 
     score: Any
     T: Any
+
+    def __post_init__(self) -> None:
+        if is_number(self.T):
+            check_positive("T", self.T)
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         scores = checked_tile(ops, self.score, query, key)
