@@ -307,7 +307,7 @@ def test_skipped_tiles_are_not_counted() -> None:
         kept = 1 - plan.plan.fractions["skip"]
         assert least - 0.01 <= kept <= most, mask
         assert math.isclose(plan.operations, whole.operations * kept, rel_tol=1e-6, abs_tol=1)
-        assert f"({kept:.0%} of the unmasked)" in str(plan)
+        assert f"({kept:.0%} of all pairs)" in str(plan)
 
 
 def test_a_mask_that_is_no_interval_leaves_its_bounds() -> None:

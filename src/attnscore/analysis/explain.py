@@ -162,7 +162,7 @@ class Explanation:
             ("mask", self.mask),
             *(("", note) for note in self.remarks),
             *((("weights", self.weights),) if self.weights else ()),
-            ("operations", f"{self.operations:,} ({computed:.0%} of the unmasked)"),
+            ("operations", f"{self.operations:,} ({computed:.0%} of all pairs)"),
             ("bytes", f"{self.bytes:,} in and out"),
             ("tiles", str(self.plan).replace("\n", "\n" + " " * 16)),
         ]
