@@ -47,7 +47,7 @@ def run(call: Call, framework: str, kernel: str) -> dict[str, Any]:
             return call.run(framework)
         if kernel != "native":
             raise
-        reasons = str(error).partition("can run, got ")[2].split("; ")
+        reasons = str(error).partition("can run, got ")[2].partition(". Hint: ")[0].split("; ")
         unknown = [reason for reason in reasons if not any(known in reason for known in NOT_NATIVE)]
         if AUTOMATIC == "native":
             assert not unknown, unknown

@@ -782,7 +782,11 @@ def _cache(**options: Any) -> ats.KeyValueCache:
 
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "window": (lambda: ats.KeyValueCache(window=0), ats.ArgumentError, "window: expected a whole number above 0"),
-    "sinks": (lambda: ats.KeyValueCache(sinks=2), ats.ArgumentError, "sinks: expected 0 without a window, got 2"),
+    "sinks": (
+        lambda: ats.KeyValueCache(sinks=2),
+        ats.ArgumentError,
+        "sinks: expected 0 without a window, got 2. Hint: without a window every position is kept",
+    ),
     "negative sinks": (lambda: ats.KeyValueCache(sinks=-1, window=2), ats.ArgumentError, "sinks: expected a whole"),
     "head_axis": (lambda: ats.KeyValueCache(head_axis=1), ats.ArgumentError, "head_axis: expected -3"),
     "capacity": (lambda: ats.KeyValueCache(capacity=0), ats.ArgumentError, "capacity: expected a whole number above"),

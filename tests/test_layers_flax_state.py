@@ -123,7 +123,7 @@ class TestAttentionWeights:
         with pytest.raises(ats.AttnscoreError, match=r"attention_weights: .*got keep_last=False"):
             _ = layer.attention_weights
         layer.keep_last = True
-        with pytest.raises(ats.AttnscoreError, match="a call of the layer before reading, got none outside jit, grad"):
+        with pytest.raises(ats.AttnscoreError, match="a call of the layer first, got none outside jit, grad"):
             _ = layer.attention_weights
         layer(X, X, X)
         assert layer.attention_weights.shape == (2, 3, 3)

@@ -125,7 +125,7 @@ class TestAttentionWeights:
         with pytest.raises(ats.AttnscoreError, match=r"attention_weights: .*got keep_last=False"):
             _ = layer.attention_weights
         layer.keep_last = True
-        with pytest.raises(ats.AttnscoreError, match="a call of the layer before reading, got none since"):
+        with pytest.raises(ats.AttnscoreError, match="a call of the layer first, got none since"):
             _ = layer.attention_weights
         layer(x, x, x)
         assert layer.attention_weights.shape == (1, 3, 3)

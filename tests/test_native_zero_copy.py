@@ -99,7 +99,7 @@ X = np.ones((1, 4, 6, 3), np.float32)
 )
 def test_it_says_what_it_does_not_take(arguments: dict[str, Any], reason: str) -> None:
     assert reason in ats.explain(X, X, X, **arguments).reasons["native"][0]
-    with pytest.raises(ats.KernelUnavailable, match="a problem that 'native' can run"):
+    with pytest.raises(ats.KernelUnavailable, match="a call that 'native' can run"):
         ats.attend(X, X, X, **arguments, kernel="native")
 
 

@@ -348,7 +348,10 @@ def test_jagged_keys_with_offsets_of_their_own() -> None:
     wanted = ats.attend(query, query, query, head_axis=-2, mask=ats.Causal())
     same = torch.nested.nested_tensor_from_jagged(query.values(), key.offsets().clone())
     close(ats.attend(query, same, query, head_axis=-2, mask=ats.Causal()).values().detach(), wanted.values().detach())
-    with pytest.raises(ats.ShapeError, match="value: expected the lengths of key"):
+    with pytest.raises(
+        ats.ShapeError,
+        match=r"value: expected sequences of the lengths of key, .*Hint: torch\.nested\.nested_tensor_from_jagged",
+    ):
         ats.attend(query, key, jagged(draw([2, 3], 2, 4)), head_axis=-2)
 
 

@@ -54,9 +54,9 @@ class KernelUnavailable(AttnscoreError, RuntimeError):
 
 
 def with_shapes(text: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Insert the shapes of the caller's arrays into a message without shapes, as a score's checks make it."""
+    """Insert the shapes of the caller's arrays into a message of a score's checks, before those of its parameters."""
     if "; shapes: " in text:
-        return text
+        return text.replace("; shapes: ", f"; shapes: {_listed(shapes)}, ")
     head, hint, tail = text.partition(". Hint: ")
     return f"{head}; shapes: {_listed(shapes)}{hint}{tail}"
 

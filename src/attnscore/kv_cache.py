@@ -145,7 +145,8 @@ class KeyValueCache:
             if x is not None and (not is_whole(x) or x < 1):
                 raise ArgumentError(message(name, "a whole number above 0, or None", shown(x)))
         if check_count("sinks", self.sinks) and self.window is None:
-            raise ArgumentError(message("sinks", "0 without a window", self.sinks, hint="every position is kept"))
+            hint = f"without a window every position is kept; KeyValueCache(window=..., sinks={self.sinks}) drops some"
+            raise ArgumentError(message("sinks", "0 without a window", self.sinks, hint=hint))
         if not is_whole(self.head_axis) or self.head_axis not in (-3, -2):
             expected = "-3, for (batch, head, length, dim), or -2, for (batch, length, head, dim)"
             raise ArgumentError(message("head_axis", expected, shown(self.head_axis)))

@@ -211,7 +211,9 @@ def attend_ragged(
     if (offsets := parts["value"].offsets) is not key.offsets:
         ends = [backends.host(x) for x in (key.offsets, offsets)]
         if any(x is None for x in ends) or not np.array_equal(*ends):  # type: ignore[arg-type]  # neither is None
-            raise ShapeError(message("value", "the lengths of key", "others, or some that the host cannot compare"))
+            got = "other lengths, or some on a device, which cannot be compared"
+            hint = "torch.nested.nested_tensor_from_jagged(values, key.offsets()) shares those of key"
+            raise ShapeError(message("value", "sequences of the lengths of key", got, hint=hint))
     packed = Packed(query.offsets, None if key.offsets is query.offsets else key.offsets)
     values = (ops.expand_dims(part.values, 0) for part in parts.values())
     result = attend(*values, mask=_per_sequence(mask, packed), head_axis=head_axis, **options)

@@ -108,6 +108,16 @@ _CALL = (
     case("return_stats a float", ArgumentError, "return_stats|entropy|0.5", lambda x: x.attend(return_stats=0.5)),
 )
 
+_SINKS = tuple(
+    case(
+        f"a sink with {normalizer!r}",
+        ArgumentError,
+        f"sink|nothing with normalizer={normalizer!r}: a sink is a logit of the softmax|got 1.0",
+        lambda x, normalizer=normalizer: x.attend(sink=1.0, normalizer=normalizer),
+    )
+    for normalizer in ("sigmoid", "sparsemax", ats.Entmax(1.25))
+)
+
 _INDICES = tuple(
     row
     for name, length in (("query_index", 3), ("key_index", 5))
@@ -116,7 +126,7 @@ _INDICES = tuple(
             case(
                 f"{name}={index!r}",
                 ArgumentError,
-                f"{name}|positions within {length}|{index}",
+                f"{name}|positions from {-length} to {length - 1}, as there are {length}|{index}",
                 lambda x, name=name, index=index: x.weights(**{name: index}),
             )
             for index in (length, -length - 1, [0, length])
@@ -149,7 +159,7 @@ _INDICES = tuple(
         case(
             f"{name} for scores",
             ArgumentError,
-            f"{name}|positions within {length}|99",
+            f"{name}|positions from {-length} to {length - 1}, as there are {length}|99",
             lambda x, name=name: ats.attention_scores(x.floats(2, 3, 4), x.floats(2, 5, 4), **{name: 99}),
         ),
     )
@@ -199,6 +209,12 @@ _SOFTMAX = (
 
 _KERNELS = (
     case(
+        "a kernel that does not take the call",
+        KernelUnavailable,
+        "kernel|a call that 'gather' can run|Neighbours|Hint: kernel=\"auto\" takes one that can run it",
+        lambda x: x.attend(kernel="gather"),
+    ),
+    case(
         "a kernel without gradient",
         KernelUnavailable,
         "dense|gradient|streaming",
@@ -216,4 +232,4 @@ _FILES = (
     ),
 )
 
-CASES = (*_CALL, *_INDICES, *_SOFTMAX, *_KERNELS, *_FILES)
+CASES = (*_CALL, *_SINKS, *_INDICES, *_SOFTMAX, *_KERNELS, *_FILES)

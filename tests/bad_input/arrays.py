@@ -31,7 +31,7 @@ _SHAPES = (
     case(
         "batches that do not broadcast",
         ShapeError,
-        f"query, key, value|leading axes that broadcast|{_QUERY}|key (3, 5, 4)",
+        f"query, key, value|leading axes that broadcast|got (2,) of query, (3,) of key, (2,) of value|{_QUERY}",
         lambda x: x.attend(key=x.floats(3, 5, 4)),
     ),
     case(

@@ -142,7 +142,7 @@ _ALIGNMENT = (
     case(
         "alignment and offset",
         MaskError,
-        "Causal|align or offset|both",
+        "Causal|align or offset, not both|align=",
         lambda x: x.attend(mask=ats.Causal("top_left", offset=2)),
     ),
     case("half an offset", MaskError, "offset|whole numbers|0.5", lambda x: x.attend(mask=ats.Causal(offset=0.5))),

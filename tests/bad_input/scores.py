@@ -173,7 +173,7 @@ _ADDITIVE = (
     case(
         "W_q of another dim",
         ShapeError,
-        "W_q|(h, dim) = (8, 4)|got (8, 3)|w_v (8,)|W_q (8, 3)|W_k (8, 4)",
+        "W_q|(h, dim) = (8, 4)|got (8, 3)|shapes: query (2, 3, 4), |w_v (8,)|W_q (8, 3)|W_k (8, 4)",
         lambda x: _additive(x, W_q=x.floats(8, 3)),
     ),
     case("W_q turned", ShapeError, "W_q|(8, 4)|got (4, 8)", lambda x: _additive(x, W_q=x.floats(4, 8))),

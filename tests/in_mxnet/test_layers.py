@@ -428,7 +428,7 @@ def test_few_weights_are_computed_in_the_pass(name: str, monkeypatch: pytest.Mon
 
 def test_weights_before_a_call_or_of_a_layer_that_keeps_none() -> None:
     layer = DotProductAttention()
-    with pytest.raises(ats.AttnscoreError, match="a call of the layer before reading"):
+    with pytest.raises(ats.AttnscoreError, match="a call of the layer first"):
         _ = layer.attention_weights
     quiet = DotProductAttention(keep_last=False)
     quiet(*inputs())

@@ -248,7 +248,8 @@ def _index(name: str, index: Any, length: int) -> HostIndex | None:
         raise ArgumentError(message(name, expected, ragged + shown(index)))
     positions = np.atleast_1d(positions).astype(np.int64)
     if positions.min() < -length or positions.max() >= length:
-        raise ArgumentError(message(name, f"positions within {length}", shown(positions.tolist())))
+        expected = f"positions from {-length} to {length - 1}, as there are {length}"
+        raise ArgumentError(message(name, expected, shown(positions.tolist())))
     return np.where(positions < 0, positions + length, positions)
 
 

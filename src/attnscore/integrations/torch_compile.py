@@ -235,7 +235,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         return torch_export.attend(query, key, value, **arguments)
     if torch.onnx.is_in_onnx_export():
         # A second attempt of the exporter, after it failed in the first.
-        raise FrameworkError(message("attend", "no strict export, which would hold our operator", "one for ONNX"))
+        hint = "the cause is the error of the exporter's first attempt, which its report has"
+        raise FrameworkError(message("attend", "an export to ONNX that is not strict", "a strict one", hint=hint))
     if not is_possible:
         if torch.compiler.is_compiling():
             return _outside(query, key, value, **arguments)

@@ -55,7 +55,8 @@ def choose(name: str, problem: Problem) -> Kernel:
             and not (kernel.is_sometimes_slower and kernel.reasons_not_automatic(problem))
         )
     if reasons := _TABLE[name].reasons_against(problem):
-        raise KernelUnavailable(message("kernel", f"a problem that {name!r} can run", "; ".join(reasons)))
+        hint = 'kernel="auto" takes one that can run it'
+        raise KernelUnavailable(message("kernel", f"a call that {name!r} can run", "; ".join(reasons), hint=hint))
     return _TABLE[name]
 
 

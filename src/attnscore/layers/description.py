@@ -724,7 +724,7 @@ class BaseAttention(Generic[A]):
         if (last := self._last) is None:
             got = f"none {self._where}since it was made, copied or loaded"
             got = got if self.keep_last else "keep_last=False, which keeps nothing"
-            raise AttnscoreError(message("attention_weights", "a call of the layer before reading", got))
+            raise AttnscoreError(message("attention_weights", "a call of the layer first", got))
         if isinstance(last, str):
             hint = "call the layer itself once; attnscore.attention_weights computes weights anywhere"
             raise AttnscoreError(message("attention_weights", "a call outside " + last, "one inside", hint=hint))

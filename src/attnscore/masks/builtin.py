@@ -160,7 +160,7 @@ class _DiagonalMask(IntervalMask):
         name = type(self).__name__
         check_align(self.align)
         if self.offset is not None and self.align is not None:
-            raise MaskError(message(name, "align or offset", "both"))
+            raise MaskError(message(name, "align or offset, not both", f"align={self.align!r} and an offset"))
         if self.offset is None and self.align is None and score_shape.query_len != score_shape.key_len:
             expected = "an alignment, as there are not as many queries as keys"
             got = f"{score_shape.query_len} queries and {score_shape.key_len} keys"

@@ -60,8 +60,9 @@ class PreparedKeys:
         """Return the key and the score of a call; raise ArgumentError where the call names a score of its own."""
         # The default cannot be distinguished from the same name given by the caller.
         if not isinstance(score, str) or score != "scaled_dot":
-            hint = "prepare_keys(score, key) has bound them to theirs; .key holds the array"
-            raise ArgumentError(message("score", "no score with prepared keys", shown(score), hint=hint))
+            hint = "leave score= out, or pass prepare_keys(score, key) of the keys themselves"
+            expected = f"nothing, as the keys are prepared for {self.score!r}"
+            raise ArgumentError(message("score", expected, shown(score), hint=hint))
         return self.key, self.score
 
 

@@ -265,7 +265,7 @@ def _are_tied(weights: Matrix) -> NDArray[np.bool_]:
 def _edges(found: Any, query_index: Any) -> tuple[Matrix, Indices, Indices]:
     """Return weights and keys (query, k), and the indices (query,) of the queries."""
     if not isinstance(found, (tuple, list)) or len(found) != 2:
-        raise ShapeError(message("found", "weights and their index, as top_weights gives them", shown(type(found))))
+        raise ShapeError(message("found", "what top_weights returns, or a pair (weights, index)", shown(type(found))))
     weights, index = (drawing.to_matrix(x) for x in found)
     if weights.ndim != 2 or weights.shape != index.shape:
         got = f"shapes {weights.shape} and {index.shape}"

@@ -127,7 +127,8 @@ def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Axis
     try:
         lead = broadcast(*(shape[:-trailing] for shape in padded.values()))
     except ValueError:
-        raise ShapeError(message(names, "leading axes that broadcast", "axes that do not", shapes=shapes)) from None
+        leads = ", ".join(f"{shape[:-trailing]} of {name}" for name, shape in padded.items())
+        raise ShapeError(message(names, "leading axes that broadcast", leads, shapes=shapes)) from None
     score_shape = ScoreShape(
         lead=tuple(lead) or (1,),
         heads=heads,
@@ -267,7 +268,8 @@ def build_problem(
     is_softmax = type(normalizer) is str and normalizer == "softmax"
     checked_normalizer = None if is_softmax else normalizers.resolve(normalizer)
     if sink is not None and checked_normalizer is not None:
-        raise ArgumentError(message("sink", "None, as the normalizer is not the softmax", shown(sink)))
+        expected = f"nothing with normalizer={shown(normalizer)}: a sink is a logit of the softmax"
+        raise ArgumentError(message("sink", expected, shown(sink)))
     checked_mask = None
     if mask is not None or valid_lens is not None:
         checked_mask = _mask(ops, mask, valid_lens, layout, query)
