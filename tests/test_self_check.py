@@ -151,6 +151,15 @@ def test_a_kernel_that_takes_no_numpy_arrays_is_said_and_is_no_failure(
     assert "Not checked: the kernel 'fused' (arrays of numpy" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("argument", "status", "words"), [("--help", 0, "usage: "), ("torch", 2, "unrecognized")])
+def test_the_command_checks_nothing_where_it_has_arguments(argument: str, status: int, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "attnscore.testing", argument], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status and words in done.stdout + done.stderr
+    assert "attnscore 0" not in done.stdout and " ok\n" not in done.stdout
+
+
 @pytest.mark.slow
 def test_this_installation_passes_and_imports_numpy_alone() -> None:
     code = (

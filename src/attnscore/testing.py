@@ -9,6 +9,7 @@ under test. A framework is imported only when an array of it was given.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import importlib.util
@@ -705,4 +706,8 @@ def _same(ops: Backend, label: str, got: Array, expected: Array) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="python -m attnscore.testing",
+        description="Check this installation, in some seconds: every kernel that can run here, with every score.",
+    ).parse_args()
     sys.exit(main())
