@@ -816,6 +816,7 @@ def test_bench_is_one_table_and_says_what_is_left_out(capsys, tiny_bench):
     tiny_bench(0)
     status, out, err = run(capsys, "bench", "--seconds", "0.01")
     assert status == 0 and "NumPy, tiny" in out and "ours / ms" in out
+    assert "ratio: their time over ours" in " ".join(out.split()) and "target" not in out
     assert err == "NumPy, tiny, beside the same\nleft out: jax is not installed\n"
 
 
