@@ -24,6 +24,7 @@ MODULES = (
     "attnscore.plotting",
     "attnscore.diagnostics",
     "attnscore.diagnostics.callbacks",
+    "attnscore.diagnostics.scaling",
     "attnscore.integrations.transformers",
     "attnscore.compat.jax",
     "attnscore.compat.keras",
@@ -57,7 +58,7 @@ def page() -> str:
 def names(module: ModuleType) -> Iterator[tuple[str, Any]]:
     """Public names in the order of the alphabet, functions first."""
     public = getattr(module, "__all__", None) or UNLISTED[module.__name__]
-    found = [(name, getattr(module, name)) for name in public if not name.startswith("__")]
+    found = [(name, getattr(module, name)) for name in public if callable(getattr(module, name))]
     return iter(sorted(found, key=lambda each: (inspect.isclass(each[1]), each[0].lower())))
 
 

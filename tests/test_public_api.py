@@ -210,6 +210,22 @@ def test_what_leaves_to_the_user_is_a_named_tuple(name: str, fields: tuple[str, 
     assert getattr(ats, name)._fields == fields
 
 
+def test_what_watch_returns_can_be_named() -> None:
+    """Annotations of a user's own functions need the classes of `watch` and of its verdicts."""
+    import torch
+
+    from attnscore import diagnostics
+
+    assert set(diagnostics.__all__) == {
+        *("Inspection", "Thresholds", "Verdict", "Watch", "inspect_model", "scaling_lab", "watch")
+    }
+    with diagnostics.watch(torch.nn.Linear(2, 2)) as seen:
+        pass
+    assert type(seen) is diagnostics.Watch and inspect.isclass(diagnostics.Verdict)
+    with pytest.raises(AttributeError, match="has no attribute 'Recorder'"):
+        diagnostics.Recorder  # noqa: B018
+
+
 def test_functions_of_the_statistics() -> None:
     assert signature(ats.AttentionStats.saturated).startswith("(threshold")
     for name in ("jacobian_trace", "effective_keys", "summary"):

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnscore.diagnostics.inspection.inspection import Inspection, inspect_model
     from attnscore.diagnostics.scaling import scaling_lab
-    from attnscore.diagnostics.watching.health import Thresholds
+    from attnscore.diagnostics.watching.base import Watch
+    from attnscore.diagnostics.watching.health import Thresholds, Verdict
     from attnscore.diagnostics.watching.watch import watch
 
-__all__ = ["Inspection", "Thresholds", "inspect_model", "scaling_lab", "watch"]
+__all__ = ["Inspection", "Thresholds", "Verdict", "Watch", "inspect_model", "scaling_lab", "watch"]
 
 _HOMES = {
     "Inspection": "inspection.inspection",
     "Thresholds": "watching.health",
+    "Verdict": "watching.health",
+    "Watch": "watching.base",
     "inspect_model": "inspection.inspection",
     "scaling_lab": "scaling",
     "watch": "watching.watch",
