@@ -106,6 +106,19 @@ def toy_maps() -> Figure:
     )
 
 
+def masked_softmax() -> Figure:
+    """Scores of two queries, and their weights under no lengths, one length, and a length for each query."""
+    scores = np.array([[0.2, 0.4, 0.1, 0.8], [1.0, 0.0, 2.0, 0.5]])
+    maps = {
+        "no lengths:\nall four keys": ats.masked_softmax(scores),
+        "one length, 3: the last\nkey is masked for both": ats.masked_softmax(scores[None], [3])[0],
+        "a length per query, 3 and 0:\nthe second row is zero": ats.masked_softmax(scores[None], [[3, 0]])[0],
+    }
+    return plotting.show_attention(
+        list(maps.values()), titles=list(maps), numbers=True, xlabel="key j", ylabel="query i", figsize=(8.4, 2.4)
+    )
+
+
 def multi_head() -> Figure:
     """Shapes on the way through multi-head attention, with the axis of heads as stacked sheets."""
     figure, axis = board(9.3, 3.7)
@@ -169,4 +182,10 @@ def draw_growth(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axis.set_xscale("log", base=2)
 
 
-DRAWN = {"pooling": pooling, "toy-maps": toy_maps, "multi-head": multi_head, "memory": memory}
+DRAWN = {
+    "pooling": pooling,
+    "toy-maps": toy_maps,
+    "masked-softmax": masked_softmax,
+    "multi-head": multi_head,
+    "memory": memory,
+}
