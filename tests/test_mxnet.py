@@ -159,4 +159,4 @@ def test_nothing_is_advised_where_no_release_can_be_installed(monkeypatch: pytes
     """MXNet's NumPy has no wheels for these releases of Python."""
     monkeypatch.setattr("sys.version_info", Release(3, 12))
     reason = ats.available()["frameworks"]["mxnet"]
-    assert reason == "it needs Python below 3.12, and this is 3.12" and not reason
+    assert reason == "it needs NumPy below 1.24, which Python 3.12 and later do not have" and not reason

@@ -30,8 +30,6 @@ class _Entry(NamedTuple):
     install: str = ""
     """Arguments of pip, if other than its name."""
     numpy_below: str = ""
-    python_3_below: int = 0
-    """First minor release of Python 3 for which there is no such NumPy."""
 
 
 _TABLE = {
@@ -40,11 +38,7 @@ _TABLE = {
     "tensorflow": _Entry("tensorflow.backend.TensorFlowBackend", ("tensorflow",)),
     "jax": _Entry("jax.backend.JaxBackend", ("jax", "jaxlib")),
     "mxnet": _Entry(
-        "mxnet.backend.MxnetBackend",
-        ("mxnet",),
-        install="mxnet==1.9.1 'numpy<1.24'",
-        numpy_below="1.24.0",
-        python_3_below=12,
+        "mxnet.backend.MxnetBackend", ("mxnet",), install="mxnet==1.9.1 'numpy<1.24'", numpy_below="1.24.0"
     ),
 }
 # By package: the array class ("" for every class with a shape) and the framework. cupy is recognised so that the error
@@ -284,8 +278,8 @@ def fallbacks() -> dict[str, str]:
 
 def _missing(name: str) -> str | None:
     entry = _TABLE[name]
-    if entry.python_3_below and (minor := sys.version_info.minor) >= entry.python_3_below:
-        return f"it needs Python below 3.{entry.python_3_below}, and this is 3.{minor}"
+    if entry.numpy_below and sys.version_info >= (3, 12):
+        return f"it needs NumPy below {entry.numpy_below.removesuffix('.0')}, which Python 3.12 and later do not have"
     if not importlib.util.find_spec(name):
         return f"the package {name} is not installed (pip install {entry.install or name})"
     if entry.numpy_below and np.lib.NumpyVersion(np.__version__) >= entry.numpy_below:

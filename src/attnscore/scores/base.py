@@ -23,7 +23,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator
 from attnscore.backends.tape import Tape, Variable, value_of
-from attnscore.base.arguments import check_positive
+from attnscore.base.arguments import check_positive, is_number
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 from attnscore.scores.forms import AdditiveForm, DistanceForm, Form, InnerForm, SumForm, TileForm
 
@@ -112,6 +112,14 @@ class Wrapper(Score):
     """Interface of scores that transform another one: the field `score`, an object or a registered name."""
 
     score: Any
+    parameter: ClassVar[str]
+    """Name of the field that is a number above 0, or an array () or (heads,) of such."""
+    operations_per_score: ClassVar[int]
+
+    @final
+    def __post_init__(self) -> None:
+        if is_number(x := getattr(self, self.parameter)):
+            check_positive(self.parameter, x)
 
     @abstractmethod
     def transform(self, ops: Backend, form: Form, query: Array) -> Form:
@@ -129,6 +137,27 @@ class Wrapper(Score):
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Any]:
         key, inner = prepare_keys(ops, self.score, key)
         return key, dataclasses.replace(self, score=inner)  # type: ignore[type-var]  # every concrete wrapper is one
+
+    @final
+    def check(self, dim: int, key_dim: int) -> None:
+        name, x = self.parameter, getattr(self, self.parameter)
+        if not backends.is_array(x):
+            check_positive(name, x)
+        else:
+            require_positive(name, x)
+            if len(x.shape) > 1:
+                raise ShapeError(message(name, "a number, () or (heads,)", tuple(x.shape)))
+            # Gradients of arrays are returned by name.
+            if name in arrays_of(self.score):
+                hint = "their product, or one of the two, can be a number"
+                got = f"another in {self.score!r}"
+                raise ArgumentError(message(name, "one learned array of this name", got, hint=hint))
+        check(self.score, dim, key_dim)
+
+    @final
+    def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
+        inner = operations_of(self.score, query_len, key_len, dim, key_dim)
+        return inner + self.operations_per_score * query_len * key_len
 
 
 _FIELD_NAMES: dict[type, tuple[str, ...]] = {}
@@ -245,22 +274,6 @@ def require_positive(name: str, x: Any) -> None:
         values = values.astype(np.float32)  # ml_dtypes registers it with kind "V"
     if values is not None and (values.dtype.kind not in "iuf" or not ((values > 0) & np.isfinite(values)).all()):
         raise ArgumentError(message(name, expected, f"{values.reshape(-1)[:8].tolist()}"))
-
-
-def check_learned(name: str, x: Any, inner: Any) -> None:
-    """Raise unless a wrapper's parameter is a number above 0 or an array () or (heads,) of such, the one of its name.
-
-    Gradients of arrays are returned by name, so only one of the wrapped scores may have such an array.
-    """
-    if not backends.is_array(x):
-        check_positive(name, x)
-        return
-    require_positive(name, x)
-    if len(x.shape) > 1:
-        raise ShapeError(message(name, "a number, () or (heads,)", tuple(x.shape)))
-    if name in arrays_of(inner):
-        hint = "their product, or one of the two, can be a number"
-        raise ArgumentError(message(name, "one learned array of this name", f"another in {inner!r}", hint=hint))
 
 
 def with_dtype(ops: Backend, score: Any, dtype: str) -> Any:

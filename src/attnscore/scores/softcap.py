@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.base.arguments import check_positive, is_number, largest_of
-from attnscore.scores.base import Wrapper, check, check_learned, learned, multiplied, operations_of
+from attnscore.base.arguments import largest_of
+from attnscore.scores.base import Wrapper, learned, multiplied
 from attnscore.scores.forms import Form, checked_tile, soft_capped
 
 
@@ -38,10 +38,8 @@ class SoftCap(Wrapper):
 
     score: Any
     cap: Any
-
-    def __post_init__(self) -> None:
-        if is_number(self.cap):
-            check_positive("cap", self.cap)
+    parameter: ClassVar[str] = "cap"
+    operations_per_score: ClassVar[int] = 3
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         scores = checked_tile(ops, self.score, query, key)
@@ -55,13 +53,6 @@ class SoftCap(Wrapper):
             return form.capped(float(self.cap)) if self._can_bind(ops, query) else form
         cap = learned(ops, "cap", self.cap, query, form.key, form.query)
         return multiplied(ops, multiplied(ops, form, 1 / cap).capped(1.0), cap)
-
-    def check(self, dim: int, key_dim: int) -> None:
-        check_learned("cap", self.cap, self.score)
-        check(self.score, dim, key_dim)
-
-    def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-        return operations_of(self.score, query_len, key_len, dim, key_dim) + 3 * query_len * key_len
 
     def _can_bind(self, ops: Backend, query: Array) -> bool:
         """Return whether the dtype of the scores holds numbers above the cap."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.base.arguments import check_held, check_positive, is_number, largest_of
-from attnscore.scores.base import Wrapper, check, check_learned, learned, multiplied, operations_of
+from attnscore.base.arguments import check_held, largest_of
+from attnscore.scores.base import Wrapper, learned, multiplied
 from attnscore.scores.forms import Form, checked_tile
 
 
@@ -32,10 +32,8 @@ class Temperature(Wrapper):
 
     score: Any
     T: Any
-
-    def __post_init__(self) -> None:
-        if is_number(self.T):
-            check_positive("T", self.T)
+    parameter: ClassVar[str] = "T"
+    operations_per_score: ClassVar[int] = 1
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         scores = checked_tile(ops, self.score, query, key)
@@ -52,10 +50,3 @@ class Temperature(Wrapper):
         if isinstance(scale, float):
             check_held("T", self.T, dtype, scale, smallest * abs(scale / factor))
         return scaled
-
-    def check(self, dim: int, key_dim: int) -> None:
-        check_learned("T", self.T, self.score)
-        check(self.score, dim, key_dim)
-
-    def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-        return operations_of(self.score, query_len, key_len, dim, key_dim) + query_len * key_len
