@@ -706,8 +706,5 @@ def _same(ops: Backend, label: str, got: Array, expected: Array) -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        prog="python -m attnscore.testing",
-        description="Check this installation, in some seconds: every kernel that can run here, with every score.",
-    ).parse_args()
+    argparse.ArgumentParser("python -m attnscore.testing", description="Check this installation.").parse_args()
     sys.exit(main())

@@ -46,8 +46,6 @@ _INSTEAD = {
     "key_padding_mask": "mask=ats.KeyPadding.from_ignore({})",
     **dict.fromkeys(("window", "window_size", "sliding_window"), "mask=ats.SlidingWindow(left={} - 1, right=0)"),
     **dict.fromkeys(("lens", "lengths", "key_lens", "seq_lens"), "valid_lens={}"),
-    "dropout_p": "dropout={}",
-    **dict.fromkeys(("need_weights", "return_attention_scores", "output_attentions"), "return_weights={}"),
 }
 
 
@@ -67,8 +65,8 @@ def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> 
 def hides_unknown(function: Function) -> Function:
     """Leave ``**unknown``, which is there for `reject_unknown`, out of a function's signature."""
     signature = inspect.signature(function)
-    parameters = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    *others, _ = signature.parameters.values()
+    function.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
     return function
 
 

@@ -40,11 +40,7 @@ def info() -> None:
     if version("torch") is not None:
         backends.load("torch")  # which then says what it lacks
     working = ats.available()
-    titles = {
-        "frameworks": "Frameworks",
-        "kernels": "Kernels, in order of preference",
-        "targets": "CPU targets of native",
-    }
+    titles = {"frameworks": "Frameworks", "kernels": "Kernels, in order of preference", "targets": "Targets of native"}
     for part, title in titles.items():
         lines = [(name, "yes", "") if works else (name, "no", str(works)) for name, works in working[part].items()]
         out.print(table(title, ("name", "works", "why not"), lines, left=3))

@@ -141,10 +141,8 @@ def _missing_argument(cls: Callable[[], Any]) -> str | None:
 def _from_name(name: str) -> Any:
     """Return a new score of the class or function registered under `name`; raise ArgumentError when there is none."""
     if name not in _TABLE:
-        if (call := _CALLS.get(closest(name, (*_TABLE, *_CALLS)) or "")) is not None:
-            hint: str | None = f"a score with parameters is an object: score=ats.{call}"
-        else:
-            hint = did_you_mean(name, _TABLE)
+        call = _CALLS.get(closest(name, (*_TABLE, *_CALLS)) or "")
+        hint = f"a score with parameters is an object: score=ats.{call}" if call else did_you_mean(name, _TABLE)
         raise ArgumentError(message("score", "one of " + ", ".join(_TABLE), shown(name), hint=hint))
     try:
         return _TABLE[name]()

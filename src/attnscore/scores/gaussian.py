@@ -61,7 +61,9 @@ class Gaussian(Score):
 
     def __post_init__(self) -> None:
         if is_number(self.bandwidth):
-            _check_bandwidth("bandwidth", self.bandwidth)
+            require_positive("bandwidth", self.bandwidth)
+            if self.bandwidth * self.bandwidth == 0:
+                raise ArgumentError(message("bandwidth", "a number above 0 whose square is too", self.bandwidth))
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         query, key = self._in_bandwidths(ops, query, key)
@@ -87,7 +89,7 @@ class Gaussian(Score):
 
     def check(self, dim: int, key_dim: int) -> None:
         require_same_dim("Gaussian", dim, key_dim)
-        _check_bandwidth("bandwidth", self.bandwidth)
+        require_positive("bandwidth", self.bandwidth)
         shape = tuple(getattr(self.bandwidth, "shape", ()))
         if len(shape) > 2 or (len(shape) == 2 and shape[1] != dim):
             expected = f"a number, () or (heads,), or (1, dim) or (heads, dim) with dim = {dim}"
@@ -129,12 +131,6 @@ class Gaussian(Score):
         if self._is_per_dim() or not backends.is_array(self.bandwidth):
             return scale_of(1.0 if self._is_per_dim() else float(self.bandwidth))
         return scale_of(self._canonical(ops, query, key))
-
-
-def _check_bandwidth(name: str, x: Any) -> None:
-    require_positive(name, x)
-    if is_number(x) and x * x == 0:
-        raise ArgumentError(message(name, "a number above 0 whose square is too", x))
 
 
 def scale_of(bandwidth: Any) -> Any:
