@@ -6,12 +6,17 @@ of documents, which show code and what it prints.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+
+import attnscore as ats
 
 ROOT = Path(__file__).parents[1]
 
@@ -148,3 +153,34 @@ def test_the_glossary_is_a_table_of_terms() -> None:
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     for term in ("row_max", "log_denom", "delta", "micro-tile", "lowered form", "VJP", "KV heads", "signature"):
         assert term in text
+
+
+def test_the_arguments_of_one_meaning_exist() -> None:
+    from attnscore import parallel, plotting
+    from attnscore.diagnostics import Inspection, inspect_model
+    from attnscore.layers import torch as layers
+
+    owners: dict[str, Any] = {
+        **{name: getattr(ats, name) for name in ("cost", "top_weights", "KeyValueCache", "SlidingWindow")},
+        **{name: getattr(layers, name) for name in ("AdditiveAttention", "MultiHeadAttention")},
+        "Inspection.top_links": Inspection.top_links,
+        "inspect_model": inspect_model,
+        "layers": layers.MultiHeadAttention,
+        "parallel.explain": parallel.explain,
+        "show_long_attention": plotting.show_long_attention,
+    }
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    section = text.partition("## Arguments of one meaning")[2].partition("\n## ")[0]
+    groups = re.findall(r"((?:`\w+`, )*`\w+`) \(([^)]*)\)", section)
+    assert len(groups) > 8
+    for arguments, places in groups:
+        for owner in re.findall(r"`?([\w.]+)`?", places):
+            if owner in owners:
+                parameters = inspect.signature(owners[owner]).parameters
+                assert not {*re.findall(r"\w+", arguments)} - {*parameters}, owner
+    x = np.random.default_rng(0).standard_normal((1, 7, 4))
+    cache = ats.KeyValueCache(window=3)
+    steps = [cache.append(y, y).attend(y) for y in np.split(x, 7, axis=1)]
+    np.testing.assert_allclose(
+        np.concatenate(steps, 1), ats.attend(x, x, x, mask=ats.SlidingWindow(left=2, right=0)), atol=1e-12
+    )
