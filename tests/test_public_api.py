@@ -221,7 +221,7 @@ def test_what_watch_returns_can_be_named() -> None:
     }
     with diagnostics.watch(torch.nn.Linear(2, 2)) as seen:
         pass
-    assert type(seen) is diagnostics.Watch and inspect.isclass(diagnostics.Verdict)
+    assert isinstance(seen, diagnostics.Watch) and inspect.isclass(diagnostics.Verdict)
     with pytest.raises(AttributeError, match="has no attribute 'Recorder'"):
         diagnostics.Recorder  # noqa: B018
 
