@@ -53,10 +53,9 @@ def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> 
     """Raise UnknownArgument for arguments that a function does not have, in Python's words and with what to write."""
     name, x = next(iter(unknown.items()))
     names = [*inspect.signature(function).parameters]
-    if name in _INSTEAD and (x is None or x is False):
-        hint = "leave it out"
-    elif name in _INSTEAD:
-        hint = _INSTEAD[name].replace("{}", repr(x) if isinstance(x, (int, float)) else name)
+    if name in _INSTEAD:
+        written = _INSTEAD[name].replace("{}", repr(x) if isinstance(x, (int, float)) else name)
+        hint = "leave it out" if x is None or x is False else written
     else:
         hint = did_you_mean(name, names) or f"it takes {', '.join(names)}"
     raise UnknownArgument(f"{function.__name__}() got an unexpected keyword argument {name!r}. Hint: {hint}")
@@ -72,10 +71,9 @@ def hides_unknown(function: Function) -> Function:
 
 def closest(x: object, names: Iterable[str]) -> str | None:
     """Return the name most like `x`, whatever its case, hyphens and underscores; None where none is like it."""
-    if not isinstance(x, str):
-        return None
+    letters = x.lower().replace("-", "").replace("_", "") if isinstance(x, str) else ""
     by_letters = {name.lower().replace("_", ""): name for name in names}
-    matches = difflib.get_close_matches(x.lower().replace("-", "").replace("_", ""), by_letters, 1)
+    matches = difflib.get_close_matches(letters, by_letters, 1)
     return by_letters[matches[0]] if matches else None
 
 
