@@ -279,6 +279,25 @@ def failing_head(page: Any) -> Figure:
     return figure
 
 
+def chosen_heads(page: Any) -> Figure:
+    """Weights of a synthetic alignment, and the path through their smoothed sum."""
+    figure, axes = panels(2, 9.5, 3.9)
+    gain = page.smooth(page.weights)
+    maps = ("mean weight of three heads", page.weights.mean(0), "Reds"), ("smoothed, with the path", gain, "RdBu_r")
+    for axis, (title, values, colours) in zip(axes, maps, strict=True):
+        limit = np.abs(values).max()
+        low = 0 if colours == "Reds" else -limit
+        image = axis.imshow(values, cmap=colours, vmin=low, vmax=limit, aspect="auto", interpolation="none")
+        axis.plot(page.begins, np.arange(len(page.words)), "o", color=BLUE, fillstyle="none", markersize=7)
+        axis.set_yticks(range(len(page.words)), page.words)
+        axis.set(title=title, xlabel="frame (key)")
+        figure.colorbar(image, ax=axis, shrink=0.8)
+    frames = np.append(page.best_path(gain), gain.shape[1])
+    axes[1].step(frames - 0.5, np.minimum(np.arange(len(frames)), 11), where="post", color="black", linewidth=1.2)
+    axes[0].set_ylabel("word (query)")
+    return figure
+
+
 def _frame(x: int, y: int) -> Any:
     from matplotlib.patches import Rectangle
 
@@ -298,6 +317,7 @@ DRAWN: dict[str, tuple[str, Callable[[Any], Figure]]] = {
     "qk-clip": ("qk-clip.md", qk_clip),
     "failing-head": ("failing-head.md", failing_head),
     "location-sensitive": ("location-sensitive.md", location_sensitive),
+    "chosen-heads": ("chosen-heads.md", chosen_heads),
 }
 
 if __name__ == "__main__":

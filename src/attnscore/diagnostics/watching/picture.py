@@ -58,7 +58,9 @@ def draw(records: Records) -> Figure:
     layers = list(records.layers.values())
     if not layers:
         sampled = f"none in {records.sampled} sampled of {records.steps} steps"
-        raise ArgumentError(message("plot", "a recorded attention call", sampled))
+        raise ArgumentError(
+            message("plot", "a recorded attention call", sampled, hint="call the model inside `with watch(model)`")
+        )
     names, heads = [layer.name for layer in layers], max(layer.heads for layer in layers)
     over_steps = max(len(layer.steps) for layer in layers) > 1
     pattern, short = short_names(names)

@@ -251,7 +251,10 @@ class Records:
     def history(self, layer: str, name: str) -> tuple[list[int], Array]:
         """Return the sampled steps, and a number of each head in each of them: (step, head)."""
         if layer not in self.layers:
-            raise ArgumentError(message("layer", f"one of {list(self.layers)}", repr(layer)))
+            expected = (
+                f"one of {list(self.layers)}" if self.layers else "a recorded attention call, of which there is none"
+            )
+            raise ArgumentError(message("layer", expected, repr(layer)))
         if name not in NUMBERS:
             raise ArgumentError(message("name", f"one of {list(NUMBERS)}", repr(name)))
         # A copy, as in `_layers`.
