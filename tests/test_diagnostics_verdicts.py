@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from attnscore.diagnostics.watching.causes import REMEDIES
 from attnscore.diagnostics.watching.health import FAILURES, SIGNS, Thresholds, clip_factor, loss_trouble
@@ -296,3 +297,15 @@ def test_sums_of_an_observer_that_knows_less() -> None:
     few = {name: value for name, value in sums(**BAD).items() if name in (*list(MEANS)[:10], "rows", "choice_rows",
            "padding_rows", "empty_rows", "nan_rows", "max_logit")}  # fmt: skip
     assert recorded(few, few).failing() == [("a.0", 1)] and math.isnan(recorded(few).rows()[0]["value_spread"])
+
+
+def test_lines_that_change_weights_run_on_the_parameters_of_a_model() -> None:
+    """In-place changes of a view of a parameter raise outside of `torch.no_grad`, unless they are of its data."""
+    lines = [remedy.code for remedy in REMEDIES.values() if "W_q[" in remedy.code or "W_q.data[" in remedy.code]
+    assert len(lines) >= 2
+    for line in lines:
+        W_q, W_k = (torch.nn.Linear(8, 8).weight for _ in "qk")
+        before = W_q.detach().clone()
+        exec(line, {"W_q": W_q, "W_k": W_k, "rows": slice(2, 4), "row": {"clip": 0.25}, "nn": torch.nn})
+        changed = (W_q != before).any(1)
+        assert changed[2:4].all() and not changed[:2].any() and not changed[4:].any()

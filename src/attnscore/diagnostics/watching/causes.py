@@ -35,7 +35,7 @@ _WARM_UP = "torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, tota
 REMEDIES: dict[str, Remedy] = {
     "weights of one head too large": Remedy(
         "QK-clip: multiply the head's query and key weights by the root of `clip`, after the optimiser's step",
-        "W_q[rows] *= row['clip'] ** 0.5; W_k[rows] *= row['clip'] ** 0.5",
+        "W_q.data[rows] *= row['clip'] ** 0.5; W_k.data[rows] *= row['clip'] ** 0.5",
     ),
     "no scale, or weights that start too large": Remedy(
         "divide the scores by the square root of the head's dimension; or normalise queries and keys (QK-norm)",
