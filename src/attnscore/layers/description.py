@@ -712,7 +712,7 @@ class BaseAttention(Generic[A]):
         """The weights of the last call, before dropout, detached: (batch, query, key).
 
         Multi-head: (batch, head, query, key). They are computed now, O(n^2) memory while they are held, and the call
-        kept its queries and keys alone. The call itself computes and keeps up to 4096, which takes less time.
+        kept its queries and keys alone. The call itself computes and keeps up to 8192, which takes less time.
 
         Raises
         ------
