@@ -36,4 +36,5 @@ def sequence_mask(X: Any, valid_len: Any, value: float = 0) -> Any:
 
 def check_shape(a: Any, shape: Sequence[int]) -> None:
     """Raise AssertionError unless an array has this shape."""
-    assert tuple(a.shape) == tuple(shape), f"tensor's shape {tuple(a.shape)} != expected shape {tuple(shape)}"
+    if tuple(a.shape) != tuple(shape):
+        raise AssertionError(f"tensor's shape {tuple(a.shape)} != expected shape {tuple(shape)}")

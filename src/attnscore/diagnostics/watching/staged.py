@@ -362,8 +362,8 @@ def call_model(
 
 def record(values: Values, make_site: Callable[[], Site], call: Callable[[], Any]) -> Any:
     """Return the output of an attention call, and record it."""
-    root = HERE.root
-    assert root is not None
+    if (root := HERE.root) is None:
+        return call()
     with recorded():
         out = call()
     if root.state is None and root.number == NOT_SAMPLED:
