@@ -166,6 +166,6 @@ def check_choice(name: str, x: Any, choices: Sequence[str]) -> str:
 
 def _finite(x: Real) -> bool:
     try:
-        return math.isfinite(float(x))
+        return -math.inf < float(x) < math.inf  # which torch.compile can trace, as it cannot math.isfinite
     except OverflowError:
         return False
