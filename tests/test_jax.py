@@ -520,6 +520,20 @@ def test_no_matrix_under_jit() -> None:
         assert memory.temp_size_in_bytes < 4096 * 4096 * 4 / 4, kernel
 
 
+@pytest.mark.parametrize("length", [256, 300, 308])
+def test_a_program_holds_one_tile_of_a_length_with_divisors(length: int) -> None:
+    """No second copy of a tile's operations, for the first or the last tile: they would take as long to compile."""
+
+    def pooled(q: Any, k: Any, v: Any) -> Any:
+        return ats.attend(q, k, v, score=OwnAbsolute(jnp.asarray(0.7)), mask=ats.Causal())
+
+    arrays = [jnp.zeros((4, 8, length, 8))] * 3
+    program = jax.jit(pooled).lower(*arrays).as_text()
+    assert program.count("stablehlo.while") == 2
+    # One of a tile, two where it is merged with those before, one at the end.
+    assert program.count("stablehlo.exponential") == 4
+
+
 @pytest.mark.slow
 def test_tile_sizes_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = inputs(queries=19, keys=23)

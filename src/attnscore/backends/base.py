@@ -464,6 +464,17 @@ class Backend(ABC):
         """As `cond`, for a condition that is rarely true: `function` costs nothing where it does not run."""
         return self.cond(condition, function, carry)
 
+    def compiles_each_shape(self) -> bool:
+        """Whether the first tile of a shape costs a compilation, or makes a program longer."""
+        return False
+
+    def zeros_of(self, function: Callable[[], tuple[Array, ...]], length: int) -> tuple[Array, ...] | None:
+        """Return zeros like the results of a function that is not run, with `length` on the last axis but one.
+
+        None where only a run tells the shapes.
+        """
+        return None
+
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         """Fold ``carry = body(i, carry)`` over range(count); a traced loop is not unrolled."""
         for i in range(count):

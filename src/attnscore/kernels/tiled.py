@@ -561,17 +561,21 @@ def _map_query_tiles(
         results = ops.map_tiles(full, lambda i: query_tile_result(i, (i * tile, tile)))
         results += [query_tile_result(full, (full * tile, tail))] if tail else []
         return tuple(ops.concat(parts, -2) for parts in zip(*results, strict=True))
-    first = query_tile_result(0, (0, tile))
     # Where no framework records the tiles, they are written to preallocated arrays. Concatenated parts would take as
     # much again, and the allocator would not return it: 24 to 55 MB at 16384 tokens, on top of the backward's memory.
-    whole = tuple(ops.zeros((*ops.shape(x)[:-2], length, ops.shape(x)[-1]), x) for x in first)
 
     def write(whole: tuple[Array, ...], parts: tuple[Array, ...], start: Any) -> tuple[Array, ...]:
         return tuple(ops.add_at(x, -2, start, part) for x, part in zip(whole, parts, strict=True))
 
-    whole = write(whole, first, 0)
+    whole, begin = ops.zeros_of(lambda: query_tile_result(0, (0, tile)), length), 0
+    if whole is None:
+        first, begin = query_tile_result(0, (0, tile)), 1
+        zeros = tuple(ops.zeros((*ops.shape(x)[:-2], length, ops.shape(x)[-1]), x) for x in first)
+        whole = write(zeros, first, 0)
     whole = ops.loop(
-        full - 1, lambda i, x: write(x, query_tile_result(i + 1, ((i + 1) * tile, tile)), (i + 1) * tile), whole
+        full - begin,
+        lambda i, x: write(x, query_tile_result(i + begin, ((i + begin) * tile, tile)), (i + begin) * tile),
+        whole,
     )
     return write(whole, query_tile_result(full, (full * tile, tail)), full * tile) if tail else whole
 

@@ -171,6 +171,10 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     score_shape = problem.score_shape
     interval_set, rest = problem.visibility
     query_tile, key_tile = tile or tile_sizes(score_shape, problem.form.values_per_pair(), _scores_of_tile(problem))
+    lengths_known = not (is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len))
+    has_few_shapes = tile is None and lengths_known and problem.ops.compiles_each_shape()
+    if has_few_shapes:
+        query_tile, key_tile = _divisor(score_shape.query_len, query_tile), _divisor(score_shape.key_len, key_tile)
     starts = (0,) if is_unknown(score_shape.query_len) else range(0, score_shape.query_len, query_tile)
     if interval_set is None:
         everything = Segment(0, score_shape.key_len, rest is not None)
@@ -182,7 +186,8 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
         segments = tuple(
             find(start[..., i : i + query_tile], stop[..., i : i + query_tile], rest is not None) for i in starts
         )
-    return TilePlan(score_shape.query_len, score_shape.key_len, query_tile, key_tile, segments, interval_set, rest)
+    tiles = TilePlan(score_shape.query_len, score_shape.key_len, query_tile, key_tile, segments, interval_set, rest)
+    return tiles.aligned_to_tiles() if has_few_shapes else tiles
 
 
 def _scores_of_tile(problem: Problem) -> int:
@@ -207,6 +212,14 @@ def tile_sizes(score_shape: ScoreShape, values_per_pair: int, scores: int) -> tu
     query_tile = max(1, min(score_shape.query_len, max(side, pairs // max(1, score_shape.key_len))))
     key_tile = max(1, min(score_shape.key_len, max(side, pairs // query_tile)))
     return query_tile, key_tile
+
+
+def _divisor(length: int, size: int) -> int:
+    """Return the largest divisor of a length from half of `size` to `size`, or `size` if there is none.
+
+    Otherwise the last tile is smaller than the others, and its operations are compiled beside theirs.
+    """
+    return next((part for part in range(size, size // 2, -1) if length % part == 0), size)
 
 
 def _segments(start: HostArray, stop: HostArray, tested: bool) -> tuple[Segment, ...]:

@@ -237,6 +237,15 @@ class JaxBackend(Backend):
             return function(carry) if condition else carry
         return lax.cond(condition, lambda c: _in_dtypes_of(carry, function(c)), lambda c: c, carry)
 
+    def compiles_each_shape(self) -> bool:
+        return True
+
+    def zeros_of(self, function: Callable[[], tuple[Array, ...]], length: int) -> tuple[Array, ...] | None:
+        if not is_tracing():
+            return None
+        shapes = jax.eval_shape(function)
+        return tuple(jnp.zeros((*x.shape[:-2], length, x.shape[-1]), x.dtype) for x in shapes)
+
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         if is_unknown(count) or (count > 1 and is_tracing()):
             return lax.fori_loop(0, count, lambda i, c: _in_dtypes_of(carry, body(i, c)), carry)

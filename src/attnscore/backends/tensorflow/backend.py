@@ -272,6 +272,9 @@ class TensorFlowBackend(Backend):
         leaves = graphs.rarely(condition, lambda: tf.nest.flatten(function(carry)), tf.nest.flatten(carry))
         return tf.nest.pack_sequence_as(carry, leaves)
 
+    def compiles_each_shape(self) -> bool:
+        return not tf.executing_eagerly()
+
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         if tf.executing_eagerly() or (isinstance(count, int) and count < 2):
             return super().loop(count, body, carry)
