@@ -217,7 +217,7 @@ def test_the_readme_shows_code_and_what_it_prints() -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 def test_every_block_says_its_language(path: Path) -> None:
-    known = {"python", "text", "bash", "bibtex", "console", "toml", "math", "mermaid", "html"}
+    known = {"python", "text", "bash", "bibtex", "console", "toml", "math", "mermaid", "html", "dockerfile"}
     assert {block.language for block in blocks(path)} <= known
 
 
@@ -270,7 +270,7 @@ def test_shell_lines_name_what_exists(words: list[str]) -> None:
         assert any((ROOT / argument).exists() for argument in arguments), words
     else:
         # Left: cd, git clone and their like; nothing of ours could be misspelt in them.
-        assert program in ("cd", "git", "source", "apt-get", "export"), words
+        assert program in ("cd", "git", "source", "apt-get", "export", "torchrun"), words
 
 
 def check_command(arguments: list[str]) -> None:
