@@ -126,7 +126,8 @@ arm: $(READY) ## the native kernels for Arm: cross-compiled, run in an emulator
 	@$(ARM_RUN) build/arm/driver $(CASES)
 	@echo "a CPU without BF16:" && $(ARM_RUN) -cpu neoverse-n1 build/arm/driver 10
 
-docs: $(READY) ## the documentation as a site, into build/site
+docs: $(READY) ## the facts of docs/facts.toml into the pages, and the documentation as a site, into build/site
+	@$(BIN)/python docs/facts.py
 	@$(EDITABLE) '.[docs]' && TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/mkdocs build --strict
 
 wheel: $(READY) ## an sdist and from it a wheel for machines of this kind, into dist/, tried where there is no compiler
