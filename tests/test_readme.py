@@ -29,6 +29,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from attnscore import kernels, scores
 from cases import AUTOMATIC
@@ -420,6 +421,19 @@ def test_every_public_name_stands_in_the_index() -> None:
 
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert not [name for name in attnscore.__all__ if f"`{name}`" not in text]
+
+
+def test_llms_txt_has_fifteen_pages_of_the_navigation_with_a_sentence_each() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    hook = runpy.run_path(str(ROOT / "docs" / "llms.py"))
+    text = hook["llms"](config["site_name"], config["site_description"], config["nav"], ROOT / "docs")
+    assert text.startswith(f"# attnscore\n\n> {config['site_description']}\n\n")
+    links = re.findall(r"(?m)^- \[([^\]]+)\]\(([\w/-]+)\.html\): ([A-Z`*].{20,220}\.)$", text)
+    assert [(f"{page}.md", title) for title, page, _ in links] == [
+        (page, title) for page, title in hook["pages"](config["nav"]) if page in hook["PAGES"]
+    ]
+    assert len(links) == text.count("\n- ") == 15
+    assert "[Masks](masks.html): A mask says which keys each query may attend to." in text
 
 
 def test_the_reference_of_the_site_has_every_public_name() -> None:
