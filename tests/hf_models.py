@@ -1,7 +1,7 @@
 """All models of the installed transformers, tiny and with random weights: `attend` against their own attention.
 
 ``python tests/hf_models.py [--part N] [FOLDER ...]`` runs them and prints one line each; ``--table`` writes the table
-into ``docs/hugging-face.md``.
+into ``docs/hugging-face.md``, and the folders whose models work into ``benchmarks/results/hugging-face.txt``.
 
 - The list is made from the installed package: in each folder of ``transformers.models`` one class for each class of
   configurations, one that ends with ``Model`` where there is such, and one more that generates text.
@@ -545,26 +545,32 @@ def rows(part: int | None = None, chosen: list[str] | None = None, parts: int = 
 # ---------------------------------------------------------------- the table
 
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "hugging-face.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, WORKING = ROOT / "docs" / "hugging-face.md", ROOT / "benchmarks" / "results" / "hugging-face.txt"
 BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
 # What a folder is counted as: the first of these that one of its classes is.
 ORDER = ("fault", "refused", "works", "not used", "not run", "unbuilt")
 
 
-def table(examined: list[Row]) -> str:
-    """The part of the page between its two comments."""
+def folders_by_status(examined: list[Row]) -> dict[str, list[str]]:
+    """Return the folders of each kind of `ORDER`."""
     status: dict[str, str] = {}
     for row in examined:
         status[row.folder] = min(status.get(row.folder, "unbuilt"), row.status, key=ORDER.index)
-    names = {kind: sorted(f for f, s in status.items() if s == kind) for kind in ORDER}
+    return {kind: sorted(f for f, s in status.items() if s == kind) for kind in ORDER}
+
+
+def table(examined: list[Row]) -> str:
+    """The part of the page between its two comments."""
+    names = folders_by_status(examined)
     classes = {kind: sum(row.status == kind for row in examined) for kind in ORDER}
     lines = [
         f"transformers {transformers.__version__}, PyTorch {torch.__version__.split('+')[0]}:"
-        f" {len(examined)} classes of {len(status)} folders.",
+        f" {len(examined)} classes of {sum(map(len, names.values()))} folders.",
         "",
         "| | classes | folders |",
         "|---|---|---|",
-        f"| work | {classes['works']} | {', '.join(names['works'])} |",
+        f"| work | {classes['works']} | {len(names['works'])}, listed in `{WORKING.relative_to(ROOT)}` |",
         f"| refused, with the reason | {classes['refused']} | {'; '.join(refusals(examined))} |",
         f"| keep their own attention: transformers' interface is not used | {classes['not used']} |"
         f" {', '.join(names['not used'])} |",
@@ -591,6 +597,7 @@ def write_table(examined: list[Row]) -> None:
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n{table(examined)}\n{END}{after}")
+    WORKING.write_text("\n".join(folders_by_status(examined)["works"]) + "\n")
 
 
 def main() -> None:
