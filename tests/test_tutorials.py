@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from printed_output import WordsAndNumbers
-from test_readme import CAN_HAVE_MXNET, ROOT
+from test_readme import CAN_HAVE_MXNET, ROOT, check_extras
 
 FOLDER = ROOT / "docs" / "tutorials"
 TUTORIALS = sorted(FOLDER.glob("*.ipynb"))
@@ -75,6 +75,17 @@ def test_they_name_what_exists(tutorial: Path) -> None:
     named = re.findall(r"`(docs/[\w/.-]+)`", text)
     linked = [f"docs/tutorials/{name}" for name in re.findall(r"\]\(([\w.-]+)\)", text)]
     assert named and not [path for path in (*named, *linked) if not (ROOT / path).exists()]
+
+
+def test_their_first_cell_installs_the_package_where_it_is_missing(tutorial: Path) -> None:
+    first, second, *_ = nbformat.read(tutorial, as_version=4).cells
+    assert "installs attnscore where it is missing" in first.source
+    assert ("colab.research.google.com" in first.source) == (not tutorial.stem.endswith("mxnet"))
+    condition, command = second.source.splitlines()[-2:]
+    assert condition == 'if find_spec("attnscore") is None:'
+    folder, extras = re.fullmatch(r'    %pip install -q "([./]+)\[([\w,-]+)\]"(?: optax)?', command).groups()  # type: ignore[union-attr]
+    assert (tutorial.parent / folder).resolve() == ROOT
+    check_extras([f"[{extras}]"])
 
 
 def test_the_index_lists_each() -> None:
