@@ -73,8 +73,8 @@ def check_score(
     4. NaN in a masked key propagates neither to the result nor to the gradients.
     5. No input is changed.
     6. The functions of its ``triton_tile()``, where it has that method and PyTorch and Triton are installed: output and
-       gradients of the Triton kernel are those of ``tile``. They run on the GPU of `like`, or else in Triton's
-       interpreter, in a process of its own unless ``TRITON_INTERPRET=1`` is set in this one. That process imports the
+       gradients of the Triton kernel equal ``tile``'s. They run on the GPU of `like`, or else in Triton's
+       interpreter, in a separate process unless ``TRITON_INTERPRET=1`` is set in this one. That process imports the
        module of the class; where it cannot, a warning says that they were not checked.
 
     Parameters
@@ -86,9 +86,9 @@ def check_score(
     heads : int
         Query heads, for a score with one set of parameters per head.
     like : array, optional
-        An array of the framework to check in, on the device to check on; None: that of the score's arrays, or NumPy.
+        An array that names framework and device of the check; None: the framework of the score's arrays, or NumPy.
     seed : int
-        Of the random arrays.
+        Seed of the random arrays.
 
     Raises
     ------
@@ -173,7 +173,7 @@ def _check_triton(ops: Backend, score: Any, home: Array, dim: int, heads: int, s
         return
     plain = with_arrays(score, lambda x: _values_of(ops, x))
     device = str(getattr(home, "device", "cpu")) if ops.name == "torch" else "cpu"
-    # Behind TensorFlow Triton is not imported (tests/conftest.py): a process of its own then.
+    # Behind TensorFlow Triton is not imported (tests/conftest.py): a separate process then.
     can_import = "triton" in sys.modules or "tensorflow" not in sys.modules
     if can_import and "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         device = "cuda"
@@ -201,7 +201,7 @@ _CANNOT_IMPORT = 3
 
 
 def _triton_process() -> None:
-    """Check the functions of the pickled score on the standard input; print what is wrong, and exit with a status."""
+    """Check the functions of the pickled score on the standard input; print the faults, and exit with a status."""
     try:
         score, dim, heads, seed = pickle.load(sys.stdin.buffer)
     except Exception as error:
@@ -254,7 +254,7 @@ def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int =
     Raises
     ------
     AssertionError
-        What differs, and by how much; or `kernel` can run none of the problems, so that nothing was checked.
+        A result differs, and by how much; or `kernel` can run none of the problems, so that nothing was checked.
     ArgumentError
         There is no kernel of that name.
 
@@ -451,7 +451,7 @@ _OPERATIONS: dict[str, Callable[[Backend, Array, Array], Array]] = {
 
 
 def main() -> int:
-    """Check this installation, and print what is found; ``python -m attnscore.testing`` runs it.
+    """Check this installation, and print the results; ``python -m attnscore.testing`` runs it.
 
     It needs NumPy alone, and some seconds. Every kernel that can run here is checked with every score under every mask:
 
@@ -669,7 +669,7 @@ def _fixed_weights(shape: tuple[int, ...]) -> _HostArray:
 
 
 def _with_arrays(score: Any, arrays: Mapping[str, Array]) -> Any:
-    """Return `score` with the arrays that `arrays` names in place of its own, in a wrapped score too."""
+    """Return `score` with the arrays that `arrays` names in place of the score's arrays, in a wrapped score too."""
     return with_new_arrays(score, (arrays.get(name, x) for name, x in arrays_of(score).items()))
 
 

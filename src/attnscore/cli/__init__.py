@@ -20,7 +20,7 @@ _INTERRUPTED = 130  # typer's status for Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``attnscore`` with the given arguments (default: those of the process); return the exit status."""
+    """Run ``attnscore`` with the given arguments (default: the process's); return the exit status."""
 
     def load() -> Any:
         from attnscore.cli.app import app

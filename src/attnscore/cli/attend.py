@@ -19,7 +19,7 @@ from attnscore.cli.options import CallOptions, option, takes_call
 from attnscore.errors import ArgumentError
 from attnscore.io import Array, check_destination, check_holds, write_arrays
 
-Kernel = option("Result", "What computes; attnscore info lists them.", "NAME")
+Kernel = option("Result", "Kernel that computes; attnscore info lists them.", "NAME")
 Out = option("Result", "Where to write: .npz, .safetensors, or .npy (out alone).", "FILE")
 Weights = option("Result", "Write the weights too.", None, "--weights")
 Stats = option("Result", "Write the statistics of every row too.", None, "--stats")
@@ -63,7 +63,7 @@ def attend(
 
 
 def save(out: Path, result: Any, *, weights: bool, stats: bool) -> None:
-    """Write the result by name and print what was written."""
+    """Write the result by name, and print the names and shapes written."""
     parts: tuple[Any, ...] = result if weights or stats else (result,)
     arrays: dict[str, Array] = {"out": parts[0]}
     if weights:

@@ -1,6 +1,6 @@
-"""``attnscore bench``: a first look at this machine, our call beside what users have installed, in two minutes.
+"""``attnscore bench``: a first look at this machine: our calls against the installed frameworks', in two minutes.
 
-What the documentation reports is measured by ``python benchmarks`` in a clone: more cases, threads, memory, growth.
+The documentation's figures come from ``python benchmarks`` in a clone: more cases, threads, memory, growth.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pair:
 def bench(
     seconds: Annotated[float, typer.Option(metavar="S", help="How long each pair is timed.")] = 4.0,
 ) -> None:
-    """A first look at this machine: our call beside what is installed, in two minutes.
+    """A first look at this machine: our calls against the installed frameworks', in two minutes.
 
     Every result is compared with the other before it is timed; both sides alternate in one process. Leave the machine
     alone meanwhile.

@@ -10,7 +10,7 @@ from attnscore import backends
 from attnscore.cli.console import console, table
 from attnscore.cli.versions import version
 
-# Use of each package, so that "not installed" also says what is missing with it.
+# Use of each package, so that "not installed" also names the missing feature.
 _OPTIONAL = {
     "torch": "PyTorch arrays and layers",
     "tensorflow": "TensorFlow arrays",

@@ -30,7 +30,7 @@ def lab(
     ),
     fresh: Annotated[bool, typer.Option("--fresh", help="Train every model anew, also those that are done.")] = False,
 ) -> None:
-    """Why divide by the square root of d: the variance of scores, what it does to the softmax and to training.
+    """Why divide by the square root of d: the variance of scores and its effect on the softmax and on training.
 
     About ten minutes on two cores, with --quick about one. An interrupted lab goes on where it stopped. Prints what
     it found; writes it as a page (report.html), as PNG pictures and as results.json.

@@ -1,6 +1,6 @@
 """``attnscore look``: the weights of queries and keys in files, at any length, without the matrix.
 
-- Arrays and options are those of ``attnscore attend``, with the same refusals; a value is not needed and not used.
+- Takes the arrays and options of ``attnscore attend``, with the same refusals; a value is not needed and not used.
 - Destinations are checked before anything is computed, and written whole or not at all.
 """
 

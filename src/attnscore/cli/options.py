@@ -29,7 +29,7 @@ _Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 _Align = Literal["top_left", "bottom_right"]
 _CALL_ARRAYS = ("query", "key", "value", "valid_lens", "bias", "sink")
 # Parameters of each score: their names in files, and the fields of the class. `bias` names the term that attend adds to
-# the scores, so the additive score's own bias goes by another name.
+# the scores, so the additive score's bias goes by another name.
 _PARAMETERS = {
     score: {
         {"bias": "score_bias"}.get(field.name, field.name): field
@@ -74,7 +74,7 @@ _LENS = "How many keys are real: one number per batch row, or per query."
 _MASK = "Boolean (..., query, key); True means 'may attend'."
 _CAUSAL = "Query i sees the keys up to i. When their numbers differ, say how they are aligned."
 _WINDOW = "Query i sees the keys i-LEFT to i+RIGHT; no RIGHT: no bound."
-_ALIGN = "Alignment of the window; that of --causal when left out."
+_ALIGN = "Alignment of the window; default: the alignment of --causal."
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def _window(text: str) -> tuple[int | None, int | None]:
 
 
 def takes_call(**instead: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command, whose first parameter is a `CallOptions`, all its fields as options of its own.
+    """Give a command, whose first parameter is a `CallOptions`, an option for each of its fields.
 
     `instead` holds other annotations of fields for this command; None leaves a field out.
     """

@@ -74,7 +74,7 @@ class Report:
         self.pictures.append(path.name)
 
     def check(self, claim: str, difference: float, allowed: float) -> None:
-        """Record that a difference is within what is allowed, or that it is not."""
+        """Record whether a difference is within the allowed one."""
         holds = bool(difference <= allowed)  # False for NaN too
         self.checks.append({"claim": claim, "difference": difference, "allowed": allowed, "holds": holds})
 

@@ -18,7 +18,7 @@ import numpy as np
 
 Summary = dict[str, float]
 
-_SAMPLE = 0.005  # seconds; 200 times what a disturbed reading of the clock costs
+_SAMPLE = 0.005  # seconds; 200 times the cost of a disturbed reading of the clock
 _WARMING = 10  # calls
 # Threads of libgomp and others go on spinning after a call, in case another comes: for as many pauses as they count,
 # 7 to 9 ms on Zen 4. They must not do so on the other side's time.

@@ -1,4 +1,4 @@
-"""Versions of what is installed."""
+"""Versions of the installed packages."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ def decade_limits(values: Matrix) -> Limits:
     high = float(positive.max())
     low = max(float(positive.min()), high / 1e4)
     middle = math.sqrt(low) * math.sqrt(high)
-    # Just beside the middle of the scale, where one of 256 colours ends and rounding would choose between two.
+    # Just off the middle of the scale, where one of 256 colours ends and rounding would choose between two.
     return (low, high) if high >= 10 * low else (middle / 10**0.6, middle * 10**0.5)
 
 
@@ -358,7 +358,7 @@ def draw_map(
 ) -> AxesImage:
     """Draw one matrix with labels where given; `every` numbers each row and column that has none.
 
-    Without a colour map of its own it is red from 0, or blue to red where `limits` begin below 0.
+    Without a colour map it is red from 0, or blue to red where `limits` begin below 0.
     """
     rows, cols = (max(1, length) for length in matrix.shape)  # an empty map still has a frame
     edges = (-0.5, cols - 0.5, rows - 0.5, -0.5)
@@ -392,7 +392,7 @@ def _label_axis(axis: Axes, which: str, labels: Sequence[str]) -> None:
 def draw_head_map(
     axis: Axes, values: Matrix, layers: Tokens = None, *, cmap: str | None = None, every: bool = True
 ) -> AxesImage:
-    """Draw a number per layer and head with a colour scale of its own, logarithmic where one head hides the others."""
+    """Draw a number per layer and head with a separate colour scale, logarithmic where one head hides the others."""
     finite = values[np.isfinite(values)]
     is_log = bool(finite.size and finite.min() > 0 and finite.max() >= 20 * np.median(finite))
     limits = (float(finite.min()), float(finite.max())) if is_log else limits_of(values)
@@ -429,7 +429,7 @@ def heaviest_keys(mass: Matrix, count: int) -> list[Indices]:
 
 
 def box_aspect(lengths: tuple[int, int]) -> float:
-    """Return the height of a map over its width: that of the matrix, within what a page holds."""
+    """Return the height of a map over its width: the matrix's ratio, within the limits of a page."""
     return min(1.6, max(0.4, lengths[0] / max(1, lengths[1]))) if all(lengths) else 1.0
 
 

@@ -38,7 +38,7 @@ def show_heatmaps(
     Parameters
     ----------
     matrices : array, tensor or nested lists (rows, cols, query, key)
-        What to draw. Two axes are taken as a single map, three as one row of maps.
+        The numbers to draw. Two axes are taken as a single map, three as one row of maps.
     xlabel, ylabel : str
         Labels of the key axis (below the last row) and of the query axis (left of the first column).
     titles : sequence of str, or one such sequence per row, optional
@@ -110,7 +110,7 @@ def show_attention(
     weights : array, tensor or nested lists (query, key) or (panel, query, key)
         The weights; several panels (heads, layers) share the tokens and the colour scale.
     query_tokens, key_tokens : sequence of str, optional
-        Their tokens, as many as the axis is long. Keys without tokens take those of the queries when the
+        Their tokens, one for each. Keys without tokens take the queries' tokens when the
         matrix is square.
     titles : sequence of str, optional
         One per panel.
@@ -183,7 +183,7 @@ def show_head_grid(
     cmap: str | Sequence[str] | None = None,
     digits: int = 2,
 ) -> Figure:
-    """Draw one number per layer and head as coloured tables, each with its own colour scale.
+    """Draw one number per layer and head as coloured tables, each with a separate colour scale.
 
     The scale is logarithmic where one head would hide the differences between all others.
 

@@ -6,7 +6,7 @@ Requirements:
   is exact, normalised over all keys, and marked on the map;
 - weights of exactly 0, masked or too small for their dtype, and NaN are grey; colours are logarithmic by default,
   because most queries of a long context spread their weight evenly and a sink stands far above;
-- labels never touch: the heaviest keys are named in a panel of their own, not on the line;
+- labels never touch: the heaviest keys are named in a separate panel, not on the line;
 - arrays of any framework and lists are accepted; figures follow the requirements of `drawing`.
 """
 
@@ -192,13 +192,13 @@ def show_top_weights(
     Parameters
     ----------
     found : TopWeights, or (weights, index), each (query, k)
-        Of one head: ``TopWeights(found.weights[0, 3], found.index[0, 3])``. Edges with index -1 are left out.
+        The edges of one head: ``TopWeights(found.weights[0, 3], found.index[0, 3])``. Edges with index -1 are left out.
     query_tokens, key_tokens : sequence of str, optional
-        Written at the ends of lines. Without `key_tokens` those of the queries serve for both, where there are enough.
+        Written at the ends of lines. Without `key_tokens` the queries' tokens serve for both, where there are enough.
     query_index : whole numbers (query,), optional
         Which queries these are, when not the first ones.
     key_len : int, optional
-        The number of keys; by default that of the tokens, or up to the last key of an edge.
+        The number of keys; by default the number of tokens, or up to the last key of an edge.
     title : str
         Title of the picture.
     figsize, cmap
@@ -256,7 +256,7 @@ def show_top_weights(
 
 
 def _are_tied(weights: Matrix) -> NDArray[np.bool_]:
-    """Return for which queries two or more weights (query, k) are all tied, perhaps with those of other keys."""
+    """Return for which queries two or more weights (query, k) are all tied, perhaps with weights of other keys."""
     least, largest = weights.min(-1, initial=math.inf), weights.max(-1, initial=0)
     beyond = 1 - weights.sum(-1)
     return np.asarray((weights.shape[1] > 1) & (least > 0) & (largest * TIED <= least) & (least * TIED <= beyond))
@@ -292,9 +292,9 @@ def show_long_attention(
     cmap: str = "Reds",
     **arguments: Any,
 ) -> Figure:
-    """Compute and draw what a long context looks at: the pooled map, an exact block of it, key mass and edges.
+    """Compute and draw the weights of a long context: the pooled map, an exact block of it, key mass and edges.
 
-    Memory is linear in the lengths. The edges are those of at most 256 queries, evenly spaced. Of tied weights, such as
+    Memory is linear in the lengths. Edges belong to at most 256 queries, evenly spaced. Of tied weights, such as
     uniform ones, all are drawn or none: some of them would look like a sink.
 
     Parameters
@@ -302,7 +302,7 @@ def show_long_attention(
     query, key : arrays of any framework
         As in `attend`.
     bins : (rows, columns)
-        Of the pooled map.
+        The bins of the pooled map, queries by keys.
     links : int
         Strongest keys of each query that are drawn.
     zoom : (query, key), optional

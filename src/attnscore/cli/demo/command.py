@@ -51,7 +51,7 @@ def demo(
 
 
 def read_sentences(path: Path | None) -> tuple[list[str], int]:
-    """Return the sentences of a file (or the demo's own), and how many were more than the demo takes.
+    """Return the sentences of a file (or the demo's), and the number of sentences beyond the demo's limit.
 
     A file that is missing, not UTF-8 text, or empty is a `FileError`.
     """

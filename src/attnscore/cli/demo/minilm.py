@@ -2,8 +2,8 @@
 
 - The model (all-MiniLM-L6-v2: 6 layers, 12 heads of dimension 32) is part of an installed package: nothing is
   downloaded.
-- The sentence embeddings, a mean over real tokens scaled to length 1, are compared with those of the model's
-  own eager and sdpa attention; a difference above 1e-5 is a failed check.
+- The sentence embeddings, a mean over real tokens scaled to length 1, are compared with the embeddings by the model's
+  eager and sdpa attention; a difference above 1e-5 is a failed check.
 - The statistics per layer and head come from the same pass as the embeddings, and are means over real query
   tokens: queries that are padding do not count, keys that are padding are masked.
 - Heat maps show chosen heads on one sentence, without padding, with the tokens on both axes.
@@ -222,8 +222,8 @@ def _compare(report: Report, passes: dict[str, tuple[torch.Tensor, float]], padd
     """Check and show how much the embeddings differ; `padding` is the difference that it makes to a sentence."""
     eager, sdpa, ours = (passes[name][0] for name in ("eager", "sdpa", "attnscore"))
     to_eager, to_sdpa, eager_to_sdpa = _difference(eager, ours), _difference(sdpa, ours), _difference(eager, sdpa)
-    report.check("embeddings equal those of eager", to_eager, ALLOWED)
-    report.check("embeddings equal those of sdpa", to_sdpa, ALLOWED)
+    report.check("embeddings equal the eager ones", to_eager, ALLOWED)
+    report.check("embeddings equal the sdpa ones", to_sdpa, ALLOWED)
     report.check("embeddings of the shortest sentence do not feel padding", padding, ALLOWED)
     cells = [
         ("attnscore", "the model's eager attention", f"{to_eager:.2e}"),
