@@ -51,7 +51,7 @@ TOPICS = {
     "keys all alike: lengths 2 and 6": ("scores/additive.md", "[10. 11. 12. 13.]"),
     "shapes of additive attention": ("concepts/shapes.md", "(2, 1, 4)"),
     "shapes of a batch of products": ("frameworks.md", "(2, 3, 6)"),
-    "lengths per query: a first weight of exactly 1": ("concepts/exercises.md", "[1, 3], [2, 0]"),
+    "lengths per query: a first weight of exactly 1": ("concepts/masked-softmax.md", "[1, 3], [2, 0]"),
     "additive attention is an MLP": ("scores/additive.md", "hidden layer"),
     "a query that sees no key": ("concepts/softmax.md", "Fully masked queries"),
     "why not -1e6": ("concepts/softmax.md", "-1e6 in float16"),
