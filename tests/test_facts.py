@@ -81,6 +81,15 @@ def test_the_version_of_torch_is_the_one_that_make_installs() -> None:
     assert f"torch=={FACTS['torch']['text']}." in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
+def test_results_that_a_program_wrote_are_of_the_same_versions() -> None:
+    texts = (path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    written = [match for text in texts for part in GENERATED.findall(text) for match in VERSION.finditer(part)]
+    assert written
+    for match in written:
+        name = match[1].lower().replace("pytorch", "torch")
+        assert f"{match[2]}.".startswith(f"{FACTS[name]['text']}."), match[0]
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
