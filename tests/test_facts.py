@@ -23,7 +23,7 @@ DATED, COUNTED = "docs/decisions/", "docs/reliability.md"
 
 AMOUNT = r"(?:\d[\d.,]*|two|three|four|five|six|eight|ten|twelve|fifteen|a quarter of an|half an)"
 AGEING = {
-    "time": rf"\b{AMOUNT} ?(?:ms|µs|s|seconds?|minutes?|hours?)\b",
+    "time": rf"\b{AMOUNT}(?: |(?<=\d))(?:ms|µs|s|seconds?|minutes?|hours?)\b",
     "speed": rf"\b{AMOUNT} times (?:as (?:long|fast)|faster|slower|the time)",
     "tests": r"\b\d[\d,]* tests\b(?! of)",
     "GPU": r"(?=[^.|]*\b(?:GPUs?|TPUs?|H200)\b)"
