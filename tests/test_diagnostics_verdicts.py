@@ -309,3 +309,12 @@ def test_lines_that_change_weights_run_on_the_parameters_of_a_model() -> None:
         exec(line, {"W_q": W_q, "W_k": W_k, "rows": slice(2, 4), "row": {"clip": 0.25}, "nn": torch.nn})
         changed = (W_q != before).any(1)
         assert changed[2:4].all() and not changed[:2].any() and not changed[4:].any()
+
+
+def test_a_step_with_nan_is_the_worst_in_the_picture() -> None:
+    lost = sums(rows={2: 0.0}, choice_rows={2: 0.0}, nan_rows={2: 100.0})
+    lost["nan_value"] = np.array([0.0, 1.0, 0.0, 0.0])
+    figure = recorded(sums(), lost, *[sums()] * 3).plot()
+    for axis in figure.axes:
+        marked = sorted(patch.get_xy()[0] + 0.5 for patch in axis.patches if patch.get_gid() == "nan")
+        assert marked == ([1, 2] if "worst" in axis.get_title() else [])

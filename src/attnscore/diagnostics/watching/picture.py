@@ -122,25 +122,34 @@ def _now(records: Records) -> tuple[dict[str, Any], Any]:
     """Return maps of the last steps, with heads that are not there masked, and which heads hold NaN."""
     names, heads = list(records.layers), max(layer.heads for layer in records.layers.values())
     maps = {name: _masked(len(names), heads) for name in _MAPS}
-    has_nan = np.zeros((len(names), heads), bool)
     for row in records.recent():
         place = names.index(row["layer"]), row["head"]
-        has_nan[place] = row["nan_rows"] > 0
         for name, values in maps.items():
             values[place] = row[name]
+    has_nan = _heads_with_nan(records, int(records.thresholds.window))
     return {name: np.ma.masked_where(has_nan, values) for name, values in maps.items()}, has_nan
 
 
 def _worst(records: Records, name: str) -> tuple[Any, Any]:
-    """Return a map of the worst of all kept steps, NaN left out, and the heads that had no other numbers."""
+    """Return a map of the worst of all kept steps, and the heads whose worst step is one with NaN."""
     worse = _MAPS[name][2]
     layers = list(records.layers.values())
     values = _masked(len(layers), max(layer.heads for layer in layers))
     for row, layer in enumerate(layers):
         numbers: Array = records.history(layer.name, name)[1]
         values[row, : layer.heads] = worse.reduce(np.where(np.isfinite(numbers), numbers, math.nan), axis=0)
-    nan = ~np.ma.getmaskarray(values) & np.isnan(values.filled(0.0))
+    nan = _heads_with_nan(records) | (~np.ma.getmaskarray(values) & np.isnan(values.filled(0.0)))
     return np.ma.masked_where(nan, values), nan
+
+
+def _heads_with_nan(records: Records, last: int = 0) -> Any:
+    """Return which heads (layer, head) had NaN in weights or values in the last steps; 0: in any that is kept."""
+    layers = list(records.layers.values())
+    has_nan = np.zeros((len(layers), max(layer.heads for layer in layers)), bool)
+    for row, layer in enumerate(layers):
+        for _, sums in tuple(layer.steps)[-last:]:
+            has_nan[row, : layer.heads] |= (sums["nan_rows"] > 0) | (sums.get("nan_value", 0.0) > 0)
+    return has_nan
 
 
 def _masked(layers: int, heads: int) -> Any:
