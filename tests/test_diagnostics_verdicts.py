@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
+import textwrap
 from collections import deque
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from attnscore.diagnostics.watching.causes import REMEDIES
 from attnscore.diagnostics.watching.health import FAILURES, SIGNS, Thresholds, clip_factor, loss_trouble
 from attnscore.diagnostics.watching.records import Layer, Records
 from attnscore.errors import ArgumentError
@@ -104,7 +104,7 @@ def test_a_fault_is_named_with_its_head_step_and_cause(what: str) -> None:
         50,
         70,
     )
-    assert verdict.failure and verdict.cause == cause and REMEDIES[cause].code in verdict.remedy
+    assert verdict.failure and verdict.cause == cause and ":\n" in verdict.remedy
     assert not any(each.failure for each in others) and records.failing() == [("a.0", 1)]
     # Two sampled steps are enough, and for numbers that do not come and go one is.
     assert recorded(*[sums()] * 5, *[sums(**numbers)] * 2).failing() == [("a.0", 1)]
@@ -120,10 +120,11 @@ def test_now_decides_and_the_end_of_a_failure_is_said() -> None:
     records = recorded(good, good, bad, bad, good, bad, good, good, good)
     (verdict,) = [v for v in records.verdicts() if v.what == "saturated"]
     assert not verdict.failure and (verdict.first_step, verdict.last_step) == (20, 50) and records.failing() == []
-    assert "until step 50" in str(records)
+    assert "no more after step 50" in str(records)
+    assert "No head fails.\nObserved, not failures:\na.0, head 1" in str(records)
     again = recorded(good, bad, bad, good, good, bad, bad)
     (verdict, *_) = again.verdicts()
-    assert verdict.failure and verdict.first_step == 50 and "before from step 10 to 20" in verdict.words
+    assert verdict.failure and verdict.first_step == 50 and "earlier from step 10 to 20 too" in verdict.words
 
 
 def test_the_memory_is_the_same_however_often_one_looks() -> None:
@@ -275,20 +276,25 @@ def test_thresholds_can_be_set() -> None:
 def test_text_lines_page_and_picture_say_the_same(tmp_path: Any) -> None:
     records = recorded(*[sums()] * 3, *[sums(**BAD)] * 3)
     verdict = records.verdicts()[0]
-    assert f"{verdict}\n    cause: {verdict.cause}\n    try: {verdict.remedy}" in str(records)
+    words, code = verdict.remedy.split(":\n", 1)
+    code = textwrap.indent(code, " " * 8)
+    cause = f"{verdict}\n    cause: {verdict.cause}\n    try: {words}:\n{code}\nObserved, not failures:\n"
+    assert cause in str(records) and "No head fails" not in str(records)
     lines = [json.loads(line) for line in records.json_lines()]
     showing = {(line["step"], line["head"]) for line in lines if "saturated" in line["verdicts"]}
     assert showing == {(step, 1) for step in (30, 40, 50)}
     title = records.plot().get_suptitle()
     assert "1 of 4 heads fail" in title and "a.0, head 1: saturated since step 30" in title
     page = records.to_html(tmp_path / "page.html").read_text("utf-8")
-    assert "saturated since step 30" in page and verdict.cause in page and "QK-clip: multiply the head" in page
+    assert "saturated since step 30" in page and verdict.cause in page and "QK-clip at tau = 10 (" in page
+    assert f'<pre tabindex="0">{html.escape(textwrap.dedent(code))}</pre>' in page, "lines that can be copied"
+    failures, observed = page.split("Observed, not failures</h2>")
+    assert "saturated since" in failures and "growing logits since" not in failures
+    assert "growing logits since" in observed
 
 
-def test_every_failure_has_words_and_every_cause_a_line_of_code() -> None:
+def test_every_failure_has_words() -> None:
     assert set(FAULTS) | {"causal leak", "sink in every head"} == set(FAILURES) <= set(SIGNS)
-    for remedy in REMEDIES.values():
-        compile(remedy.code.replace("optimizer.step()", "pass"), "remedy", "exec")
     assert {each.name for each in dataclasses.fields(Thresholds)} >= {"window", "query_variance", "value_spread"}
 
 
@@ -299,16 +305,40 @@ def test_sums_of_an_observer_that_knows_less() -> None:
     assert recorded(few, few).failing() == [("a.0", 1)] and math.isnan(recorded(few).rows()[0]["value_spread"])
 
 
-def test_lines_that_change_weights_run_on_the_parameters_of_a_model() -> None:
-    """In-place changes of a view of a parameter raise outside of `torch.no_grad`, unless they are of its data."""
-    lines = [remedy.code for remedy in REMEDIES.values() if "W_q[" in remedy.code or "W_q.data[" in remedy.code]
-    assert len(lines) >= 2
-    for line in lines:
-        W_q, W_k = (torch.nn.Linear(8, 8).weight for _ in "qk")
-        before = W_q.detach().clone()
-        exec(line, {"W_q": W_q, "W_k": W_k, "rows": slice(2, 4), "row": {"clip": 0.25}, "nn": torch.nn})
-        changed = (W_q != before).any(1)
-        assert changed[2:4].all() and not changed[:2].any() and not changed[4:].any()
+def test_a_layer_whose_rate_is_too_large_is_told_from_a_model_whose_rate_is() -> None:
+    """From the start: the other layers tell, by what fails and by what grows in them."""
+    all_heads, grown = sums(saturated_rows=0.6, logit_variance=400.0), sums(max_logit=30.0)
+    good = {"a.0": sums(), "a.1": sums()}
+    alone = recorded(good, *[{"a.0": sums(), "a.1": all_heads}] * 2)
+    assert {v.cause for v in alone.verdicts()} == {"learning rate of one layer too large"}
+    assert "restore a checkpoint from before step 10" in str(alone) and "healthy at theirs" in str(alone)
+    for others in (grown, sums(saturated_rows=0.6), sums(query_variance=0.0)):
+        both = recorded(good, *[{"a.0": others, "a.1": all_heads}] * 2)
+        causes = {v.cause for v in both.verdicts() if v.layer == "a.1" and v.what == "saturated"}
+        assert causes == {"no warm-up, or a learning rate that starts too large"}
+    single = recorded(sums(), all_heads, all_heads)
+    assert {v.cause for v in single.verdicts()} == {"no warm-up, or a learning rate that starts too large"}
+
+
+def test_nan_in_the_values_alone_is_said() -> None:
+    records = recorded(sums(), sums(nan_value={1: 1.0}))
+    (verdict,) = records.verdicts()
+    assert verdict.what == "not a number" and verdict.head == 1
+    assert "the weights are numbers; NaN or infinity in its values" in verdict.words
+
+
+def test_a_loss_that_suffers_without_a_head_that_fails_points_elsewhere(tmp_path: Any) -> None:
+    steps = [sums()] * 16
+    assert str(recorded(*steps, losses=FALLING)).endswith("No head fails.")
+    for losses, trouble in ((RISING, "rises"), ([4.0] * 90, "stays at its start"), ([math.nan], "is not finite")):
+        records = recorded(*steps, losses=losses)
+        said = (
+            f"No head fails, but the loss {trouble}: attention looks healthy; look at the MLPs, the data, the learning"
+        )
+        assert said in str(records) and said in records.to_html(tmp_path / "page.html").read_text("utf-8")
+    grows = [sums(max_logit={0: 4.0 + i}) for i in range(16)]
+    assert "attention looks healthy" not in str(recorded(*grows, losses=RISING))
+    assert "No head" not in str(recorded())
 
 
 def test_a_step_with_nan_is_the_worst_in_the_picture() -> None:

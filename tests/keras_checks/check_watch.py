@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ from attnscore import api
 from attnscore.diagnostics import watch
 from attnscore.diagnostics.callbacks import HeadLog, KerasCallback
 from attnscore.diagnostics.watching import rebinding, staged
+from attnscore.diagnostics.watching.remedies import REMEDIES
 from attnscore.layers.keras import MultiHeadAttention
 from watch_models import BREAKS_AT, FAULTS, STEPS, assert_same_rows, failures, failures_of_pytorch, torch_rows
 
@@ -202,3 +204,111 @@ def test_the_same_fault_gets_the_verdict_that_it_gets_in_pytorch(fault: str) -> 
             layer(x, x)
     expected = failures_of_pytorch(fault, x, projections)
     assert failures(seen) == expected and expected[0][0] == 1 and expected[0][2] == BREAKS_AT
+
+
+class Block(keras.layers.Layer):
+    """A layer that is no model, around an attention layer of one's own or of Keras."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__(**options)
+        if kind == "own":
+            self.q_proj, self.k_proj, self.v_proj = (keras.layers.Dense(16) for _ in "qkv")
+        elif kind == "grouped":
+            self.attention = keras.layers.GroupQueryAttention(4, 4, 2)
+        else:
+            self.parts = [keras.layers.MultiHeadAttention(4, 4, use_bias=kind == "biases")]
+
+    def call(self, x: Any) -> Any:
+        if hasattr(self, "attention"):
+            return self.attention(x, x)
+        if hasattr(self, "parts"):
+            return self.parts[0](x, x)
+        q, k, v = (keras.ops.reshape(layer(x), (-1, 32, 4, 4)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        return keras.ops.reshape(keras.ops.dot_product_attention(q, k, v), (-1, 32, 16))
+
+
+def _printed_lines(seen: Any) -> str:
+    lines = str(seen).split("    try: ")[1].splitlines()[1:]
+    return "\n".join(line[8:] for line in itertools.takewhile(lambda line: line.startswith(" " * 8), lines))
+
+
+@pytest.mark.parametrize("kind", ["biases", "no biases", "grouped", "own"])
+def test_the_printed_lines_change_the_head(kind: str) -> None:
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((32, 16))
+    x = np.random.default_rng(0).normal(size=(4, 32, 16)).astype("float32")
+    model = keras.Model(inputs, keras.layers.Dense(2)(Block(kind, name="block")(inputs)))
+    block = model.get_layer("block")
+    first = block.q_proj if kind == "own" else block.attention._query_dense if kind == "grouped" else None
+    query = block.parts[0].query_dense if first is None else first
+    of_head = np.arange(16) // 4 == 1 if kind == "own" else (np.arange(4) == 1)[:, None] | np.zeros(4, bool)
+
+    def multiply(factor: float) -> None:
+        for each in query.weights:
+            each.assign(np.where(of_head, factor, 1.0) * keras.ops.convert_to_numpy(each))
+
+    with watch(model) as seen:
+        for step in range(6):
+            if step == 3:
+                multiply(60.0)
+            model.predict(x, verbose=0)
+    assert seen.verdicts()[0].cause == "weights of one head too large" and seen.failing()[0][1] == 1
+    lines, before = _printed_lines(seen), {row["head"]: row["max_logit"] for row in seen.last()}
+    assert lines.startswith("attention = model.get_layer('block')") and ".assign(" in lines and "..." not in lines
+    exec(lines, {"model": model, "seen": seen, "keras": keras})
+    bound = float(lines.split('row["max_logit"] > ')[1].split(":")[0])
+    with watch(model) as seen:
+        model.predict(x, verbose=0)
+    after = {row["head"]: row["max_logit"] for row in seen.last()}
+    assert after[1] == pytest.approx(bound, rel=1e-3) and bound < before[1] / 2
+    for head in (0, 2, 3):
+        assert after[head] == pytest.approx(before[head], rel=1e-4)
+    multiply(0.0)
+    with watch(model) as seen:
+        for _ in range(3):
+            model.predict(x, verbose=0)
+    assert [head for _, head in seen.failing()] == [1]
+    lines = _printed_lines(seen)
+    if kind == "grouped":  # a key belongs to other heads too: which to change is not for a line to say
+        assert lines.startswith("attention = ...")
+        return
+    exec(lines, {"model": model, "keras": keras})
+    with watch(model) as seen:
+        model.predict(x, verbose=0)
+    assert not seen.failing()
+
+
+@pytest.mark.parametrize("cause", [cause for cause, remedy in REMEDIES.items() if remedy.torch])
+def test_every_other_line_of_a_remedy_runs(cause: str) -> None:
+    remedy, ids = REMEDIES[cause], keras.ops.convert_to_tensor([[1, 2, 0]])
+    x, array = keras.ops.ones((1, 3, 8)), keras.ops.ones((1, 3, 2, 4))
+    inputs = keras.Input((8,))
+    layer, policy = keras.layers.MultiHeadAttention(2, 4), keras.config.dtype_policy()
+
+    def attention(x: Any, *more: Any, **options: Any) -> Any:
+        return layer(x, *(more or (x,)), **options)
+
+    names = {
+        "keras": keras, "model": keras.Model(inputs, keras.layers.Dense(1)(inputs)), "loss": "mse", "rate": 0.1,
+        "steps": 100, "attention": attention, "norm": lambda x: x, "x": x, "q": array, "k": array, "v": array,
+        "ids": ids, "pad": 0, "mask": (ids != 0)[:, None], "attend": ats.attend, "SoftCap": ats.SoftCap,
+        "sink": keras.ops.zeros((3,)),
+    }  # fmt: skip
+    try:
+        exec(remedy.keras or remedy.torch, names)
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
+def test_a_mask_by_another_name_is_said() -> None:
+    class Model(keras.Model):
+        def call(self, x: Any, pad: Any = None) -> Any:
+            return ats.attend(x, x, x)
+
+    watched, pad = Model(), np.zeros((8, 6), bool)
+    with watch(watched) as seen:
+        watched(X, pad)
+    assert seen.unchecked_padding == "pad" and "'pad'" in str(seen) and "attention_mask" in str(seen)
+    with watch(watched) as seen:
+        watched(X)
+    assert seen.unchecked_padding is None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import html
 import io
 import re
+import textwrap
 import urllib.parse
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ class Section(NamedTuple):
 
     title: str
     sentences: Sequence[str]
+    """Sentences, and lines of code where they are indented by eight spaces."""
     rows: Sequence[Mapping[str, Any]] = ()
     figure: Figure | None = None
 
@@ -76,7 +78,11 @@ def cell(value: object) -> str:
 
 def _section(place: int, part: Section) -> str:
     lines = [f'<section aria-labelledby="part-{place}">', f'<h2 id="part-{place}">{_safe(part.title)}</h2>']
-    lines += [f"<p>{_safe(sentence)}</p>" for sentence in part.sentences]
+    for sentence in part.sentences:
+        is_code = sentence.startswith(" " * 8)
+        lines.append(
+            f'<pre tabindex="0">{_safe(textwrap.dedent(sentence))}</pre>' if is_code else f"<p>{_safe(sentence)}</p>"
+        )
     if part.figure is not None:
         alternative = _safe(described(part.figure))
         lines.append(f'<p class="picture" tabindex="0"><img src="{_picture(part.figure)}" alt="{alternative}"></p>')

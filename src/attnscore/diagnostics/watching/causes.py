@@ -1,17 +1,18 @@
-"""Causes of failures, and what to change.
+"""Causes of failures, and their numbers in words.
 
 Requirements:
 - a cause follows from which heads and layers fail, since when, and from the numbers at the first step;
-- every cause has one remedy, in words and as a line of code.
+- every cause is a key of `REMEDIES`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from attnscore.diagnostics.watching.health import NO_EFFECT, WITH_LOSS, Period, Thresholds
+from attnscore.diagnostics.watching.remedies import Clip
 
 # A model that fails in so many first steps, or first sampled steps, had no warm-up.
 EARLY_STEPS, EARLY_SAMPLED_STEPS = 20, 4
@@ -20,84 +21,8 @@ EARLY_STEPS, EARLY_SAMPLED_STEPS = 20, 4
 _ALIKE = 0.01
 # A softmax this close to one key has a Jacobian with a trace below this.
 _ONE_KEY = 0.1
-
-
-class Remedy(NamedTuple):
-    """What to do against a cause, in words and as a line of code."""
-
-    words: str
-    code: str
-
-
-_SMALLER_RATE = "warm the learning rate up, and lower its largest value"
-_WARM_UP = "torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=200)"
-# The key is the cause in `Verdict.cause`. `benchmarks/diagnosis` applies each to the fault.
-REMEDIES: dict[str, Remedy] = {
-    "weights of one head too large": Remedy(
-        "QK-clip: multiply the head's query and key weights by the root of `clip`, after the optimiser's step",
-        "W_q.data[rows] *= row['clip'] ** 0.5; W_k.data[rows] *= row['clip'] ** 0.5",
-    ),
-    "no scale, or weights that start too large": Remedy(
-        "divide the scores by the square root of the head's dimension; or normalise queries and keys (QK-norm)",
-        "F.scaled_dot_product_attention(q, k, v)  # without scale=1.0",
-    ),
-    "learning rate of one layer too large": Remedy(
-        "give the layer the learning rate of the others, and clip its logits (QK-clip) or cap them (`SoftCap`)",
-        "optimizer = torch.optim.Adam(model.parameters(), lr=rate)  # one group",
-    ),
-    "learning rate too large": Remedy(_SMALLER_RATE, _WARM_UP),
-    "no warm-up, or a learning rate that starts too large": Remedy(_SMALLER_RATE, _WARM_UP),
-    "tokens that have become alike": Remedy(
-        f"look for a missing residual or a norm that removes all; {_SMALLER_RATE}", "x = x + attention(norm(x))"
-    ),
-    "queries that are all alike": Remedy(
-        "initialise the head's query weights anew, and look for what set them to a constant",
-        "nn.init.xavier_uniform_(W_q[rows])",
-    ),
-    "keys that are all alike": Remedy(
-        "initialise the head's query and key weights anew, and look for what set them to 0",
-        "nn.init.xavier_uniform_(W_q[rows]); nn.init.xavier_uniform_(W_k[rows])",
-    ),
-    "one key that outweighs all others": Remedy(
-        "initialise the head's query and key weights anew, or normalise queries and keys (QK-norm)",
-        "q, k = F.normalize(q, dim=-1) * q.shape[-1] ** 0.5, F.normalize(k, dim=-1) * k.shape[-1] ** 0.5",
-    ),
-    "scale applied twice, or weights that are too small": Remedy(
-        "divide the scores by the square root of the head's dimension once", "F.scaled_dot_product_attention(q, k, v)"
-    ),
-    "values that are all alike": Remedy(
-        "initialise the head's value weights anew, and look for what set them to a constant",
-        "nn.init.xavier_uniform_(W_v[rows])",
-    ),
-    "no padding mask": Remedy("pass the mask of the padding", "model(x, src_key_padding_mask=ids == pad)"),
-    "inverted mask": Remedy(
-        "invert the mask: True means may attend in `F.scaled_dot_product_attention` and here, masked in "
-        "`nn.MultiheadAttention`",
-        "model(x, src_key_padding_mask=~mask)",
-    ),
-    "no causal mask": Remedy(
-        "give this layer the causal mask of the others", "F.scaled_dot_product_attention(q, k, v, is_causal=True)"
-    ),
-    "NaN or infinity in the weights of one head": Remedy(
-        "restore the weights from the last checkpoint, and skip steps whose gradient is not finite",
-        "if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite(): optimizer.step()",
-    ),
-    "NaN or infinity in the layer's input or weights": Remedy(
-        "look at what comes before the layer, and skip steps whose gradient is not finite",
-        "if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite(): optimizer.step()",
-    ),
-    "scores above the range of the dtype": Remedy(
-        "compute attention in bfloat16 or float32, and scale queries before the product",
-        "torch.autocast(device, dtype=torch.bfloat16)",
-    ),
-    "a first key that takes all weight": Remedy(
-        "normalise queries and keys (QK-norm); where heads need a place to look at nothing, give them a learned sink",
-        "attend(q, k, v, sink=sink)",
-    ),
-    "logits that grow while the loss suffers": Remedy(
-        f"QK-clip or a soft cap; {_SMALLER_RATE}", "attend(q, k, v, score=SoftCap('scaled_dot', 50.0))"
-    ),
-}
+# QK-clip that ends a saturation leaves this share of the variance of a saturated head: a quarter of its logits.
+_CLIPPED_VARIANCE = 1 / 16
 
 
 @dataclass
@@ -110,6 +35,8 @@ class Failures:
     """Last step at which a failure is one of the beginning."""
     heads: Mapping[str, int]
     periods: dict[str, list[Period]] = field(default_factory=dict)
+    growing: set[str] = field(default_factory=set)
+    """Layers in which the logits of a head have grown or saturate queries, be it a failure or none."""
 
     def showing(self, layer: str, *signs: str) -> set[int]:
         """Return the heads of a layer that show one of these signs."""
@@ -118,6 +45,10 @@ class Failures:
     def layers(self, *signs: str) -> int:
         """Return in how many layers half of the heads or more show one of these signs."""
         return sum(2 * len(self.showing(layer, *signs)) >= count for layer, count in self.heads.items())
+
+    def is_alone(self, layer: str) -> bool:
+        """Return whether there are other layers, and nothing fails or grows in them."""
+        return len(self.heads) > 1 and not (self.periods.keys() | self.growing) - {layer}
 
     def is_later(self, layer: str, period: Period) -> bool:
         """Return whether a head of another layer failed before."""
@@ -185,7 +116,7 @@ def _cause_of_saturation(layer: str, period: Period, failures: Failures) -> str:
         return "no scale, or weights that start too large" if several else "weights of one head too large"
     if failures.layers("saturated", *NO_EFFECT) > 1 or failures.is_later(layer, period):
         return _rate(period, failures)
-    if several and period.first <= failures.early_until:
+    if several and period.first <= failures.early_until and not failures.is_alone(layer):
         return _rate(period, failures)
     return "learning rate of one layer too large" if several else "weights of one head too large"
 
@@ -193,6 +124,21 @@ def _cause_of_saturation(layer: str, period: Period, failures: Failures) -> str:
 def _rate(period: Period, failures: Failures) -> str:
     early = period.first <= failures.early_until
     return "no warm-up, or a learning rate that starts too large" if early else "learning rate too large"
+
+
+def clip_of(heads: Sequence[Mapping[str, float]], limit: Thresholds) -> Clip:
+    """Return the bound at which QK-clip leaves no softmax of some heads saturated, with one significant digit.
+
+    >>> clip_of([{"max_logit": 62.3, "logit_variance": 217.0}], Thresholds()).bound
+    10.0
+    """
+    target = _CLIPPED_VARIANCE * limit.saturated_variance
+    large = [numbers for numbers in heads if numbers["logit_variance"] > target]
+    if any(numbers["max_logit"] <= 0 for numbers in large):
+        return Clip("logit_variance", float(f"{target:.1g}"), limit.tau)
+    bounds = [numbers["max_logit"] * math.sqrt(target / numbers["logit_variance"]) for numbers in large]
+    finite = [float(f"{bound:.1g}") for bound in bounds if 0 < bound < math.inf]
+    return Clip("max_logit", min([limit.tau, *finite]), limit.tau)
 
 
 def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: float) -> str:
@@ -231,6 +177,8 @@ def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: 
 
 def _nan_words(numbers: Mapping[str, float]) -> str:
     """Return how many queries have no numbers, and which inputs hold NaN or infinity."""
+    if numbers["nan_rows"] == 0:  # of the values alone
+        return "the weights are numbers; NaN or infinity in its values, and so in its outputs"
     inputs = [name for name in ("query", "key", "value") if numbers[f"nan_{name}"] > 0]
     where = f", NaN or infinity in its {_listed(inputs)}" if inputs else ""
     if numbers["overflow_rows"] > 0:

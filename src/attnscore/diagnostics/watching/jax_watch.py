@@ -23,6 +23,7 @@ from attnscore.diagnostics.watching import sites, staged
 from attnscore.diagnostics.watching.base import WHOLE
 from attnscore.diagnostics.watching.jax_values import CONTEXT, JaxValues
 from attnscore.diagnostics.watching.rebinding import Rebinding
+from attnscore.diagnostics.watching.remedies import Projections, find_projections, plain_name
 from attnscore.diagnostics.watching.staged import HERE, Root, Site, StagedWatch
 
 VALUES = JaxValues()
@@ -37,6 +38,7 @@ class JaxWatch(StagedWatch):
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model, *arguments)
         self.is_linen = _is_linen(model)
+        self.framework = "linen" if self.is_linen else "nnx"
         self.key = _key_of(model)
         self._first = ""  # the module whose calls are the steps
 
@@ -51,6 +53,16 @@ class JaxWatch(StagedWatch):
         if not watches:
             _NAMES.restore()
         _observe_modules(watches)
+
+    def _projections(self, layer: str, heads: int) -> Projections | None:
+        name = plain_name(layer)
+        if self.is_linen:  # the names of its attention layers; the parameters are the caller's
+            path = "".join(f"[{step!r}]" for step in name.split(".") if name != WHOLE)
+            arrays = {part: [f"attention['{part}']"] for part in ("query", "key", "value")}
+            return Projections(f"params{path}  # params: variables['params']", arrays, "size")
+        if layer.count("#"):  # of a loop: the arrays have an axis of layers
+            return None
+        return find_projections(self._model, "" if name == WHOLE else name, heads, "nnx")
 
     def flush(self) -> None:
         """Wait until programs that run have reported their calls."""
@@ -149,7 +161,7 @@ def _linen_call(original: Any, arguments: Any, options: Any, context: Any) -> An
 def _call_model(root: Root, function: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """Call a model as a step of its watches."""
     inputs = arguments, dict(options)
-    real = staged.real_tokens(function, inputs)
+    real = staged.real_tokens(root.key, function, inputs)
     return staged.call_model(VALUES, root, function, inputs, jax.tree.leaves(inputs), real)
 
 

@@ -21,6 +21,7 @@ from attnscore.diagnostics.watching import keras_private as private
 from attnscore.diagnostics.watching import sites, staged
 from attnscore.diagnostics.watching.base import WHOLE
 from attnscore.diagnostics.watching.rebinding import Rebinding
+from attnscore.diagnostics.watching.remedies import Projections, plain_name, projections_of
 from attnscore.diagnostics.watching.staged import HERE, NotRecorded, Root, Site, StagedWatch, Values
 
 _BACKEND = keras.backend.backend()
@@ -115,9 +116,34 @@ class KerasWatch(StagedWatch):
             if getattr(self._model, name, None) is not None:
                 setattr(self._model, name, None)
 
+    framework = "keras"
+
+    def _projections(self, layer: str, heads: int) -> Projections | None:
+        name = plain_name(layer)
+        part, expression = self._model, "model"
+        for step in name.split(".") if name != WHOLE else ():
+            if (inner := _layer_in(part, step)) is None:
+                return None
+            part, expression = inner[0], expression + inner[1]
+        return projections_of(part, expression, heads, "keras")
+
     def flush(self) -> None:
         """Wait until programs that run have reported their calls."""
         VALUES.wait()
+
+
+def _layer_in(outer: Any, name: str) -> tuple[Any, str] | None:
+    """Return the layer of this name in another, and how it is reached: by an attribute, by a list, or by name."""
+    # On PyTorch's backend a layer is a module, which holds layers apart from its other attributes.
+    children = dict(outer.named_children()) if hasattr(outer, "named_children") else {}
+    for attribute, value in (vars(outer) | children).items():
+        inner = list(value) if isinstance(value, (list, tuple)) else [value]
+        for place, each in enumerate(inner):
+            if not attribute.startswith("_") and isinstance(each, keras.layers.Layer) and each.name == name:
+                return each, f".{attribute}" + (f"[{place}]" if isinstance(value, (list, tuple)) else "")
+    if isinstance(outer, keras.Model) and any(each.name == name for each in outer.layers):
+        return outer.get_layer(name), f".get_layer({name!r})"
+    return None
 
 
 def _running() -> list[KerasWatch]:
@@ -155,7 +181,7 @@ def _call_model(layer: Any, function: Callable[..., Any], arguments: tuple[Any, 
     is_symbolic = any(isinstance(x, keras.KerasTensor) or getattr(x, "is_meta", False) for x in leaves)
     if is_symbolic or not staged.watches_of(key):
         return function(*arguments, **options)
-    real = staged.real_tokens(layer.call, (arguments, options))
+    real = staged.real_tokens(key, layer.call, (arguments, options))
     return staged.call_model(VALUES, Root(key), function, (arguments, options), leaves, real)
 
 

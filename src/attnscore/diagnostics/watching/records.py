@@ -9,12 +9,14 @@ Requirements:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
+import textwrap
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +27,9 @@ from numpy.typing import NDArray
 from attnscore.diagnostics.watching.causes import (
     EARLY_SAMPLED_STEPS,
     EARLY_STEPS,
-    REMEDIES,
     Failures,
     cause_of,
+    clip_of,
     describe,
 )
 from attnscore.diagnostics.watching.health import (
@@ -42,6 +44,7 @@ from attnscore.diagnostics.watching.health import (
     clip_factor,
     loss_trouble,
 )
+from attnscore.diagnostics.watching.remedies import Framework, Place, Projections, remedy_for
 from attnscore.errors import ArgumentError, message
 from attnscore.io import require
 
@@ -93,6 +96,8 @@ COLUMNS = {
 _MOST_LOSSES = 4096
 # Fewer losses say nothing.
 _LOSSES_TO_JUDGE = 20
+# Signs that other layers show too where the whole model's learning rate is too large.
+_GROWTH = ("saturated", "sharp", "large logits", "growing logits")
 
 
 @dataclass
@@ -173,7 +178,14 @@ class Records:
         Attention calls that could not be recorded.
     thresholds : Thresholds
         Can be replaced at any time, except ``saturated_weight``, which applies while queries are counted.
+    unchecked_padding : str or None
+        Argument of the model that looks like a padding mask, where none has a name in `padding_names`.
     """
+
+    framework: Framework = "torch"
+    """Whose lines of code remedies have."""
+    padding_names = "attention_mask (1 at tokens) or src_key_padding_mask (True at padding)"
+    """Names of arguments that are known as padding masks."""
 
     def __init__(self, thresholds: Thresholds) -> None:
         if not isinstance(thresholds, Thresholds):
@@ -182,6 +194,7 @@ class Records:
         self.layers: dict[str, Layer] = {}
         self.steps = self.sampled = 0
         self.unseen: Counter[tuple[str, str]] = Counter()
+        self.unchecked_padding: str | None = None
         self._losses: list[tuple[int, float]] = []
         self._stride = 1
         self._lock_of_memory = threading.Lock()
@@ -225,7 +238,10 @@ class Records:
         return [row for layer in self._layers for row in layer.rows(layer.last(window), tau)]
 
     def clear(self) -> None:
-        """Forget all numbers and losses, as after a repair or an epoch; the count of steps goes on."""
+        """Forget all numbers, verdicts and losses; the count of steps goes on.
+
+        Call it after a checkpoint was restored: the verdicts are on the weights that are gone.
+        """
         with self._lock_of_memory:
             self.layers.clear()
             self.unseen.clear()
@@ -320,7 +336,8 @@ class Records:
         first, *later = self._first_steps or [0]
         fourth = later[EARLY_SAMPLED_STEPS - 2] if len(later) >= EARLY_SAMPLED_STEPS - 1 else math.inf
         early_until = max(first + EARLY_STEPS, fourth)
-        failures = Failures(first, early_until, {layer.name: layer.heads for layer in self._layers})
+        growing = {name for name, period in periods if period.holds and period.what in _GROWTH}
+        failures = Failures(first, early_until, {layer.name: layer.heads for layer in self._layers}, growing=growing)
         for name, period in failing:
             failures.periods.setdefault(name, []).append(period)
         without_numbers = [each for each in failing if each[1].what == "not a number"]
@@ -340,19 +357,37 @@ class Records:
             if period.what in NO_EFFECT and period != first_effect[name, period.head]:
                 continue
             words = describe(period, recent[name, period.head], self.thresholds, recent[name, period.head]["clip"])
-            words += "" if period.holds else f"; until step {period.last}"
-            words += f"; before from step {period.earlier[0]} to {period.earlier[1]}" if period.earlier else ""
+            words += "" if period.holds else f"; no more after step {period.last}"
+            words += f"; earlier from step {period.earlier[0]} to {period.earlier[1]} too" if period.earlier else ""
             words += f"; the loss {trouble}" if failure and period.what in WITH_LOSS else ""
             cause = cause_of(name, period, failures, self.thresholds) if failure else ""
-            remedy = f"{REMEDIES[cause].words}: {REMEDIES[cause].code}" if failure else ""
             verdicts.append(
                 Verdict(
-                    name, period.head, period.what, words, failure, period.first, period.last, cause, remedy,
+                    name, period.head, period.what, words, failure, period.first, period.last, cause, "",
                     tuple(followers) if failure and period.what == "not a number" else (),
                 )
             )  # fmt: skip
         order = {what: number for number, what in enumerate(SIGNS)}
-        return sorted(verdicts, key=lambda v: (not v.failure, v.first_step, place[v.layer], v.head, order[v.what]))
+        verdicts.sort(key=lambda v: (not v.failure, v.first_step, place[v.layer], v.head, order[v.what]))
+        return self._with_remedies(verdicts, recent)
+
+    def _with_remedies(self, verdicts: list[Verdict], recent: Mapping[tuple[str, int], Row]) -> list[Verdict]:
+        """Return verdicts with the remedies of their causes, one for all heads of a layer with the same cause."""
+        alike: dict[tuple[str, str], list[Verdict]] = {}
+        for verdict in verdicts:
+            if verdict.failure:
+                alike.setdefault((verdict.layer, verdict.cause), []).append(verdict)
+        remedies = {}
+        for (layer, cause), group in alike.items():
+            heads, first = sorted({verdict.head for verdict in group}), min(verdict.first_step for verdict in group)
+            clip = clip_of([recent[layer, head] for head in heads], self.thresholds)
+            projections = self._projections(layer, self.layers[layer].heads)
+            place = Place(layer, heads, first, clip, self.framework, projections)
+            remedies[layer, cause] = remedy_for(cause, place)
+        return [dataclasses.replace(v, remedy=remedies.get((v.layer, v.cause), "")) for v in verdicts]
+
+    def _projections(self, layer: str, heads: int) -> Projections | None:
+        """Return the projections of an attention call; None where they are not known."""
 
     def _recent_numbers(self) -> Iterator[Row]:
         """Yield a row of all judged numbers for each head, of the last steps."""
@@ -416,12 +451,23 @@ class Records:
             return f"{self.sampled} of {self.steps} steps sampled, and no attention call in them could be recorded"
         return f"{len(self.layers)} attention calls a step; {self.sampled} of {self.steps} steps sampled"
 
-    def _lines(self) -> list[str]:
-        """Return the verdicts, heads of a layer with the same one in one line, and the calls that were not seen."""
+    def _state(self) -> list[str]:
+        """Return whether the model is healthy, in a sentence, where no head fails."""
+        if not self.layers or self.failing():
+            return []
+        trouble = loss_trouble([loss for _, loss in self._losses], self.thresholds)
+        if not trouble:
+            return ["No head fails."]
+        return [f"No head fails, but the loss {trouble}: attention looks healthy; "
+                "look at the MLPs, the data, the learning rate."]  # fmt: skip
+
+    def _lines(self, failures: bool) -> list[str]:
+        """Return the verdicts that are failures, or the others; heads of a layer with the same one are in one line."""
         groups: dict[tuple[Any, ...], list[Verdict]] = {}
         for verdict in self.verdicts():
-            key = (verdict.layer, verdict.what, verdict.cause, verdict.failure, verdict.first_step)
-            groups.setdefault(key if verdict.failure else key[:2], []).append(verdict)
+            key = (verdict.layer, verdict.what, verdict.cause, verdict.first_step)
+            if verdict.failure == failures:
+                groups.setdefault(key if failures else key[:2], []).append(verdict)
         lines, before = [], ""
         for first, *others in groups.values():
             heads = sorted([first.head, *(each.head for each in others)])
@@ -429,14 +475,24 @@ class Records:
             if first.followers:
                 lines.append(f"    {len(first.followers)} other heads have followed")
             if first.cause and first.cause != before:
-                lines += [f"    cause: {first.cause}", f"    try: {first.remedy}"]
+                words, _, code = first.remedy.partition(":\n")
+                lines += [f"    cause: {first.cause}", f"    try: {words}:", textwrap.indent(code, " " * 8)]
                 before = first.cause
+        return lines
+
+    def _other_lines(self) -> list[str]:
+        """Return what was not checked or not seen."""
         unseen = [f"{name}: {count} calls not seen: {why}" for (name, why), count in self.unseen.items()]
-        return [*lines, *unseen]
+        if self.unchecked_padding is None:
+            return unseen
+        words = f"Padding was not checked: the model's argument {self.unchecked_padding!r} looks like its mask, but"
+        return [f"{words} is recognised by the names {self.padding_names} alone: call it so", *unseen]
 
     def __str__(self) -> str:
-        """Return the verdicts with causes and remedies, and the calls that were not seen."""
-        return "\n".join([self._title(), *self._lines()])
+        """Return failures with causes and remedies, what else was observed, and what was not checked or seen."""
+        observed = self._lines(False)
+        header = ["Observed, not failures:"] if observed else []
+        return "\n".join([self._title(), *self._state(), *self._lines(True), *header, *observed, *self._other_lines()])
 
     def to_html(self, path: str | Path, *, title: str = "What a model's attention did") -> Path:
         """Write verdicts, the picture and a table of the heads as one HTML file for offline use (needs matplotlib)."""
@@ -454,7 +510,10 @@ class Records:
             | {"verdicts": ", ".join(dict.fromkeys(verdict.what for verdict in verdicts))}
             for row, verdicts in self._judged_rows()
         ]
-        sections = [Section("Verdicts", self._lines() or ["Nothing stands out." if rows else "Nothing was recorded."])]
+        failures = [*self._state(), *self._lines(True)] or ["Nothing was recorded."]
+        observed = [*self._lines(False), *self._other_lines()]
+        sections = [Section("Failures", failures)]
+        sections += [Section("Observed, not failures", observed)] if observed else []
         if rows:  # without a sampled step there is nothing to draw
             means = (
                 f"Means over the queries of the last {min(int(self.thresholds.window), self.sampled)} sampled steps."

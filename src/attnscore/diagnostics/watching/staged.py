@@ -12,7 +12,6 @@ Requirements:
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import threading
 import time
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscore.diagnostics.watching.base import WHOLE, Step, Watch
+from attnscore.diagnostics.watching.padding import named_arguments, padding_like
 from attnscore.diagnostics.watching.sums import Array, HostCall, HostScores, described, merged, sums_of
 
 # Runs whose end never came, as of a program that failed, are forgotten when there are more than these.
@@ -66,6 +66,7 @@ class Run:
 class StagedWatch(Watch):
     """Watch whose steps are runs of a model, in Python or in a compiled program."""
 
+    padding_names = f"{', '.join(_REAL)} (1 at tokens)"
     key: Hashable = None
     """What tells models apart in compiled programs: watches with one key get the calls of the same programs."""
 
@@ -384,16 +385,18 @@ def record(values: Values, make_site: Callable[[], Site], call: Callable[[], Any
         return out
 
 
-def real_tokens(function: Any, inputs: tuple[Any, Any]) -> Any:
-    """Return (batch, token), not 0 where there is a token, from the arguments of a model; None without a mask."""
-    arguments, options = inputs
-    try:
-        bound = inspect.signature(function).bind(*arguments, **options).arguments
-    except (TypeError, ValueError):
-        bound = dict(options)
-    dictionaries = [x for x in bound.values() if isinstance(x, Mapping)]
-    for name, mapping in itertools.product(_REAL, (bound, *dictionaries)):
+def real_tokens(key: Hashable, function: Any, inputs: tuple[Any, Any]) -> Any:
+    """Return (batch, token), not 0 where there is a token, from the arguments of a model; None without a mask.
+
+    The watches of the model get the name of an argument that only looks like one.
+    """
+    named = named_arguments(function, inputs)
+    dictionaries = [x for x in named.values() if isinstance(x, Mapping)]
+    for name, mapping in itertools.product(_REAL, (named, *dictionaries)):
         mask = mapping.get(name)
         if len(getattr(mask, "shape", ())) == 2 and not any(kind in str(mask.dtype) for kind in ("float", "complex")):
             return mask
+    suspects = {str(name): x for mapping in (*dictionaries, named) for name, x in mapping.items()}
+    for watch in watches_of(key):
+        watch.unchecked_padding = padding_like(suspects)
     return None

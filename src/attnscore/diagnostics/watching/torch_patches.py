@@ -196,7 +196,7 @@ def _scope(heads: int | None, reason: str, *, recorded: bool = False) -> Iterato
 
 
 def _module_call(original: Any, module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
-    entered = [watcher for watcher in _WATCHERS if watcher.enter(module, options)]
+    entered = [watcher for watcher in _WATCHERS if watcher.enter(module, arguments, options)]
     try:
         out = original(module, *arguments, **options)
     except BaseException:

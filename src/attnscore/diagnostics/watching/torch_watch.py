@@ -24,6 +24,8 @@ from attnscore.backends import torch_private as private
 from attnscore.base.arguments import check_flag, is_whole, shown
 from attnscore.diagnostics.watching import torch_patches
 from attnscore.diagnostics.watching.base import WHOLE, Step, Watch
+from attnscore.diagnostics.watching.padding import named_arguments, padding_like
+from attnscore.diagnostics.watching.remedies import Projections, find_projections, plain_name
 from attnscore.diagnostics.watching.sums import described
 from attnscore.diagnostics.watching.torch_calls import Call, Scores, output_and_sums, reason_against, sums_of
 from attnscore.errors import ArgumentError, message
@@ -33,11 +35,12 @@ _REAL, _IGNORED = "attention_mask", "src_key_padding_mask"
 
 
 class _ThreadState(threading.local):
-    """Names of the modules that this thread is in, the innermost last, and its step."""
+    """Names of the modules that this thread is in, the innermost last, its step, and what may be a padding mask."""
 
     def __init__(self) -> None:
         self.stack: list[str] = []
         self.step: Step | None = None
+        self.padding: str | None = None
 
 
 class TorchWatch(Watch):
@@ -71,7 +74,7 @@ class TorchWatch(Watch):
 
     # ------------------------------------------------------------ called by the wrappers of `torch_patches`
 
-    def enter(self, module: nn.Module, arguments: dict[str, Any]) -> bool:
+    def enter(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
         """Note that a module is called; return whether it is watched, so that `leave` must follow."""
         scripted = isinstance(module, torch.jit.ScriptModule)
         # The result of torch.compile(module) holds the module under this name.
@@ -91,7 +94,10 @@ class TorchWatch(Watch):
                     self._first = name
                 here.step = self._begin_step(begins)
         if here.step is not None and here.step.sampled and here.step.real is None:
-            here.step.real = _real_tokens(arguments)
+            named = _named_arguments(module, arguments, options)
+            here.step.real = _real_tokens(named)
+            if not here.stack:
+                here.padding = padding_like(named)
         here.stack.append(name)
         return True
 
@@ -103,6 +109,8 @@ class TorchWatch(Watch):
         if not here.stack and here.step is not None:
             step, here.step = here.step, None
             if step.sampled and not failed:
+                if step.real is None and step.sums:
+                    self.unchecked_padding = here.padding
                 self._finish(step)
 
     def is_sampling(self) -> bool:
@@ -147,12 +155,23 @@ class TorchWatch(Watch):
         stack = self._thread.stack
         self._count_unseen(stack[-1] if stack else "(outside)", why)
 
+    def _projections(self, layer: str, heads: int) -> Projections | None:
+        name = plain_name(layer)
+        return find_projections(self._model, "" if name == WHOLE else name, heads, "torch")
+
     def _place(self, step: Step, within: str) -> str:
         """Return the name of a call of the innermost module, or of the submodule `within` it."""
         name = self._thread.stack[-1]
         if within:
             name = within if name == WHOLE else f"{name}.{within}"
         return step.place(name)
+
+
+def _named_arguments(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name: those by position too where a padding mask may be among them."""
+    if any(isinstance(x, Tensor) and x.ndim == 2 for x in arguments[1:]):
+        return named_arguments(module.forward, (arguments, options))
+    return options | {f"argument {place}": x for place, x in enumerate(arguments)}
 
 
 def _real_tokens(arguments: dict[str, Any]) -> Tensor | None:
