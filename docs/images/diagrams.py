@@ -115,7 +115,7 @@ def masked_softmax() -> Figure:
         "a length per query, 3 and 0:\nthe second row is zero": ats.masked_softmax(scores[None], [[3, 0]])[0],
     }
     return plotting.show_attention(
-        list(maps.values()), titles=list(maps), numbers=True, xlabel="key j", ylabel="query i", figsize=(8.4, 2.4)
+        list(maps.values()), titles=list(maps), numbers=True, xlabel="key j", ylabel="query i", figsize=(8, 2.4)
     )
 
 
@@ -156,29 +156,29 @@ def multi_head() -> Figure:
 
 
 def memory() -> Figure:
-    """Peak memory against the length, inputs, output and gradients included, as the benchmark measured it."""
-    found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))}
-    name, document = max(found.items(), key=lambda one: one[1]["date"])
+    """Peak memory against the length, inputs, output and gradients included, as the latest benchmark measured it."""
+    documents = [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    latest = max(documents, key=lambda document: document["date"])
     titles = {"growth-dot": "Scaled dot product", "growth-additive": "Additive, 64 hidden units"}
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(8, 3.4))
+    figure.suptitle("Memory grows with n here, with n² in the naive form (one head, d = 64, forward and backward)")
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
     for axis, (case, title) in zip(panels, titles.items(), strict=True):
-        rows = [row for row in document["rows"] if row["case"] == case and row["status"] == "measured"]
-        draw_growth(axis, rows)
+        draw_growth(axis, [row for row in latest["rows"] if row["case"] == case and row["status"] == "measured"])
         style_lines(axis, title, "n queries and n keys", "peak memory, MB" if axis is panels[0] else "")
-    panels[0].legend(frameon=False, fontsize=8)
-    title = f"One head, d = 64, forward and backward: memory with inputs and results ({name}, {document['date']})"
-    figure.suptitle(title, fontsize=10)
     return figure
 
 
 def draw_growth(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the memory of each side on logarithmic axes, with dashed lines of linear and of quadratic growth."""
+    """Draw the memory of each side on logarithmic axes, over dashed lines of linear and of quadratic growth."""
     for row in rows:
         colour, power, law = (BLUE, 1, "∝ n") if row["side"] == "attnscore" else (RED, 2, "∝ n²")
         lengths, sizes = np.array([(point["length"], point["peak"] / 1e6) for point in row["points"]]).T
-        axis.loglog(lengths, sizes, "o-", color=colour, label=row["side"], markersize=4)
-        axis.loglog(lengths, sizes[0] * (lengths / lengths[0]) ** power, "--", color="#8c8c8c", linewidth=1, label=law)
+        axis.loglog(lengths, sizes[0] * (lengths / lengths[0]) ** power, "--", color="#8c8c8c", linewidth=1)
+        axis.loglog(lengths, sizes, "o-", color=colour, markersize=4)
+        at = lengths[len(lengths) // 2], sizes[len(sizes) // 2]
+        near = {"xytext": (6, -7), "textcoords": "offset points", "va": "top", "fontsize": 9}
+        axis.annotate(f"{row['side']}, dashed {law}", at, color=colour, **near)
     axis.set_xscale("log", base=2)
 
 

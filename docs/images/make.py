@@ -6,8 +6,7 @@ in ``parallel.py``.
 ``report`` is a page of ``attnscore inspect`` in headless Chromium: it needs ``pip install playwright`` and the system's
 Chromium, and is left as it is where there is none.
 
-All but ``report`` have a transparent background and the colours of ``matplotlibrc``, which are read as well on a white
-page as on a dark one. All are stored with 256 colours, which keeps each below 150 kB.
+All but ``report`` have the style of ``matplotlibrc``. All are stored with 256 colours, which keeps each below 120 kB.
 """
 
 from __future__ import annotations
@@ -57,10 +56,9 @@ TAKEN = {name: ("demo", file) for name, file in FROM_DEMO.items()} | {
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LARGEST = 1400  # pixels across
 COLOURS = 256
-COLOURS_OF_TEXT = HERE / "matplotlibrc"
-FIRST, SECOND = RED, BLUE
+STYLE = HERE / "matplotlibrc"
 QUERIES = {"A": (1.5, 1.0), "B": (-1.0, 1.5)}
-mpl.rc_file(COLOURS_OF_TEXT)
+mpl.rc_file(STYLE)
 
 
 def main(names: list[str]) -> None:
@@ -73,7 +71,7 @@ def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for command in sorted({TAKEN[name][0] for name in wanted if name in TAKEN}):
             line = [sys.executable, "-m", "attnscore", command, "--out", f"{folder}/{command}"]
-            settings = os.environ | {"MATPLOTLIBRC": str(COLOURS_OF_TEXT)}
+            settings = os.environ | {"MATPLOTLIBRC": str(STYLE)}
             subprocess.run(line, check=True, stdout=subprocess.DEVNULL, env=settings)
         for name in wanted:
             source = Path(folder, *TAKEN.get(name, (f"{name}.png",)))
@@ -83,7 +81,7 @@ def main(names: list[str]) -> None:
             if name == "report":
                 report(source)
             elif name in DRAWN:
-                DRAWN[name]().savefig(source, dpi=140)
+                DRAWN[name]().savefig(source)
             store(source, HERE / f"{name}.png")
 
 
@@ -113,26 +111,26 @@ def with_few_colours(picture: Image.Image) -> Image.Image:
     return found
 
 
-def plane(score: object, *, weights: bool = False) -> Figure:
+def plane(score: object, point: str, *, weights: bool = False) -> Figure:
     """How each key in a plane is scored by two queries; with `weights`, the weights of all these keys below."""
     side = np.linspace(-3, 3, 61)
     keys = np.stack(np.meshgrid(side, side), axis=-1).reshape(-1, 2)
-    scores = {name: ats.attention_scores(np.array([query]), keys, score=score) for name, query in QUERIES.items()}
+    scores = np.stack([ats.attention_scores(np.array([query]), keys, score=score) for query in QUERIES.values()])
     lines = [("Score for", "score of key k for query q", scores)]
     if weights:
-        found = {name: ats.masked_softmax(values) for name, values in scores.items()}
-        lines.append(("Weights of", "weight of key k for query q", found))
-    figure = Figure(figsize=(7.6, 3.3 * len(lines)), layout="constrained")
+        shares = ats.masked_softmax(scores)
+        lines.append(("Weights of", "weight / largest weight", shares / shares.max(-1, keepdims=True)))
+    figure = Figure(figsize=(7.6, 0.5 + 3.4 * len(lines)))
+    figure.suptitle(point)
     for pair, (title, unit, maps) in zip(figure.subplots(len(lines), 2, squeeze=False), lines, strict=True):
-        values = np.stack(list(maps.values()))
-        largest = abs(values).max()
-        # Scores are signed: white is 0, red above, blue below.
-        limits, cmap = ((0, largest), "Reds") if values.min() >= 0 else ((-largest, largest), "RdBu_r")
-        levels = MaxNLocator(12).tick_values(values.min(), values.max())
-        for axis, (name, found) in zip(pair, maps.items(), strict=True):
-            norm = Normalize(*limits)
-            drawn = axis.contourf(side, side, found.reshape(61, 61), levels=levels, cmap=cmap, norm=norm)
-            query = QUERIES[name]
+        low, high = min(0, maps.min()), max(0, maps.max())
+        # White is 0 between signed scores, and the worst of scores of one sign: the best key is always the darkest.
+        limits, cmap = ((low, high), "Reds") if low * high == 0 else ((-max(-low, high), max(-low, high)), "RdBu_r")
+        levels = MaxNLocator(12).tick_values(maps.min(), maps.max())
+        for axis, (name, query), values in zip(pair, QUERIES.items(), maps, strict=True):
+            drawn = axis.contourf(
+                side, side, values.reshape(61, 61), levels=levels, cmap=cmap, norm=Normalize(*limits)
+            )
             mark = {"boxstyle": "circle", "facecolor": "white", "edgecolor": "black"}
             axis.annotate(name, query, ha="center", va="center", color="black", bbox=mark)
             axis.set(title=f"{title} query {name} = ({query[0]:g}, {query[1]:g})", xlabel="$k_0$", aspect="equal")
@@ -146,12 +144,14 @@ def plane(score: object, *, weights: bool = False) -> Figure:
 def additive() -> Figure:
     """An additive score with three hidden units: soft ridges that bend."""
     w_q = np.array([[1.0, 0.0], [0.0, 1.0], [0.7, -0.7]])
-    return plane(ats.Additive(w_v=np.array([1.5, -1.0, 1.0]), W_q=w_q, W_k=1.5 * w_q[::-1]))
+    score = ats.Additive(w_v=np.array([1.5, -1.0, 1.0]), W_q=w_q, W_k=1.5 * w_q[::-1])
+    return plane(score, "Additive, three hidden units: soft ridges that bend with the query")
 
 
 def bilinear() -> Figure:
     """A bilinear score whose W turns the key by a quarter."""
-    return plane(ats.Bilinear(np.array([[0.0, 1.0], [-1.0, 0.0]])))
+    score = ats.Bilinear(np.array([[0.0, 1.0], [-1.0, 0.0]]))
+    return plane(score, "Bilinear: this W turns the best direction by a quarter")
 
 
 def scaled_dot() -> Figure:
@@ -163,9 +163,9 @@ def scaled_dot() -> Figure:
         for name, rows in found.items():
             _, stats = ats.attend(query, key, key, score=name, return_stats=True)
             rows.append((stats.var_score.mean(), stats.jacobian_trace().mean()))
-    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+    figure = Figure(figsize=(8.4, 3.2))
     left, right = figure.subplots(1, 2)
-    for (name, rows), colour in zip(found.items(), (FIRST, SECOND), strict=True):
+    for (name, rows), colour in zip(found.items(), (RED, BLUE), strict=True):
         variance, trace = np.array(rows).T
         left.loglog(dims, variance, "o-", color=colour, label=name, base=2, markersize=4)
         right.semilogx(dims, trace, "o-", color=colour, label=name, base=2, markersize=4)
@@ -173,13 +173,13 @@ def scaled_dot() -> Figure:
     style_lines(left, "Variance of a query's scores over 256 keys", dimension, "variance")
     style_lines(right, "Gradient that the softmax lets through", dimension, "trace of its Jacobian, 1 − Σ p²")
     right.set_ylim(0, 1.05)
-    left.legend(frameon=False)
+    left.legend()
     return figure
 
 
 def gaussian() -> Figure:
     """The score in a plane is a bowl around the query."""
-    return plane(ats.Gaussian(bandwidth=1.0))
+    return plane(ats.Gaussian(bandwidth=1.0), "Gaussian: the nearest key scores best")
 
 
 def nadaraya_watson() -> Figure:
@@ -188,20 +188,19 @@ def nadaraya_watson() -> Figure:
     x = np.sort(5 * rng.random((50, 1)), axis=0)
     y = 2 * np.sin(x) + x**0.8 + 0.5 * rng.normal(size=x.shape)
     asked = np.linspace(0, 5, 100)[:, None]
-    figure = Figure(figsize=(8.6, 6), layout="constrained")
+    figure = Figure(figsize=(8, 5.6))
     *axes, last = figure.subplots(2, 2).flat
-    for axis, bandwidth in zip(axes, (0.05, 0.2, 1.0), strict=True):
+    for axis, (bandwidth, fit) in zip(axes, ((0.05, "too wiggly"), (0.2, "close"), (1.0, "too flat")), strict=True):
         out = ats.attend(asked, x, y, score=ats.Gaussian(bandwidth))
         axis.plot(x, y, "o", color="#9aa5ab", markersize=3, label="training points")
-        axis.plot(asked, 2 * np.sin(asked) + asked**0.8, "--", color=SECOND, linewidth=1.2, label="true function")
-        axis.plot(asked, out, color=FIRST, label="attention pooling")
-        style_lines(axis, f"Bandwidth {bandwidth}", "x", "y")
-    axes[0].legend(frameon=False, fontsize=8)
+        axis.plot(asked, 2 * np.sin(asked) + asked**0.8, "--", color="#8c8c8c", linewidth=1.2, label="true function")
+        axis.plot(asked, out, color=BLUE, label="attention pooling")
+        style_lines(axis, f"Bandwidth {bandwidth}: {fit}", "x", "y")
+    axes[0].legend()
     weights = ats.attention_weights(asked, x, score=ats.Gaussian(0.2))
-    image = last.imshow(weights, cmap="Reds", aspect="auto")
-    last.set_title("Weights, bandwidth 0.2", fontsize=10)
-    last.set_xlabel("key j: training point, by x", fontsize=9)
-    last.set_ylabel("query i: point asked for, by x", fontsize=9)
+    image = last.imshow(weights, aspect="auto", interpolation="nearest")
+    last.set_title("Weights, bandwidth 0.2")
+    last.set(xlabel="key j: training point, by x", ylabel="query i: point asked for, by x")
     figure.colorbar(image, ax=last, label=WEIGHT)
     return figure
 
@@ -209,10 +208,10 @@ def nadaraya_watson() -> Figure:
 def softcap() -> Figure:
     """cap * tanh(s / cap) and its slope."""
     scores = np.linspace(-40, 40, 400)[:, None]
-    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+    figure = Figure(figsize=(8.4, 3.2))
     left, right = figure.subplots(1, 2)
     left.plot(scores, scores, "--", color="#8c8c8c", label="no cap")
-    for cap, colour in ((5.0, FIRST), (20.0, SECOND)):
+    for cap, colour in ((5.0, RED), (20.0, BLUE)):
         capped = ats.attention_scores(scores, np.ones((1, 1)), score=ats.SoftCap("dot", cap))
         left.plot(scores, capped, color=colour, label=f"cap {cap:g}")
         right.plot(scores, 1 - (capped / cap) ** 2, color=colour)
@@ -220,7 +219,7 @@ def softcap() -> Figure:
     style_lines(right, "Factor of the gradient", "score before the cap", "derivative of the capped score")
     left.set_ylim(-25, 25)
     right.set_ylim(0, 1.05)
-    left.legend(frameon=False)
+    left.legend()
     return figure
 
 
@@ -235,9 +234,9 @@ def collapse() -> Figure:
         ("Largest weight", "weight"): [stats.max_weight.mean() for stats in found],
         ("Trace of the softmax Jacobian", "trace"): [stats.jacobian_trace().mean() for stats in found],
     }
-    figure = Figure(figsize=(9, 2.7), layout="constrained")
+    figure = Figure(figsize=(9, 2.7))
     for axis, ((title, unit), values) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        axis.semilogx(growths, values, "o-", color=FIRST, base=2, markersize=4)
+        axis.semilogx(growths, values, "o-", color=RED, base=2, markersize=4)
         style_lines(axis, title, "random queries, multiplied by", unit)
         axis.set_ylim(0, None)
     return figure
@@ -268,9 +267,9 @@ def repaired() -> Figure:
     code = next(block for block in text.split("```python\n")[1:] if "scale_logits" in block).partition("```")[0]
     page: dict[str, Any] = {}
     exec(code, page)
-    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    figure = Figure(figsize=(9, 2.8))
     axes = figure.subplots(1, 3)
-    for (is_repaired, (seen, losses)), colour in zip(page["runs"].items(), (FIRST, SECOND), strict=True):
+    for (is_repaired, (seen, losses)), colour in zip(page["runs"].items(), (RED, BLUE), strict=True):
         label = "with QK-clip" if is_repaired else "without"
         axes[0].plot(losses, color=colour, label=label, linewidth=1.4)
         for axis, name in zip(axes[1:], ("max_logit", "effective_keys"), strict=True):
@@ -281,7 +280,7 @@ def repaired() -> Figure:
     style_lines(axes[1], "Largest logit of each head", "step", "logit")
     style_lines(axes[2], "Effective keys of each head", "step", "keys, of 24")
     axes[0].set_ylim(0, None)
-    axes[0].legend(frameon=False)
+    axes[0].legend()
     axes[1].set_yscale("log")
     axes[2].set_ylim(0, 24)
     return figure
@@ -326,14 +325,14 @@ def report(target: Path) -> None:
 
 DRAWN: dict[str, Callable[[], Figure]] = (
     {
-        "dot": lambda: plane("dot"),
+        "dot": lambda: plane("dot", "Dot: the score grows along the query, without end"),
         "scaled-dot": scaled_dot,
         "additive": additive,
         "bilinear": bilinear,
         "gaussian": gaussian,
         "nadaraya-watson": nadaraya_watson,
-        "cosine": lambda: plane("cosine"),
-        "sum": lambda: plane("sum", weights=True),
+        "cosine": lambda: plane("cosine", "Cosine: only the direction of the key counts"),
+        "sum": lambda: plane("sum", "Sum: the query adds a constant, and all weights are the same", weights=True),
         "softcap": softcap,
         "collapse": collapse,
         "watching": watching,

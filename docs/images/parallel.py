@@ -7,11 +7,10 @@ from functools import cache
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 import attnscore as ats
-from attnscore.plotting.drawing import BLUE, RED, style_lines
+from attnscore.plotting.drawing import BLUE, style_lines
 from bench.simulation import Machine, Simulation, simulate
 
 GPU = Machine(flops=4e14, bandwidth=5e10, latency=2e-5)
@@ -19,7 +18,8 @@ SIZES = {"dim": 128, "heads": 32, "kv_heads": 8, "dtype": "bfloat16", "gradient"
 MEMORY = 40e9
 RANKS = 2 ** np.arange(3, 11)
 MILLIONS = (1, 2, 5, 10, 20, 50, 100)
-COLOURS = {"gather": BLUE, "ring": RED, "heads": "#5a9e6f"}
+# Neither is good or bad: no red.
+COLOURS = {"gather": BLUE, "ring": "#b5761d", "heads": "#7d5fb2"}
 MASKS = {"causal": "One causal sequence", "packed": "Packed documents"}
 
 
@@ -47,56 +47,57 @@ def predicted(name: str, millions: int, ranks: int, mode: str) -> Simulation | N
 
 def efficiency() -> Figure:
     """The part of the time that ranks compute, against their number."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    styles = {1: ":", 10: "--", 100: "-"}
-    for axis, (name, title) in zip(axes, MASKS.items(), strict=True):
-        for mode, colour in COLOURS.items():
-            for millions, style in styles.items():
-                found = [(int(r), predicted(name, millions, int(r), mode)) for r in RANKS]
-                points = [(ranks, x.efficiency) for ranks, x in found if x is not None]
-                axis.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3, linewidth=1.2)
-        axis.set_xscale("log", base=2)
-        style_lines(axis, title, "ranks", "efficiency: computing, of all time")
-        axis.set_ylim(0, 1.05)
-        axis.set_xticks(RANKS, [str(r) for r in RANKS])
-    axes[1].set_ylabel("")
-    marks = [Line2D([], [], color=colour, label=mode) for mode, colour in COLOURS.items()]
-    marks += [Line2D([], [], color="#8c8c8c", linestyle=style, label=f"{m}M tokens") for m, style in styles.items()]
-    axes[0].legend(handles=marks, frameon=False, fontsize=8, loc="lower left")
+    figure = Figure(figsize=(8, 4.8))
+    figure.suptitle("Part of the time that ranks compute: ring is ahead for one sequence, gather for documents")
+    axes = figure.subplots(2, 3, sharex=True, sharey=True)
+    for row, (name, title) in zip(axes, MASKS.items(), strict=True):
+        for axis, millions in zip(row, (1, 10, 100), strict=True):
+            for mode, colour in COLOURS.items():
+                simulations = [(int(ranks), predicted(name, millions, int(ranks), mode)) for ranks in RANKS]
+                points = [(ranks, x.efficiency) for ranks, x in simulations if x is not None]
+                axis.plot(*zip(*points, strict=True), "o-", color=colour, label=mode, markersize=4, clip_on=False)
+            axis.set_xscale("log", base=2)
+            style_lines(axis, f"{millions}M tokens", "ranks", f"{title}\nefficiency")
+            axis.label_outer()
+            axis.set_ylim(0, 1.02)
+            axis.set_xticks(RANKS[::2], [str(ranks) for ranks in RANKS[::2]])
+    axes[0, 1].legend(loc="lower left")
     return figure
 
 
 def fastest() -> Figure:
     """The fastest mode that fits into memory, for each length and number of ranks, with its efficiency."""
-    figure = Figure(figsize=(9, 3.9), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(8, 4))
+    figure.suptitle("Fastest mode that fits into 40 GB, and its efficiency: ring for one sequence, gather for many")
+    axes, modes = figure.subplots(1, 2, sharey=True), set[str | None]()
     for axis, (name, title) in zip(axes, MASKS.items(), strict=True):
         for row, millions in enumerate(MILLIONS):
             for column, ranks in enumerate(RANKS.tolist()):
-                draw_cell(axis, name, millions, ranks, (column, row))
+                modes.add(draw_cell(axis, name, millions, ranks, (column, row)))
         axis.set(xlim=(0, len(RANKS)), ylim=(0, len(MILLIONS)))
         style_lines(axis, title, "ranks", "tokens")
         axis.grid(visible=False)
         axis.set_xticks(np.arange(len(RANKS)) + 0.5, [str(r) for r in RANKS])
         axis.set_yticks(np.arange(len(MILLIONS)) + 0.5, [f"{m}M" for m in MILLIONS])
     axes[1].set_ylabel("")
-    marks = [Patch(color=colour, label=mode) for mode, colour in COLOURS.items()]
+    marks = [Patch(color=COLOURS[mode], label=mode) for mode in COLOURS if mode in modes]
     marks.append(Patch(facecolor="none", edgecolor="#8c8c8c", label="none fits"))
-    figure.legend(handles=marks, frameon=False, fontsize=8, loc="outside lower center", ncols=4)
+    figure.legend(handles=marks, loc="outside lower center", ncols=4)
     return figure
 
 
-def draw_cell(axis: Axes, name: str, millions: int, ranks: int, corner: tuple[int, int]) -> None:
-    """Draw the fastest mode of one length and number of ranks."""
+def draw_cell(axis: Axes, name: str, millions: int, ranks: int, corner: tuple[int, int]) -> str | None:
+    """Draw the fastest mode of one length and number of ranks, and return its name."""
     found = (predicted(name, millions, ranks, mode) for mode in COLOURS)
     fitting = [x for x in found if x is not None and x.peak_memory.max() <= MEMORY]
     best = min(fitting, key=lambda x: x.seconds, default=None)
     colour = "none" if best is None else COLOURS[best.mode]
     axis.add_patch(Rectangle(corner, 1, 1, facecolor=colour, edgecolor="#8c8c8c", linewidth=0.6))
-    if best is not None:
-        middle = corner[0] + 0.5, corner[1] + 0.5
-        axis.text(*middle, f"{best.efficiency:.0%}", ha="center", va="center", fontsize=7, color="white")
+    if best is None:
+        return None
+    middle = corner[0] + 0.5, corner[1] + 0.5
+    axis.text(*middle, f"{best.efficiency:.0%}", ha="center", va="center", fontsize=8, color="white")
+    return str(best.mode)
 
 
 DRAWN = {"parallel-efficiency": efficiency, "parallel-modes": fastest}

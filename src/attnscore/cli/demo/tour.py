@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 import attnscore as ats
 from attnscore.cli.console import table
 from attnscore.cli.report import Report
-from attnscore.diagnostics.lab.panels import weights_and_jacobians
 from attnscore.diagnostics.lab.sharpening import LOGITS, WEIGHTS
 from attnscore.plotting import drawing, show_attention, show_heatmaps
 from attnscore.plotting.drawing import BLUE, RED
@@ -188,10 +187,7 @@ def temperature(report: Report, _: np.random.Generator) -> dict[str, Any]:
     )
     steps = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
     weights = np.stack([ats.masked_softmax(logits, temperature=step) for step in steps])
-    drawn = {"Jacobian at T = 1": jacobians[1], "Jacobian at T = 1/8": jacobians[8]}
-    bars = {f"T = {step:g}": row for step, row in zip(steps, weights, strict=True)}
-    title = "A lower temperature sharpens the softmax"
-    report.picture("06-temperature", weights_and_jacobians(LOGITS, bars, drawn, title, digits=3))
+    report.picture("06-temperature", _draw_temperatures([f"T = {step:g}" for step in steps], weights))
     return {
         "y": logits,
         "softmax": {f"{factor}y": weights for factor, weights in soft.items()},
@@ -248,6 +244,23 @@ def _mask_gallery(masks: Mapping[str, Array], cols: int = 4) -> Figure:
     return figure
 
 
+def _draw_temperatures(names: list[str], weights: Array) -> Figure:
+    """Draw the weights at each temperature as a row, and beside it what the softmax lets through of the gradient."""
+    figure = drawing.new_figure((7.6, 3.3), title="A lower temperature sharpens the softmax, and less gradient passes")
+    left, right = figure.subplots(1, 2)
+    image = drawing.draw_map(left, weights, names, [f"{logit:g}" for logit in LOGITS], limits=(0.0, 1.0))
+    drawing.write_numbers(left, image, weights, drawing.two_decimals)
+    left.set_aspect("auto")
+    left.tick_params("x", labelrotation=0)
+    drawing.label(left, "Weights of y = [0.2, 0.4, 0.1, 0.8]", "logit in y", title_points=10)
+    bars = right.barh(names, 1 - (weights**2).sum(-1), color=BLUE)
+    right.bar_label(bars, fmt=" {:.2f}", fontsize=drawing.LABEL_POINTS)
+    right.invert_yaxis()
+    right.set_xlim(0, 0.9)
+    drawing.style_lines(right, "Gradient that passes", "trace of the softmax Jacobian")
+    return figure
+
+
 def _draw_growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, ats.Cost]]) -> Figure:
     """Draw operations and bytes against the length, both axes logarithmic."""
     figure = drawing.new_figure((9.6, 3.5))
@@ -258,7 +271,7 @@ def _draw_growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, ats.Co
         right.plot(lengths, [one.matrix_bytes for one in line], "o--", color=colour, label=f"{name}, naive")
     first = next(iter(costs.values()))
     both = [first[length].bytes for length in lengths]
-    right.plot(lengths, both, "o-", color="#238b45", label="inputs and outputs")
+    right.plot(lengths, both, "o-", color="#8c8c8c", label="inputs and outputs")
     for axis, title in ((left, "Operations of one head"), (right, "Bytes that have to be held")):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
