@@ -26,7 +26,7 @@ MEANS = {
 OTHERS = {
     "rows": ROWS, "choice_rows": ROWS, "padding_rows": 0.0, "sequences": 0.0, "value_sequences": 0.0, "empty_rows": 0.0,
     "nan_rows": 0.0, "nan_query": 0.0, "nan_key": 0.0, "nan_value": 0.0, "overflow_rows": 0.0, "max_logit": 4.0,
-    "dtype_max": 3e38,
+    "dtype_max": 3e38, "scale_ratio": 1.0,
 }  # fmt: skip
 
 
@@ -220,6 +220,46 @@ def test_a_layer_without_the_causal_mask_of_the_others() -> None:
     assert {v.cause for v in recorded(inverted, inverted).verdicts()} == {"inverted mask"}
 
 
+LARGE_SCALE = {"scale_ratio": 8.0, "saturated_rows": {1: 0.5}, "logit_variance": {1: 100.0}}
+SMALL_SCALE = {"scale_ratio": 1 / 8, "logit_variance": 1e-3}
+NO_SCALE, TWICE = "no scale, or weights that start too large", "scale applied twice, or weights that are too small"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "heads", "cause"), [(LARGE_SCALE, [1], NO_SCALE), (SMALL_SCALE, range(HEADS), TWICE)]
+)
+def test_a_layer_with_another_scale_than_its_siblings(numbers: Any, heads: Any, cause: str) -> None:
+    step = {"a.0": sums(), "a.1": sums(**numbers)}
+    records = recorded(step, step, step, losses=FALLING)
+    assert records.failing() == [("a.1", head) for head in heads]
+    first = records.verdicts()[0]
+    assert (first.what, first.first_step, first.cause) == ("another scale", 0, cause)
+    assert f"{numbers['scale_ratio']:.3g} times 1/sqrt(d)" in first.words
+    # Where all layers have it, or no other one is known, it is a choice, as T5's is.
+    unknown = {"a.0": sums(scale_ratio=math.nan), "a.1": step["a.1"]}
+    for steps in ({"a.0": step["a.1"], "a.1": step["a.1"]}, unknown, {"b.0": sums(), "a.1": step["a.1"]}):
+        records = recorded(steps, steps, losses=FALLING)
+        assert records.failing() == []
+        assert ("unusual scale", "a.1") in [(v.what, v.layer) for v in records.verdicts()]
+
+
+def test_a_scale_that_the_weights_do_not_show_is_no_verdict() -> None:
+    for ratio in (8.0, 1 / 8, 1.0, math.nan):
+        other = {"a.0": sums(), "a.1": sums(scale_ratio=ratio)}
+        assert said(other, other) == []
+    slightly = {"a.0": sums(), "a.1": sums(**{**SMALL_SCALE, "scale_ratio": 0.5})}
+    assert {what for what, *_ in said(slightly, slightly)} == {"uniform"}
+
+
+def test_an_unusual_scale_is_a_failure_while_the_loss_suffers() -> None:
+    flat = recorded(*[sums(**SMALL_SCALE)] * 9, losses=[4.0] * 90)
+    assert {(v.what, v.cause) for v in flat.verdicts() if v.failure} == {("uniform", TWICE), ("unusual scale", TWICE)}
+    large = recorded(*[sums(**LARGE_SCALE)] * 16, losses=RISING)
+    assert ("unusual scale", NO_SCALE) in {(v.what, v.cause) for v in large.verdicts() if v.failure}
+    # Uniform weights make no loss rise.
+    assert recorded(*[sums(**SMALL_SCALE)] * 16, losses=RISING).failing() == []
+
+
 FALLING = [4.0 - 0.02 * i for i in range(100)]
 RISING = FALLING + [2.0 + 0.02 * i for i in range(60)]
 
@@ -256,6 +296,9 @@ def test_losses() -> None:
     for start in (FALLING, [4 * 0.99**i + 0.1 * x for i, x in enumerate(noisy)]):
         assert loss_trouble(start, limit) == "" and loss_trouble([*start, math.nan], limit) == "is not finite"
     assert loss_trouble(RISING, limit) == "rises" and loss_trouble([2.77 + 0.02 * x for x in noisy], limit) != "rises"
+    spikes = [*FALLING, 2.0, 9.0, 2.0, 2.0, 9.0, *[2.0] * 5]
+    assert loss_trouble(spikes, limit) == "", "two batches of ten are no rise"
+    assert loss_trouble([*FALLING, *[4.0, 9.0] * 5], limit) == "rises"
     assert loss_trouble([2.77] * 50, limit) == "stays at its start" and loss_trouble([3.0] * 5, limit) == ""
     records = Records(limit)
     for step in range(20_000):
@@ -294,7 +337,7 @@ def test_text_lines_page_and_picture_say_the_same(tmp_path: Any) -> None:
 
 
 def test_every_failure_has_words() -> None:
-    assert set(FAULTS) | {"causal leak", "sink in every head"} == set(FAILURES) <= set(SIGNS)
+    assert set(FAULTS) | {"causal leak", "sink in every head", "another scale"} == set(FAILURES) <= set(SIGNS)
     assert {each.name for each in dataclasses.fields(Thresholds)} >= {"window", "query_variance", "value_spread"}
 
 

@@ -956,6 +956,47 @@ def test_steps_are_sampled_and_told() -> None:
     assert seen.history("(model)", "entropy")[0] == [3, 6]  # the last two
 
 
+def test_the_first_step_of_a_failure_is_right_beyond_the_history() -> None:
+    """Steps that nothing has judged yet are judged before the history drops them, of a model called in parts too."""
+    model = nn.ModuleDict({"encoder": OwnAttention(), "decoder": OwnAttention()})
+    x = torch.randn(2, 6, 32)
+    with watch(model, history=3) as seen:
+        for step in range(12):
+            for part in model.values():
+                part(100 * x if step >= 4 else x)
+    failing = [verdict for verdict in seen.verdicts() if verdict.failure]
+    assert {verdict.layer for verdict in failing} >= {"encoder", "decoder"}
+    assert {verdict.first_step for verdict in failing if verdict.what == "saturated"} == {4}
+
+
+def test_the_scale_of_each_call_is_known() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, scale: float | None) -> None:
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x, scale=self.scale)
+
+    model, x = nn.Sequential(*map(Scaled, (None, None, 1.0))), 5 * torch.randn(2, 4, 30, 64)
+    with watch(model) as seen:
+        for part in model:
+            part(x)
+    assert [seen.layers[name].total["scale_ratio"].tolist() for name in "012"] == [[1.0] * 4] * 2 + [[8.0] * 4]
+    calls = {
+        "attend": lambda: ats.attend(x, x, x, score=ats.ScaledDot(1 / 64)),
+        "dot": lambda: ats.attend(x, x, x, score="dot"),
+        "cosine": lambda: ats.attend(x, x, x, score="cosine"),
+    }
+    ratios = {}
+    for name, call in calls.items():
+        with watch(own := OwnAttention()) as seen:
+            own.forward = lambda _, call=call: call()
+            own(x)
+        ratios[name] = seen.layers["(model)"].total["scale_ratio"][0]
+    assert ratios["attend"] == 1 / 8 and ratios["dot"] == 8 and np.isnan(ratios["cosine"])
+
+
 def test_an_error_in_the_model_leaves_the_watch_usable() -> None:
     model = OwnAttention()
     with watch(model) as seen:

@@ -66,6 +66,8 @@ class Outcome:
     early: bool
     """Whether something failed before the fault was planted."""
     losses: list[float]
+    noted: int | None = None
+    """First sampled step at which an unusual scale of the planted module was seen, as a failure or not."""
 
 
 def is_named(fault: Fault, layer: str, head: int) -> bool:
@@ -75,21 +77,25 @@ def is_named(fault: Fault, layer: str, head: int) -> bool:
 
 def diagnose(fault: Fault) -> Outcome:
     """Train with the fault and collect what the watch says, at each sampled step and at the end."""
-    early, alarm = False, None
+    early, alarm, noted = False, None, None
 
     def look(step: int, seen: Records) -> None:
-        nonlocal early, alarm
-        failing = seen.failing()
+        nonlocal early, alarm, noted
+        verdicts = seen.verdicts()
+        failing = [(each.layer, each.head) for each in verdicts if each.failure]
         early |= bool(failing) and step < fault.step
         if alarm is None and step >= fault.step and failing and is_named(fault, *failing[0]):
             alarm = step
+        scales = [each for each in verdicts if each.what in ("another scale", "unusual scale")]
+        if noted is None and scales and all(is_named(fault, each.layer, each.head) for each in scales):
+            noted = step
 
     seen, losses = train(begin(fault.setup), {fault.step: fault.plant}, look)
     first = next((verdict for verdict in seen.verdicts() if verdict.failure), None)
     if first is None:
-        return Outcome(fault, alarm, None, False, "", early, losses)
+        return Outcome(fault, alarm, None, False, "", early, losses, noted)
     named = is_named(fault, first.layer, first.head) and alarm is not None
-    return Outcome(fault, alarm, first.first_step, named, first.cause, early, losses)
+    return Outcome(fault, alarm, first.first_step, named, first.cause, early, losses, noted)
 
 
 def sampled_from(fault: Fault) -> int:
@@ -100,9 +106,18 @@ def sampled_from(fault: Fault) -> int:
 
 def delay(outcome: Outcome) -> int | None:
     """Return how many sampled steps after the first one with the fault it was named; 0 is that step."""
-    if outcome.alarm is None:
-        return None
-    return (outcome.alarm - sampled_from(outcome.fault)) // outcome.fault.setup.every
+    return None if outcome.alarm is None else sampled_steps_to(outcome.alarm, outcome.fault)
+
+
+def sampled_steps_to(step: int, fault: Fault) -> int:
+    """Return how many sampled steps lie between the first one with the fault and another."""
+    return (step - sampled_from(fault)) // fault.setup.every
+
+
+def is_seen_early(outcome: Outcome) -> bool:
+    """Return whether the first two sampled steps with the fault name it, or note the unusual scale that it is."""
+    steps = (step for step in (outcome.alarm, outcome.noted) if step is not None)
+    return any(sampled_steps_to(step, outcome.fault) <= 1 for step in steps)
 
 
 def recovers(outcome: Outcome) -> bool:
@@ -172,6 +187,10 @@ class Report:
             (
                 "named in the first two sampled steps with the fault",
                 f"{sum(places is not None and places <= 1 for places in map(delay, outcomes))} of {count}",
+            ),
+            (
+                "the same, or noted there as an unusual scale without being a failure",
+                f"{sum(map(is_seen_early, outcomes))} of {count}",
             ),
             (
                 "delay in sampled steps, median and largest",

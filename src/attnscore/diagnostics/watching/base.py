@@ -133,6 +133,8 @@ class Watch(Records):
         """Add the sums of a sampled step to the records, and call `on_step` with its rows."""
         added = []
         with self._lock:
+            if step.begins:  # the steps before are whole
+                self._remember_before_the_history_drops_a_step()
             for name, sums in step.sums.items():
                 heads = len(sums["rows"])
                 known = self.layers.get(name)

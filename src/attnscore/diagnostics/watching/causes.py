@@ -67,8 +67,10 @@ def cause_of(layer: str, period: Period, failures: Failures, limit: Thresholds) 
         return "no causal mask"
     if what == "sink in every head":
         return "a first key that takes all weight"
-    if what == "uniform":
+    if what == "uniform" or (what in ("another scale", "unusual scale") and numbers["scale_ratio"] < 1):
         return "scale applied twice, or weights that are too small"
+    if what in ("another scale", "unusual scale"):
+        return "no scale, or weights that start too large"
     if what in WITH_LOSS:
         return "logits that grow while the loss suffers"
     if what in NO_EFFECT:
@@ -146,6 +148,7 @@ def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: 
     has_numbers = period.holds and period.what != "not a number" and now["rows"] > 0
     numbers = now if has_numbers else period.evidence
     what, largest, variance = period.what, numbers["max_logit"], numbers["logit_variance"]
+    times_usual = f"{numbers['scale_ratio']:.3g} times 1/sqrt(d)"
     percent = 100 * numbers["saturated_rows"]
     scaled = f"; QK-clip would scale by {clip:.2g}" if clip < 1 else ""
     words = {
@@ -161,6 +164,7 @@ def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: 
         "no use of the query": f"queries give a logit a variance of {numbers['query_variance']:.2g} at most",
         "values alike": f"all but {numbers['value_spread']:.2g} of the values' squares is their mean",
         "sink in every head": f"{100 * numbers['first_key']:.1f} % of the weight is on the first key",
+        "another scale": f"q.k times {times_usual}, where layers of the same kind have about 1/sqrt(d)",
         "sharp": (
             f"{percent:.0f} % of the queries have a weight of {limit.saturated_weight:g} or more, variance of the "
             f"logits {variance:.3g}"
@@ -169,6 +173,7 @@ def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: 
         "growing logits": f"the largest is {largest:.3g}",
         "collapsing entropy": f"{numbers['entropy']:.3g} nats",
         "uniform": f"variance of the logits {variance:.2g}",
+        "unusual scale": f"q.k times {times_usual}, variance of the logits {variance:.2g}",
         "sink": f"{100 * numbers['first_key']:.0f} % of the weight is on the first key",
         "empty rows": f"{numbers['empty_rows']:.0f} queries are fully masked",
     }

@@ -58,6 +58,8 @@ class Thresholds:
     sink_layer : a layer is a sink, a failure, when every head has this share of its weight there
     padding_mass : weight on padding is a failure from this share on
     inverted_mass : the mask is inverted when this share of the weight is on padding
+    scale_factor : the factor of q.k is unusual from so many times 1/sqrt(d) on, and down to this part of it. It is a
+        sign only where the weights show it: a sharp head under a larger one, uniform weights under a smaller one
     tau : the largest logit that QK-clip allows
     dtype_share : logits are near overflow above this share of the largest number of the queries' dtype
     loss_rise : the loss rises when it has lost this share of what it had gained
@@ -81,6 +83,7 @@ class Thresholds:
     sink_layer: float = 0.98
     padding_mass: float = 0.01
     inverted_mass: float = 0.9
+    scale_factor: float = 4.0
     tau: float = 100.0
     dtype_share: float = 0.25
     loss_rise: float = 0.2
@@ -88,7 +91,7 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         """Refuse thresholds that are never or always met."""
-        factors = ("jump", "growth", "loss_allows")
+        factors = ("jump", "growth", "loss_allows", "scale_factor")
         unbounded = ("saturated_variance", "growth_least", "tau", "window", *factors)
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
@@ -110,8 +113,9 @@ class Verdict:
     ----------
     what : str
         Failures: "not a number", "near overflow", "padding", "causal leak", "saturated", "dead", "no use of the query",
-        "values alike", "sink in every head". Failures only while the loss rises or stays at its start: "sharp",
-        "large logits", "growing logits", "collapsing entropy", "uniform". Never: "sink", "empty rows".
+        "values alike", "sink in every head", "another scale". Failures only while the loss rises or stays at its start:
+        "sharp", "large logits", "growing logits", "collapsing entropy", "uniform", "unusual scale". Never: "sink",
+        "empty rows".
     words : str
         Its numbers.
     failure : bool
@@ -145,11 +149,11 @@ _AT_ONCE = ("not a number", "near overflow", "causal leak")
 _WITHOUT_NUMBERS = ("not a number", "near overflow", "empty rows")
 FAILURES = (
     "not a number", "near overflow", "padding", "causal leak", "saturated", "dead", "no use of the query",
-    "values alike", "sink in every head",
+    "values alike", "sink in every head", "another scale",
 )  # fmt: skip
 # Of these, one verdict a head: each follows where tokens are alike.
 NO_EFFECT = ("dead", "no use of the query", "values alike")
-WITH_LOSS = ("sharp", "large logits", "growing logits", "collapsing entropy", "uniform")
+WITH_LOSS = ("sharp", "large logits", "growing logits", "collapsing entropy", "uniform", "unusual scale")
 SIGNS = (*FAILURES, *WITH_LOSS, "sink", "empty rows")
 
 
@@ -166,13 +170,19 @@ def clip_factor(largest: float, tau: float) -> float:
 
 
 def signs_of(
-    numbers: Mapping[str, Array], memory: Mapping[str, Array], limit: Thresholds, *, leaks: bool
+    numbers: Mapping[str, Array],
+    memory: Mapping[str, Array],
+    limit: Thresholds,
+    *,
+    leaks: bool = False,
+    usual_siblings: bool = False,
 ) -> dict[str, Flags]:
     """Return for each sign which heads of a layer show it in one step.
 
     `numbers` are means of the step's queries; `memory` has the variance of the step before, the largest entropy and
     variance by queries so far and the first largest logit, NaN where there are none; `leaks` says that layers of the
-    same kind are causal and this one is not. A comparison with NaN is false.
+    same kind are causal and this one is not, `usual_siblings` that they scale q.k by about 1/sqrt(d) and this one does
+    not. A comparison with NaN is false.
     """
     share, variance, largest = numbers["saturated_rows"], numbers["logit_variance"], numbers["max_logit"]
     sharp = share >= limit.saturated_rows
@@ -180,7 +190,10 @@ def signs_of(
     large = ~(variance < limit.saturated_variance)
     jumped = (variance >= limit.saturated_variance / 4) & (variance >= limit.jump * memory["logit_variance"])
     dead = variance < limit.dead_variance
+    uniform = (variance < limit.uniform_variance) & ~dead & (numbers["choice_rows"] > 0)
     sinks = numbers["first_key"] >= limit.sink_layer
+    scale = numbers["scale_ratio"]
+    unusual = ((scale >= limit.scale_factor) & sharp) | ((scale <= 1 / limit.scale_factor) & uniform)
     return {
         "not a number": numbers["nan_rows"] + numbers["nan_value"] > 0,
         "near overflow": largest > limit.dtype_share * numbers["dtype_max"],
@@ -193,11 +206,13 @@ def signs_of(
         "values alike": numbers["value_spread"] < limit.value_spread,
         # A layer in which no query has a choice has all its weight there.
         "sink in every head": np.full(len(largest), bool(sinks.all() and (numbers["choice_rows"] > 0).all())),
+        "another scale": unusual & usual_siblings,
         "sharp": sharp & ~large & ~jumped,
         "large logits": largest > limit.tau,
         "growing logits": (largest >= limit.growth * memory["max_logit"]) & (largest >= limit.growth_least),
         "collapsing entropy": numbers["entropy"] <= limit.collapse * memory["entropy"],
-        "uniform": (variance < limit.uniform_variance) & ~dead & (numbers["choice_rows"] > 0),
+        "uniform": uniform,
+        "unusual scale": unusual & (not usual_siblings),
         "sink": numbers["first_key"] >= limit.sink_mass,
         "empty rows": numbers["empty_rows"] > 0,
     }
@@ -250,10 +265,13 @@ class Memory:
         }
         self._steps = 0
 
-    def add(self, step: int, numbers: Mapping[str, Array], limit: Thresholds, *, leaks: bool) -> None:
-        """Take the numbers of a sampled step."""
+    def add(
+        self, step: int, numbers: Mapping[str, Array], limit: Thresholds, *, leaks: bool, usual_siblings: bool
+    ) -> None:
+        """Take the numbers of a sampled step, with the arguments of `signs_of`."""
         self._steps += 1
-        for what, flags in signs_of(numbers, self._so_far, limit, leaks=leaks).items():
+        signs = signs_of(numbers, self._so_far, limit, leaks=leaks, usual_siblings=usual_siblings)
+        for what, flags in signs.items():
             self._extend(what, step, flags, numbers, limit)
         old = self._so_far
         self._so_far = {
@@ -318,7 +336,8 @@ def loss_trouble(losses: Sequence[float], limit: Thresholds) -> str:
     """Return what is wrong with the losses of a run so far: "is not finite", "rises", "stays at its start", or "".
 
     Means over a tenth of the run, at least five steps, are compared. A loss rises when it gives back `loss_rise` of its
-    gain and more than twice the spread of the last steps.
+    gain and more than twice the spread of the last steps, by their mean and by their median: a few batches with a large
+    loss raise the mean alone.
 
     >>> falling = [3.0 - 0.01 * i for i in range(100)]
     >>> loss_trouble(falling, Thresholds()), loss_trouble(falling + [3.0] * 40, Thresholds())
@@ -337,6 +356,7 @@ def loss_trouble(losses: Sequence[float], limit: Thresholds) -> str:
     means = (sums[part:] - sums[:-part]) / part
     start, best, now = means[0], means.min(), means[-1]
     noise = 2 * float(np.std(values[-part:])) / math.sqrt(part)
-    if now - best > max(limit.loss_rise * (start - best), noise) and now - best > 1e-3 * abs(start):
+    rise = min(now, float(np.median(values[-part:]))) - best
+    if rise > max(limit.loss_rise * (start - best), noise) and rise > 1e-3 * abs(start):
         return "rises"
     return "stays at its start" if start - now < limit.loss_start * abs(start) else ""

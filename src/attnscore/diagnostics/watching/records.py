@@ -67,7 +67,7 @@ MEANS = (
 )
 _COUNTS = ("rows", "empty_rows", "nan_rows", "choice_rows")
 # Sums that an observer may lack, and of which several steps keep the largest.
-_LARGEST = ("max_logit", "dtype_max")
+_LARGEST = ("max_logit", "dtype_max", "scale_ratio")
 _MARKS = ("nan_query", "nan_key", "nan_value", "overflow_rows")
 # Numbers whose mean is over other queries, or sequences, than those of `rows`, and the count of these.
 _OVER = {
@@ -81,7 +81,7 @@ NUMBERS = (
     "rows", "empty_rows", "nan_rows", *MEANS, "query_variance", "value_spread", "max_logit", "choice_rows",
     "saturated_rows", "padding", "clip",
 )  # fmt: skip
-_JUDGED = (*NUMBERS[:-1], *_MARKS, "dtype_max")
+_JUDGED = (*NUMBERS[:-1], *_MARKS, "dtype_max", "scale_ratio")
 # Columns of tables, and their titles.
 COLUMNS = {
     "max_logit": "largest logit",
@@ -142,7 +142,7 @@ def _column(sums: dict[str, Array], name: str, tau: float) -> Array:
         return np.array([clip_factor(largest, tau) for largest in sums["max_logit"].tolist()], dtype=np.float64)
     heads = len(sums["rows"])
     if name in (*_COUNTS, *_LARGEST, *_MARKS):
-        return sums.get(name, np.full(heads, math.inf if name == "dtype_max" else 0.0))
+        return sums.get(name, np.full(heads, {"dtype_max": math.inf, "scale_ratio": math.nan}.get(name, 0.0)))
     count = sums.get(_OVER.get(name, "rows"), np.zeros(heads))
     means: Array = np.divide(sums.get(name, count), count, out=np.full(heads, math.nan), where=count > 0)
     return means
@@ -155,6 +155,25 @@ def _is_causal(sums: dict[str, Array], limit: Thresholds) -> bool:
     """
     has_single = bool((sums["rows"] > sums["choice_rows"]).any())
     return has_single and not bool((_column(sums, "padding", limit.tau) >= limit.padding_mass).any())
+
+
+def _has_usual_scale(sums: dict[str, Array], limit: Thresholds) -> bool:
+    """Return whether a layer multiplies q.k by about 1/sqrt(d); not where that is unknown."""
+    scale = _column(sums, "scale_ratio", limit.tau)
+    return bool(((scale > 1 / limit.scale_factor) & (scale < limit.scale_factor)).all())
+
+
+def _unlike_siblings(flags: Mapping[str, bool]) -> set[str]:
+    """Return the layers without a flag that more than half of the other layers of the same kind have.
+
+    >>> _unlike_siblings({"encoder.0": False, "decoder.0": True, "decoder.1": False})
+    {'decoder.1'}
+    """
+    kinds: dict[str, list[bool]] = {}
+    for name, flag in flags.items():
+        kinds.setdefault(_pattern(name), []).append(flag)
+    usual = {pattern for pattern, kind in kinds.items() if 2 * sum(kind) > len(kind) - 1}
+    return {name for name, flag in flags.items() if not flag and _pattern(name) in usual}
 
 
 def _pattern(name: str) -> str:
@@ -277,6 +296,12 @@ class Records:
         steps, tau = tuple(self.layers[layer].steps), self.thresholds.tau
         return [step for step, _ in steps], np.array([_column(sums, name, tau) for _, sums in steps], dtype=np.float64)
 
+    def _remember_before_the_history_drops_a_step(self) -> None:
+        """Take the sampled steps into the memory where the next one would drop one that is not there yet."""
+        if any(layer.added - self._remembered[layer.name] == layer.steps.maxlen for layer in self._layers):
+            with self._lock_of_memory:
+                self._remember()
+
     def _remember(self) -> None:
         """Take the sampled steps since the last call into the memory of each layer, in their order."""
         if self._judged_by != self.thresholds:
@@ -290,16 +315,14 @@ class Records:
         for step in sorted(steps):
             if len(self._first_steps) < EARLY_SAMPLED_STEPS and step not in self._first_steps:
                 self._first_steps.append(step)
-            causal: dict[str, list[bool]] = {}
-            is_causal = {name: _is_causal(sums, self.thresholds) for name, sums in steps[step]}
-            for name, flag in is_causal.items():
-                causal.setdefault(_pattern(name), []).append(flag)
+            limit = self.thresholds
+            leaking = _unlike_siblings({name: _is_causal(sums, limit) for name, sums in steps[step]})
+            scaled = _unlike_siblings({name: _has_usual_scale(sums, limit) for name, sums in steps[step]})
             for name, sums in steps[step]:
-                kind = causal[_pattern(name)]
-                leaks = not is_causal[name] and 2 * sum(kind) > len(kind) - 1 and bool((sums["rows"] > 0).all())
+                leaks = name in leaking and bool((sums["rows"] > 0).all())
                 memory = self._memories.setdefault(name, Memory(len(sums["rows"])))
-                numbers = {column: _column(sums, column, self.thresholds.tau) for column in _JUDGED}
-                memory.add(step, numbers, self.thresholds, leaks=leaks)
+                numbers = {column: _column(sums, column, limit.tau) for column in _JUDGED}
+                memory.add(step, numbers, limit, leaks=leaks, usual_siblings=name in scaled)
 
     def _periods(self) -> list[tuple[str, Period]]:
         """Return layer and period of each sign that a head shows or has shown."""
@@ -328,8 +351,11 @@ class Records:
                 return not recent[name, period.head]["logit_variance"] < bound
             if period.what in FAILURES:
                 return True
+            is_flat = period.what == "uniform" or (
+                period.what == "unusual scale" and period.evidence["scale_ratio"] < 1
+            )
             stays = trouble == "stays at its start"
-            return bool(trouble) and not hard and period.what in WITH_LOSS and (period.what != "uniform" or stays)
+            return bool(trouble) and not hard and period.what in WITH_LOSS and (not is_flat or stays)
 
         place = {name: number for number, name in enumerate(self._memories)}
         failing = [(name, period) for name, period in periods if fails(name, period)]

@@ -41,7 +41,7 @@ NEEDED = (
 
 
 # Sums of which several parts keep the largest.
-LARGEST = ("max_logit", "dtype_max")
+LARGEST = ("max_logit", "dtype_max", "scale_ratio")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def sums_of(call: HostCall | HostScores, real: NDArray[np.bool_] | None, saturat
     moments = {name: moments_of(x, head_axis, heads) for name, x in arrays.items() if x is not None}
     queries = query.shape[-3 if head_axis == -2 and query.ndim >= 4 else -2]
     scale = score_scale(call.options.get("score", "scaled_dot"), query.shape[-1]) if queries > 1 else None
-    return sums | input_sums(moments, heads, -least(query.dtype), scale)
+    return sums | input_sums(moments, heads, -least(query.dtype), scale, query.shape[-1])
 
 
 def merged(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
@@ -202,17 +202,19 @@ def added(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, satura
 
 
 def input_sums(
-    moments: Mapping[str, Moments | None], heads: int, dtype_max: float, scale: float | None = None
+    moments: Mapping[str, Moments | None], heads: int, dtype_max: float, scale: float | None = None, dim: int = 1
 ) -> dict[str, Array]:
     """Return sums over the sequences of a call from its queries, keys and values, each (head,), without the weights.
 
     `query_variance` bounds the variance of a logit over the queries, Var(q.k) <= trace Cov(q) trace Cov(k), where the
-    score is `scale` q.k; `value_spread` is the share of the values' squares that their mean does not explain: 0 where
-    all are alike. Moments of None have their heads in another axis, as single queries of a GQA group.
+    score is `scale` q.k; `scale_ratio` is this scale as a multiple of 1/sqrt(dim); `value_spread` is the share of the
+    values' squares that their mean does not explain: 0 where all are alike. Moments of None have their heads in another
+    axis, as single queries of a GQA group.
     """
     sums = {name: np.zeros(heads) for name in ("sequences", "query_variance", "value_sequences", "value_spread")}
     sums |= {f"nan_{name}": np.zeros(heads) for name in ("query", "key", "value")}
     sums["dtype_max"] = np.full(heads, dtype_max)
+    sums["scale_ratio"] = np.full(heads, math.nan if scale is None else scale * math.sqrt(dim))
     known = {name: x for name, x in moments.items() if x is not None}
     for name, (square, spread) in known.items():
         is_finite = np.isfinite(square)

@@ -229,7 +229,7 @@ def _input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
     }
     queries = call.query.shape[-2 if head_axis != -2 or call.query.ndim < 4 else -3]
     scale = score_scale(call.options.get("score", "scaled_dot"), call.query.shape[-1]) if queries > 1 else None
-    return input_sums(moments, heads, torch.finfo(call.query.dtype).max, scale)
+    return input_sums(moments, heads, torch.finfo(call.query.dtype).max, scale, call.query.shape[-1])
 
 
 def _moments(x: Tensor, head_axis: int, heads: int) -> Moments | None:
