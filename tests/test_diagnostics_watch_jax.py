@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -293,6 +296,57 @@ def test_only_sampled_steps_send_anything(monkeypatch) -> None:
         function(model, X)
         seen.resume()
     assert len(received) == 6 and (seen.steps, seen.sampled) == (7, 3)
+
+
+# ---------------------------------------------------------------- several devices
+
+
+def rows_and_steps(model: Model, call: Any) -> tuple[Any, int]:
+    """Return rows and number of steps of a call, whose output must have the bits that it has unwatched."""
+    expected = call()
+    with watch(model) as seen:
+        out = call()
+        jax.block_until_ready(out)
+    assert jnp.array_equal(out, expected) and not seen.unseen
+    return seen.rows(), seen.steps
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shard_map"])
+def test_several_devices_give_the_rows_of_one(kind: str) -> None:
+    """On one device here; the next test runs it on two."""
+    model, x = Model(), jnp.asarray(normal(4, 5, 8))
+    graph, state = nnx.split(model)
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh, batch = jax.make_mesh((len(jax.devices()),), ("batch",), axis_types=kinds), jax.P("batch")
+
+    def pure(state: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(x)
+
+    expected, _ = rows_and_steps(model, lambda: jax.jit(pure)(state, x))
+    if kind == "sharded":
+        spread = jax.device_put(x, jax.NamedSharding(mesh, batch))
+        rows, steps = rows_and_steps(model, lambda: jax.jit(pure)(state, spread))
+        assert steps == 1
+    else:
+        function = jax.jit(jax.shard_map(pure, mesh=mesh, in_specs=(jax.P(), batch), out_specs=batch))
+        rows, steps = rows_and_steps(model, lambda: function(state, x))
+        assert steps == len(jax.devices()), "the part of each device is a step"
+    assert_same_rows(rows, expected)
+
+
+def test_two_devices() -> None:
+    flags = "--xla_force_host_platform_device_count=2 " + os.environ.get("XLA_FLAGS", "")
+    script = "import jax, pytest, sys; assert len(jax.devices()) == 2; sys.exit(pytest.main(sys.argv[1:]))"
+    options = ["-q", "-p", "no:cacheprovider", __file__, "-k", "test_several_devices"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *options],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
 # ---------------------------------------------------------------- what cannot be recorded
