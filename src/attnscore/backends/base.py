@@ -468,10 +468,12 @@ class Backend(ABC):
         """Whether the first tile of a shape costs a compilation, or makes a program longer."""
         return False
 
-    def zeros_of(self, function: Callable[[], tuple[Array, ...]], length: int) -> tuple[Array, ...] | None:
+    def zeros_of(
+        self, function: Callable[[], tuple[Array, ...]], length: int, reads: Sequence[Array]
+    ) -> tuple[Array, ...] | None:
         """Return zeros like the results of a function that is not run, with `length` on the last axis but one.
 
-        None where only a run tells the shapes.
+        `reads` are the arrays that it depends on. None where only a run tells the shapes.
         """
         return None
 

@@ -567,7 +567,7 @@ def _map_query_tiles(
     def write(whole: tuple[Array, ...], parts: tuple[Array, ...], start: Any) -> tuple[Array, ...]:
         return tuple(ops.add_at(x, -2, start, part) for x, part in zip(whole, parts, strict=True))
 
-    whole, begin = ops.zeros_of(lambda: query_tile_result(0, (0, tile)), length), 0
+    whole, begin = ops.zeros_of(lambda: query_tile_result(0, (0, tile)), length, reads), 0
     if whole is None:
         first, begin = query_tile_result(0, (0, tile)), 1
         zeros = tuple(ops.zeros((*ops.shape(x)[:-2], length, ops.shape(x)[-1]), x) for x in first)
