@@ -19,6 +19,7 @@ import attnscore as ats
 from attnscore.backends import torch_private as private
 from attnscore.diagnostics import watch
 from attnscore.layers.torch import AdditiveAttention
+from renamed import run_without
 
 FILE = Path(private.__file__)
 SOURCE = FILE.read_text(encoding="utf-8")
@@ -132,6 +133,27 @@ assert len(attnscore.available()["fallbacks"]) == len(module.FALLBACKS) > 15
 """
     path = os.pathsep.join([str(FILE.parents[2]), *sys.path])
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
+
+
+@pytest.mark.parametrize(
+    "names", [*(pytest.param([name], marks=pytest.mark.slow) for name in NAMES), NAMES], ids=[*NAMES, "all"]
+)
+def test_a_renamed_name_leaves_right_gradients_and_is_listed(names: list[str]) -> None:
+    calls = """
+import torch, attnscore
+arrays = [torch.randn(2, 5, 4, dtype=torch.float64) for _ in range(3)]
+lens = torch.tensor([2, 5])
+def define(q, k, v):
+    return (q @ k.mT / 2).masked_fill(torch.arange(5) >= lens[:, None, None], -torch.inf).softmax(-1) @ v
+for _ in range(2):
+    results = []
+    for function in (lambda *x: attnscore.attend(*x, valid_lens=lens), define):
+        leaves = [x.clone().requires_grad_() for x in arrays]
+        out = function(*leaves)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(*results)
+"""
+    run_without("torch", names, calls)
 
 
 def private_names(path: Path) -> Iterator[str]:

@@ -37,14 +37,16 @@ def info() -> None:
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         markup=False,
     )
-    if version("torch") is not None:
-        backends.load("torch")  # which then says what it lacks
     working = ats.available()
+    for name in ("torch", "tensorflow"):  # which then say what they lack
+        if working["frameworks"].get(name) is True:
+            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+            backends.load(name)
     titles = {"frameworks": "Frameworks", "kernels": "Kernels, in order of preference", "targets": "Targets of native"}
     for part, title in titles.items():
         lines = [(name, "yes", "") if works else (name, "no", str(works)) for name, works in working[part].items()]
         out.print(table(title, ("name", "works", "why not"), lines, left=3))
-    if fallbacks := working.get("fallbacks"):
+    if fallbacks := backends.fallbacks():
         out.print(table("Not in these releases", ("name", "therefore"), list(fallbacks.items()), left=2))
     rows = [(package, version(package) or "not installed", use) for package, use in _OPTIONAL.items()]
     out.print(table("Optional packages", ("package", "version", "what for"), rows, left=3))

@@ -13,7 +13,7 @@ import functools
 import math
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,11 +22,6 @@ import tensorflow as tf
 
 from attnscore.backends.base import Array
 from attnscore.backends.tensorflow import private
-
-_LITE = "tensorflow.lite."
-# Modules that trace a graph to export or to vectorize it, where a callback is of no use, or is called in a loop. One
-# that has moved costs time: a graph with a callback is right in either place.
-_REWRITERS = ("keras.src.export.", "tensorflow.python.ops.parallel_for.", _LITE)
 
 
 def calls_back(*arrays: Array) -> bool:
@@ -42,28 +37,32 @@ def is_for_xla() -> bool:
 
 
 def is_rewritten() -> bool:
-    """Whether a function that rewrites the graph traces it, such as ``tf.vectorized_map``."""
-    return _is_traced_by(_REWRITERS)
+    """Whether a function that rewrites the graph traces it, such as ``tf.vectorized_map``, or may do so unnoticed."""
+    packages = private.rewriting_packages()
+    return packages is None or _is_traced_by(packages)
 
 
 def is_for_lite() -> bool:
     """Whether TensorFlow Lite's converter traces the graph."""
-    return _is_traced_by(_LITE)
+    return _is_traced_by(private.LITE)
 
 
 def is_recomputed() -> bool:
-    """Whether this is called by a function of ``tf.recompute_grad``, which Keras's ``remat`` takes too."""
-    return _is_traced_by("tensorflow.python.ops.custom_gradient", "inner")
+    """Whether this is called, or may be, by a function of ``tf.recompute_grad``, which Keras's ``remat`` takes too."""
+    return not private.RECOMPUTING or any(frame.f_code in private.RECOMPUTING for frame in _stack())
 
 
-def _is_traced_by(modules: str | tuple[str, ...], function: str | None = None) -> bool:
-    """Whether Python's stack shows a module whose name begins so, in a function of this name."""
-    frame: FrameType | None = sys._getframe()
+def _is_traced_by(packages: str | tuple[str, ...]) -> bool:
+    """Whether Python's stack shows a module of one of these packages."""
+    return any(frame.f_globals.get("__name__", "").startswith(packages) for frame in _stack())
+
+
+def _stack() -> Iterator[FrameType]:
+    """Yield the frames of Python's stack from here on outwards."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(modules) and function in (None, frame.f_code.co_name):
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 def host_callback(

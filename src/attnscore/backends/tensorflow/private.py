@@ -2,12 +2,18 @@
 
 - No other file of the package reads a private name of a TensorFlow module.
 - A replacement is slower, never wrong: it assumes that a tape records, and that a graph cannot call Python.
+- Functions that rewrite a graph are recognised on Python's stack. Their modules and code are read from the public
+  functions that they belong to, so that they may move; where that fails, each graph counts as rewritten.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import CodeType
 from typing import Any
 
 from attnscore.backends.base import private_name
@@ -48,3 +54,44 @@ cond: Callable[..., Any] | None = _resolve(
 set_lowering: Callable[..., None] | None = _resolve(
     "tensorflow.python.ops.control_flow_util_v2.maybe_set_lowering_attr", None, "branches that rarely run are inlined"
 )
+
+# ---------------------------------------------------------------- functions that are recognised on Python's stack
+
+LITE = "tensorflow.lite."
+
+
+def _package_of(path: str) -> str | None:
+    """Return the package of the module that defines a public function; None where there is no such function."""
+    module = getattr(_resolve(path, None, _NO_CALLBACKS), "__module__", None)
+    return None if module is None else f"{module.rpartition('.')[0]}."
+
+
+_VECTORIZING = _package_of("tensorflow.vectorized_map")
+if importlib.util.find_spec(LITE.strip(".")) is None:
+    FALLBACKS[LITE.strip(".")] = f"{_NO_CALLBACKS}, and graphs for TensorFlow Lite are not recognised"
+
+
+def rewriting_packages() -> tuple[str, ...] | None:
+    """Return packages that trace a graph to export or vectorize it; None where a release has them elsewhere.
+
+    A callback is of no use in such a graph, or is called in a loop.
+    """
+    packages = [_VECTORIZING, None if LITE.strip(".") in FALLBACKS else LITE]
+    if keras := sys.modules.get("keras"):  # else it cannot be on the stack
+        archive = getattr(getattr(keras, "export", None), "ExportArchive", None)
+        if archive is None:
+            FALLBACKS["keras.export.ExportArchive"] = _NO_CALLBACKS
+        packages.append(None if archive is None else f"{archive.__module__.rpartition('.')[0]}.")
+    return None if None in packages else tuple(str(package) for package in packages)
+
+
+def _functions_in(path: str) -> frozenset[CodeType]:
+    """Return the code of the functions that a public function defines."""
+    code = getattr(inspect.unwrap(_resolve(path, lambda: None, "dropout needs a seed")), "__code__", None)
+    return frozenset(x for x in getattr(code, "co_consts", ()) if isinstance(x, CodeType))
+
+
+# One of these is on the stack of what `tf.recompute_grad` computes.
+RECOMPUTING = _functions_in("tensorflow.recompute_grad")
+if not RECOMPUTING:
+    FALLBACKS["tensorflow.recompute_grad"] = "dropout needs a seed"
