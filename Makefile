@@ -6,6 +6,7 @@
 #   FOR=masks           the tests that concern these packages or modules; FOR=changed: packages that differ from main
 #   SLOW=1              the tests marked slow as well; SLOW=2/4: the second quarter of them
 #   WORKERS=2           how many processes share the tests; 0: pytest itself runs them, as `ARGS=--pdb` wants it
+#   ROWS="jax-oldest"   of the environments of `make versions` these
 #   CASES=100           how many cases `make sanitize` and `make arm` draw
 #   ATTNSCORE_TARGETS=all   compiles the native kernels for every CPU, not for this one alone; `make wheel` always does
 #
@@ -23,6 +24,7 @@ FOR    ?=
 SLOW   ?=
 ARGS   ?=
 CASES  ?= 100
+ROWS   ?=
 # Of two cores one process uses little more than one. More workers are more memory: each holds every framework.
 WORKERS ?= 2
 
@@ -73,7 +75,7 @@ export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-all test-gpu test-gpu-interpreted mutants mutants-drawn check sanitize arm docs wheel format clean distclean
+.PHONY: help demo quick test test-all test-gpu test-gpu-interpreted mutants mutants-drawn versions check sanitize arm docs wheel format clean distclean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=...] [SLOW=1]"
@@ -105,6 +107,11 @@ mutants: $(READY) ## small faults in a copy of the package, each of which a test
 mutants-drawn: $(READY) ## drawn changes of kernels, masks, plans, problem and scores: the share that the tests find; ARGS="masks --count 20"
 	@$(INSTALL) 'cosmic-ray==8.7.*'
 	@$(BIN)/python tests/mutants/drawn.py $(ARGS)
+
+versions: $(READY) ## each framework's default tests with its newest and its oldest release; hours; ROWS="torch-newest"
+	@ls $(WHEEL)/*.whl >/dev/null 2>&1 || { $(build_wheel); }
+	@$(BIN)/python tests/versions.py --wheel $(WHEEL)/*.whl --pin '$(TORCH)' --pin '$(TRITON)' \
+	    $(ROWS) --numprocesses=$(WORKERS) --dist=worksteal $(ARGS)
 
 check: $(READY) ## lint, format, types, project file
 	@$(BIN)/ruff check

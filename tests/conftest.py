@@ -80,7 +80,7 @@ def _import_frameworks(quick: bool) -> None:
     # fault over two LLVMs (tensorflow/tensorflow#124205).
     with contextlib.suppress(ImportError):
         import triton  # noqa: F401
-    if quick or os.environ.get("TRITON_INTERPRET") == "1":
+    if quick or os.environ.get("TRITON_INTERPRET") == "1" or "jax" in selection.absent():
         return  # a quick run, or a process of tests/gpu: they need PyTorch alone
     import jax
 

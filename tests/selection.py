@@ -5,6 +5,7 @@
   that find a fault of ``tests/mutants`` in them. ``changed``: packages that differ from the branch main, and tests.
 - ``--quick``: attention in NumPy, PyTorch and the native module, half of the default rows. What imports another
   framework is left out, and fails if it runs.
+- ``--framework jax``: the tests that import or name it, without those of frameworks that are not installed.
 - ``--slow-part 2/4``: of the slow tests the second quarter, of the others all.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import json
 import re
 import subprocess
@@ -28,6 +30,15 @@ ROOT = TESTS.parent
 SOURCE = ROOT / "src" / "attnscore"
 OTHERS = ("jax", "jaxlib", "flax", "tensorflow", "keras", "mxnet", "transformers", "onnxruntime")
 """Frameworks that a quick run does not import."""
+FRAMEWORKS = {
+    "numpy": ("numpy",),
+    "torch": ("torch",),
+    "jax": ("jax", "jaxlib", "flax"),
+    "flax": ("flax",),
+    "tensorflow": ("tensorflow", "keras"),
+    "transformers": ("transformers", "hf"),
+}
+"""By framework the words by which its tests are known: packages that they import, and parts of their names."""
 AROUND = ("bench", "benchmarks", "claims", "cli", "demo", "diagnostics", "doctests", "files", "glossary", "gpu",
           "imports", "inspect", "install", "map", "mission", "mutants", "parallel", "plotting", "public", "readme",
           "selection", "topics", "triton", "tutorials")  # fmt: skip
@@ -44,6 +55,7 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
     group.addoption("--for", default="", metavar="NAMES", help="packages or modules of attnscore, or: changed")
     group.addoption("--quick", action="store_true", help="half of the tests of NumPy, PyTorch, native kernels")
+    group.addoption("--framework", default="", choices=["", *FRAMEWORKS], help="tests of this framework")
     group.addoption("--slow-part", default="", metavar="K/N", help="of the slow tests one of N parts")
 
 
@@ -124,8 +136,8 @@ def files_for(names: Sequence[str]) -> set[Path]:
 # ------------------------------------------------------------------ quick
 
 
-def _imports_others(nodes: Iterable[ast.AST]) -> bool:
-    """Whether some of the nodes import another framework, or a helper of the tests that does."""
+def _imports_any(nodes: Iterable[ast.AST], packages: Sequence[str]) -> bool:
+    """Whether some of the nodes import one of the packages, or a helper of the tests that does."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -133,15 +145,18 @@ def _imports_others(nodes: Iterable[ast.AST]) -> bool:
         elif isinstance(node, ast.ImportFrom):
             names.add(str(node.module))
     helpers = (path for name in names if (path := TESTS / f"{name}.py").exists())
-    return any(name.partition(".")[0] in OTHERS for name in names) or any(needs_others(x) is True for x in helpers)
+    imported = {name.partition(".")[0] for name in names}
+    return not imported.isdisjoint(packages) or any(importing(x, packages) is True for x in helpers)
 
 
 @functools.cache
-def needs_others(path: Path) -> bool | frozenset[str]:
-    """Whether a file imports another framework; or else its functions that do."""
+def importing(path: Path, packages: Sequence[str] = OTHERS) -> bool | frozenset[str]:
+    """Whether a file imports one of the packages; or else its functions that do."""
     tree = _tree(path)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return _imports_others(tree.body) or frozenset(x.name for x in functions if _imports_others(ast.walk(x)))
+    return _imports_any(tree.body, packages) or frozenset(
+        x.name for x in functions if _imports_any(ast.walk(x), packages)
+    )
 
 
 def _words(name: str) -> set[str]:
@@ -149,14 +164,40 @@ def _words(name: str) -> set[str]:
 
 
 def is_quick_file(path: Path) -> bool:
-    return not _words(path.stem) & {*OTHERS, *AROUND} and needs_others(path) is not True
+    return not _words(path.stem) & {*OTHERS, *AROUND} and importing(path) is not True
+
+
+def _imports(item: pytest.Item, packages: Sequence[str]) -> bool:
+    """Whether a test's file, itself or a fixture of it imports one of the packages."""
+    found = importing(item.path, packages)
+    if isinstance(found, bool):
+        return found
+    return not found.isdisjoint({getattr(item, "originalname", item.name), *getattr(item, "fixturenames", ())})
 
 
 def is_quick(item: pytest.Item) -> bool:
     """Whether a quick run has a test: neither it nor its fixtures name or import another framework, or all of them."""
-    names = {getattr(item, "originalname", item.name), *getattr(item, "fixturenames", ())}
-    is_of_others = _words(item.name) & {*OTHERS, "framework"} or names & set(needs_others(item.path))
+    is_of_others = _words(item.name) & {*OTHERS, "framework"} or _imports(item, OTHERS)
     return not is_of_others and ("[" not in item.name or part_of(item, ROWS) == 1)
+
+
+# ------------------------------------------------------------------ one framework
+
+
+@functools.cache
+def absent() -> tuple[str, ...]:
+    """Frameworks that are not installed."""
+    return tuple(name for name in OTHERS if importlib.util.find_spec(name) is None)
+
+
+def is_of_framework(item: pytest.Item, framework: str) -> bool:
+    """Whether a test imports or names a framework, of those that can run here. NumPy's are all that can."""
+    words, names = _words(item.name) | _words(item.path.stem), FRAMEWORKS[framework]
+    if words & set(absent()) or _imports(item, absent()):
+        return False
+    if framework == "numpy" or words & set(names):
+        return True
+    return not words & {*OTHERS, "torch"} and _imports(item, names)
 
 
 # ------------------------------------------------------------------ the choice
@@ -179,7 +220,12 @@ def is_left_out(path: Path, config: pytest.Config) -> bool:
     if not path.name.startswith("test_"):
         return False
     files = config.stash.get(_FILES, None)
-    return (files is not None and path not in files) or (config.getoption("--quick") and not is_quick_file(path))
+    if files is not None and path not in files:
+        return True
+    if framework := config.getoption("--framework"):
+        surrounds = _words(path.stem) & set(AROUND) and not importing(path, FRAMEWORKS[framework])
+        return importing(path, absent()) is True or bool(surrounds)
+    return bool(config.getoption("--quick")) and not is_quick_file(path)
 
 
 def part_of(item: pytest.Item, parts: int) -> int:
@@ -207,4 +253,6 @@ def left_out(items: Iterable[pytest.Item], config: pytest.Config) -> list[pytest
         found += [x for x in items if x.get_closest_marker("slow") and part_of(x, parts) != number]
     if config.getoption("--quick"):
         found += [x for x in items if not is_quick(x)]
+    if framework := config.getoption("--framework"):
+        found += [x for x in items if not is_of_framework(x, framework)]
     return found

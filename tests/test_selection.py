@@ -47,6 +47,27 @@ def test_a_quick_run_leaves_out_other_frameworks_and_what_surrounds_attention(fi
     assert selection.is_quick_file(selection.TESTS / f"test_{file}.py") == is_quick
 
 
+@pytest.mark.parametrize(
+    ("file", "name", "frameworks"),
+    [
+        ("jax_export", "test_it", {"numpy", "jax"}),
+        ("every_framework", "test_it[torch]", {"numpy", "torch"}),
+        ("every_framework", "test_it[tensorflow-eager]", {"numpy", "tensorflow"}),
+        ("layers_flax", "test_it", {"numpy", "jax", "flax"}),
+        ("transformers", "test_it", {"numpy", "transformers"}),
+    ],
+)
+def test_tests_of_a_framework_import_or_name_it(
+    file: str, name: str, frameworks: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item: Any = SimpleNamespace(name=name, path=selection.TESTS / f"test_{file}.py")
+    monkeypatch.setattr(selection, "absent", lambda: ("mxnet",))
+    assert {x for x in selection.FRAMEWORKS if selection.is_of_framework(item, x)} == frameworks
+    monkeypatch.setattr(selection, "absent", lambda: selection.OTHERS)
+    can_run = frameworks == {"numpy", "torch"} and not selection.importing(item.path)
+    assert any(selection.is_of_framework(item, x) for x in selection.FRAMEWORKS) == can_run
+
+
 def test_each_slow_test_is_in_one_part() -> None:
     items: list[Any] = [SimpleNamespace(nodeid=f"{Path(__file__).name}::test[{i}]") for i in range(200)]
     parts = [selection.part_of(item, 4) for item in items]
