@@ -105,7 +105,8 @@ def run(name: str, wheel: Path, pins: list[str], arguments: list[str]) -> tuple[
         pairs = (line.split("==") for line in listed.split() if "==" in line)
         releases = {package.replace("_", "-"): release for package, release in pairs}
         log = FOLDER / f"{name}.log"
-        command = [python, "-m", "pytest", "-q", "--framework", name.partition("-")[0], *arguments]
+        options = ["-q", "--continue-on-collection-errors", "--framework", name.partition("-")[0]]
+        command = [python, "-m", "pytest", *options, *arguments]
         with log.open("w", encoding="utf-8") as file:
             status = subprocess.run(command, cwd=ROOT, check=False, stdout=file).returncode
         summary = log.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
