@@ -393,7 +393,7 @@ nb::object allocate_and_run(const CallPlan& plan, const nb::tuple& arrays, const
         const auto layout = nb::cast<nb::tuple>(layouts[static_cast<size_t>(i)]);
         PyObject* array = PyObject_Call(empty.ptr(), layout.ptr(), nullptr);
         if (array == nullptr) throw nb::python_error();
-        PyTuple_SET_ITEM(filled.ptr(), i, array);
+        PyTuple_SetItem(filled.ptr(), i, array);
         held.add(array);
     }
     {

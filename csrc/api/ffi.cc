@@ -618,7 +618,11 @@ XLA_FFI_DEFINE_HANDLER(backward_handler, backward, ffi::Ffi::Bind().RemainingArg
 }  // namespace
 }  // namespace attnscore
 
+#ifdef _WIN32
+#define ATTNSCORE_EXPORT extern "C" __declspec(dllexport)
+#else
 #define ATTNSCORE_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
 
 ATTNSCORE_EXPORT XLA_FFI_Error* attnscore_xla_forward(XLA_FFI_CallFrame* frame) {
     return (*attnscore::forward_handler)(frame);

@@ -101,9 +101,9 @@ PyObject* is_neg_name = nullptr;
 
 bool is_tensor_type(PyTypeObject* type) {
     if (tensor_types == nullptr) return false;
-    const Py_ssize_t count = PyTuple_GET_SIZE(tensor_types);
+    const Py_ssize_t count = PyTuple_Size(tensor_types);
     for (Py_ssize_t i = 0; i < count; ++i)
-        if (reinterpret_cast<PyObject*>(type) == PyTuple_GET_ITEM(tensor_types, i)) return true;
+        if (reinterpret_cast<PyObject*>(type) == PyTuple_GetItem(tensor_types, i)) return true;
     return false;
 }
 
@@ -129,7 +129,10 @@ char format_of(uint8_t code, uint8_t bits) {
 
 bool use_numpy(PyObject* ndarray, PyObject* example, const void* address) {
     const NumpyArray& x = numpy_array(example);
-    if (Py_TYPE(example)->tp_basicsize < static_cast<Py_ssize_t>(sizeof(NumpyArray)) || x.data != address) return false;
+    PyObject* bytes = PyObject_GetAttrString(ndarray, "__basicsize__");
+    const bool has_fields = bytes != nullptr && PyLong_AsSsize_t(bytes) >= static_cast<Py_ssize_t>(sizeof(NumpyArray));
+    Py_XDECREF(bytes);
+    if (!has_fields || x.data != address) return false;
     if (x.ndim != 2 || x.shape[0] != 2 || x.shape[1] != 3 || x.strides[0] != 24 || x.strides[1] != 8) return false;
     if ((x.flags & kAligned) == 0 || x.dtype->letter != 'f' || x.dtype->byte_order != '=') return false;
     numpy_type = Py_NewRef(ndarray);
@@ -183,7 +186,7 @@ bool ArrayView::read_numpy(const PyObject* object) {
     item_ = item_of(*x.dtype);
     const bool is_native = x.dtype->byte_order == '=' || x.dtype->byte_order == '|';
     if (item_ == 0 || !is_native || (x.flags & kAligned) == 0) return false;
-    format_ = x.dtype->letter == 'l' && sizeof(long) == 8 ? 'q' : x.dtype->letter;
+    format_ = x.dtype->letter == 'l' ? (sizeof(long) == 8 ? 'q' : 'i') : x.dtype->letter;
     ndim_ = x.ndim;
     stride_unit_ = 1;
     data_ = x.data;
@@ -202,7 +205,7 @@ bool ArrayView::read_tensor(PyObject* object) {
     format_ = format_of(found.code, found.bits);
     if (found.device_type != kCpu || found.lanes != 1 || format_ == 0) return false;
     // A lazily negated tensor (`is_neg`) holds the negated numbers in memory, and DLPack does not say so.
-    PyObject* is_neg = PyObject_CallMethodNoArgs(object, is_neg_name);
+    PyObject* is_neg = PyObject_VectorcallMethod(is_neg_name, &object, 1, nullptr);
     if (is_neg == nullptr) PyErr_Clear();
     Py_XDECREF(is_neg);
     if (is_neg != Py_False) return false;

@@ -32,8 +32,7 @@ class Arena {
         while (at_ < chunks_.size() && bytes > chunks_[at_].size);
         if (at_ >= chunks_.size()) {
             const size_t size = std::max<size_t>(bytes, kChunkBytes);
-            std::unique_ptr<char, Free> memory(static_cast<char*>(std::aligned_alloc(64, size)));
-            if (!memory) throw std::bad_alloc();
+            std::unique_ptr<char, Free> memory(static_cast<char*>(::operator new(size, kCacheLine)));
             chunks_.push_back({std::move(memory), size});
             at_ = chunks_.size() - 1;
         }
@@ -45,8 +44,9 @@ class Arena {
     }
 
     static constexpr size_t kChunkBytes = 1 << 20;
+    static constexpr std::align_val_t kCacheLine{64};
     struct Free {
-        void operator()(char* p) const { std::free(p); }
+        void operator()(char* p) const { ::operator delete(p, kCacheLine); }
     };
     struct Chunk {
         std::unique_ptr<char, Free> memory;
