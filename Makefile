@@ -8,7 +8,7 @@
 #   WORKERS=2           how many processes share the tests; 0: pytest itself runs them, as `ARGS=--pdb` wants it
 #   ROWS="jax-oldest"   of the environments of `make versions` these
 #   CASES=100           how many cases `make sanitize` and `make arm` draw
-#   ATTNSCORE_TARGETS=all   compiles the native kernels for every CPU, not for this one alone; `make wheel` always does
+#   ATTNSCORE_TARGETS=all   compiles the native kernels for every CPU, not for this one alone; `make wheels` always does
 #
 # The tests have two environments: MXNet needs NumPy below 1.24, which no other framework takes any more, and Python 3.11,
 # the last that such a NumPy was built for. One run of pytest in the first runs MXNet's tests in the second.
@@ -46,6 +46,9 @@ QUICK_TOOLS  := 'pytest>=8.2' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'ml_dtypes
 NATIVE_FILES := CMakeLists.txt $(filter-out csrc/tests/%,$(wildcard csrc/*/*.*))
 CPP_FILES    := $(filter %.h %.cc %.cpp,$(wildcard csrc/*/*.*))
 
+WHEELS_VENV  := .venv-wheels
+WHEELS_READY := $(WHEELS_VENV)/.ready
+
 MXNET_VENV   := .venv-mxnet
 MXNET_BIN    := $(MXNET_VENV)/bin
 MXNET_READY  := $(MXNET_VENV)/.ready
@@ -75,7 +78,7 @@ export TRANSFORMERS_OFFLINE := 1
 export MPLBACKEND := Agg
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-all test-gpu test-gpu-interpreted mutants mutants-drawn versions check sanitize arm docs wheel format clean distclean
+.PHONY: help demo quick test test-all test-gpu test-gpu-interpreted mutants mutants-drawn versions check sanitize arm docs wheels format clean distclean
 
 help: ## this list
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=...] [SLOW=1]"
@@ -137,13 +140,8 @@ docs: $(READY) ## the facts of docs/facts.toml into the pages, and the documenta
 	@$(BIN)/python docs/facts.py
 	@$(EDITABLE) '.[docs]' && TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/mkdocs build --strict
 
-wheel: $(READY) ## an sdist and from it a wheel for machines of this kind, into dist/, tried where there is no compiler
-	@$(EDITABLE) '.[release]'
-	@rm -rf dist build/wheel
-	@$(BIN)/python -m build --no-isolation --sdist --outdir dist
-	@ATTNSCORE_TARGETS=all ATTNSCORE_REQUIRE_NATIVE=1 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel dist/*.tar.gz
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
-	@$(BIN)/python tests/try_wheel.py dist
+wheels: $(WHEELS_READY) ## an sdist and wheels for Linux, macOS and Windows, into dist/, tried where they can run
+	@PATH="$(abspath $(WHEELS_VENV)/bin):$$PATH" nice $(WHEELS_VENV)/bin/python tools/wheels.py dist $(ARGS)
 
 format: $(READY) ## format the code and mend what the linter can mend
 	@$(BIN)/ruff check --fix --exit-zero
@@ -186,6 +184,14 @@ $(MXNET_READY): $(READY) pyproject.toml
 	    echo "MXNet does not load here. Of the system it needs, on Debian: apt-get install libgomp1 libquadmath0" >&2; \
 	    exit 1; }; \
 	touch $@
+
+# The compilers for all systems, and no framework.
+$(WHEELS_READY): VENV := $(WHEELS_VENV)
+$(WHEELS_READY): pyproject.toml Makefile
+	@$(make_venv)
+	@$(WHEELS_VENV)/bin/python -c "$$REQUIREMENTS" wheels >$(WHEELS_VENV)/requirements
+	@$(WHEELS_VENV)/bin/python -m pip --disable-pip-version-check --no-input -qq install --requirement $(WHEELS_VENV)/requirements
+	@touch $@
 
 # The requirements of extras, a line each.
 define REQUIREMENTS
