@@ -139,12 +139,12 @@ class DifferentiableOp(ABC):
         arrays: Sequence[Array],
         outputs: Sequence[Array],
         grads: Sequence[Array | None],
-        wanted: Sequence[bool] | None = None,
+        requested: Sequence[bool] | None = None,
     ) -> tuple[Array | None, ...]:
         """Return the gradients of `arrays` from `grads`, the gradients of the differentiable outputs.
 
-        `outputs` are the saved ones. `wanted` selects the arrays whose gradients are returned (None: all); the others
-        are None.
+        `outputs` are the saved ones. `requested` selects the arrays whose gradients are returned (None: all); the
+        other gradients are None.
         """
 
 

@@ -28,8 +28,8 @@ def name_of(dtype: np.dtype[Any]) -> str:
 
 def is_finite(x: HostArray) -> bool:
     """Return whether every entry is finite."""
-    known: bool | None = native.module.is_all_finite(x) if native.module is not None else None
-    return bool(np.isfinite(x).all()) if known is None else known
+    is_finite: bool | None = native.module.is_all_finite(x) if native.module is not None else None
+    return bool(np.isfinite(x).all()) if is_finite is None else is_finite
 
 
 class NumpyBackend(Backend):

@@ -436,8 +436,8 @@ class _AttentionFunction(torch.autograd.Function):
         operands, outputs, seed = saved[: ctx.count], saved[ctx.count : last], saved[last:]
         if seed and int(seed[0]) != run.seed:
             run = run.with_seed(int(seed[0]))
-        wanted = ctx.needs_input_grad[1:]
-        return None, *run.backward(operands, outputs, grads[: run.differentiable_outputs], wanted)
+        requested = ctx.needs_input_grad[1:]
+        return None, *run.backward(operands, outputs, grads[: run.differentiable_outputs], requested)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -87,9 +87,9 @@ class Kernel(ABC):
 
     @abstractmethod
     def backward(
-        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
-        """Return the gradients by name, of the operands in `wanted` at least."""
+        """Return the gradients by name, of the operands in `requested` at least."""
 
     def missing(self) -> str | None:
         """Return why this kernel cannot run on this machine; None when it can."""
@@ -239,10 +239,10 @@ class SinglePlan(Plan, DifferentiableOp):
         arrays: Sequence[Array],
         outputs: Sequence[Array],
         grads: Sequence[Array | None],
-        wanted: Sequence[bool] | None = None,
+        requested: Sequence[bool] | None = None,
     ) -> tuple[Array | None, ...]:
         ops, names = self.problem.ops, tuple(self.operands())
-        chosen = frozenset(names if wanted is None else itertools.compress(names, wanted))
+        chosen = frozenset(names if requested is None else itertools.compress(names, requested))
         with ops.numeric_scope():
             result = self.result(outputs)
             incoming = dict(zip(self._differentiable, grads, strict=False))

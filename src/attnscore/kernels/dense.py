@@ -70,11 +70,11 @@ class Dense(Kernel):
         defined = {name: TABLE[name].of_matrix for name in problem.statistics}
         statistics = {name: definition(ops, pairs) for name, definition in defined.items() if definition is not None}
         matrix = masked_scores if problem.matrix == "scores" else weights
-        found = None if problem.matrix is None else matrix
-        return Result(ops.astype(out, problem.dtype), row_max, log_denom, statistics, found)
+        returned_matrix = None if problem.matrix is None else matrix
+        return Result(ops.astype(out, problem.dtype), row_max, log_denom, statistics, returned_matrix)
 
     def backward(
-        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
         raise KernelUnavailable(
             "kernel: the dense kernel has no gradient of its own, and NumPy has no autodiff. "

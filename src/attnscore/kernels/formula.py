@@ -50,7 +50,7 @@ class _Formula(Kernel):
         return Streaming()
 
     def backward(
-        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
         # A gradient into the log-sum-exp alone is rare.
         if grads.out is None:

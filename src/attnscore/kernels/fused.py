@@ -66,10 +66,10 @@ class Fused(Kernel):
             return (f"arrays of {problem.ops.name}: it takes PyTorch's",)
         if problem.value.device.type not in DEVICES:
             return (f"arrays on {problem.value.device.type}, not on {' or '.join(DEVICES)}",)
-        found = _differences(problem)
-        if not found and not _has_implementation(problem):
-            found.append("PyTorch has no fused implementation for these arrays on this device")
-        return tuple(found)
+        differences = _differences(problem)
+        if not differences and not _has_implementation(problem):
+            differences.append("PyTorch has no fused implementation for these arrays on this device")
+        return tuple(differences)
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         operands = problem.operands()
@@ -77,12 +77,12 @@ class Fused(Kernel):
             out = _attention(problem, operands)
         else:
             out = self._record(self.tape, problem, operands)
-        # The function returns neither: no statistic is wanted, and the backward does not need them.
+        # The function returns neither: no statistic is requested, and the backward does not need them.
         nothing = out[..., :1].detach() * 0.0
         return Result(out, nothing, nothing.clone(), {})
 
     def backward(
-        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
         import torch
 
@@ -97,7 +97,7 @@ class Fused(Kernel):
             self._record(tape, problem, operands)
         leaves, out = tape.recorded or ({}, result.out)
         tape.recorded = None
-        names = [name for name in leaves if name in wanted]
+        names = [name for name in leaves if name in requested]
         return dict(zip(names, torch.autograd.grad(out, [leaves[name] for name in names], grads.out), strict=True))
 
     @staticmethod
@@ -115,37 +115,37 @@ class Fused(Kernel):
 def _differences(problem: Problem) -> list[str]:
     """Return what a call has that PyTorch's function does not."""
     form: Any = problem.form
-    found = []
+    differences = []
     if not isinstance(form, InnerForm):
-        found.append(f"a score that is no scaled product ({type(form).__name__})")
+        differences.append(f"a score that is no scaled product ({type(form).__name__})")
     elif form.caps or form.key_bias is not None or form.query_bias is not None:
-        found.append("a score with a cap, or a bias of keys or queries")
+        differences.append("a score with a cap, or a bias of keys or queries")
     dtypes = {problem.dtype, problem.ops.dtype(form.query), problem.ops.dtype(form.key)}
     if len(dtypes) > 1 or problem.dtype not in HALF_PRECISION:
-        found.append(f"dtype {', '.join(sorted(dtypes))}, not float16 or bfloat16 of all arrays")
-    given = {"bias": problem.bias, "sink": problem.sink, "dropout": problem.dropout, "weights": problem.matrix}
-    found += [name for name, x in given.items() if x is not None]
+        differences.append(f"dtype {', '.join(sorted(dtypes))}, not float16 or bfloat16 of all arrays")
+    optional = {"bias": problem.bias, "sink": problem.sink, "dropout": problem.dropout, "weights": problem.matrix}
+    differences += [name for name, x in optional.items() if x is not None]
     if problem.normalizer is not None:
-        found.append(ONLY_SOFTMAX)
+        differences.append(ONLY_SOFTMAX)
     if problem.statistics:
-        found.append(f"statistics: {', '.join(problem.statistics)}")
+        differences.append(f"statistics: {', '.join(problem.statistics)}")
     if not _is_unmasked(problem):
-        found.append(f"the mask {problem.mask!r}: a NaN or infinity behind it would reach the output")
+        differences.append(f"the mask {problem.mask!r}: a NaN or infinity behind it would reach the output")
     if 0 in (*problem.score_shape.rows, problem.score_shape.key_len, problem.layout.value_dim, form.query.shape[-1]):
-        found.append("an axis of length 0")
+        differences.append("an axis of length 0")
     if not problem.ops.has_values(*problem.operands().values()):
-        found.append("arrays without values yet (traced, with tangents)")
-    return found
+        differences.append("arrays without values yet (traced, with tangents)")
+    return differences
 
 
 def _is_unmasked(problem: Problem) -> bool:
     """Return whether each query attends to all keys."""
     if problem.mask is None:
         return True
-    known, rest = problem.visibility
-    if known is None or rest is not None or known.single is None:
+    interval_set, rest = problem.visibility
+    if interval_set is None or rest is not None or interval_set.single is None:
         return False
-    return not np.any(known.start) and bool(np.all(known.stop == problem.score_shape.key_len))
+    return not np.any(interval_set.start) and bool(np.all(interval_set.stop == problem.score_shape.key_len))
 
 
 def _sdpa_inputs(problem: Problem, operands: dict[str, Array]) -> SdpaInputs:
@@ -188,6 +188,6 @@ def _has_implementation(problem: Problem) -> bool:
     if not query.is_cuda:
         # Not asked, where a test has named another device.
         return True
-    given = cuda.SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
+    params = cuda.SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
     tests = (cuda.can_use_flash_attention, cuda.can_use_cudnn_attention, cuda.can_use_efficient_attention)
-    return any(test(given, False) for test in tests)
+    return any(test(params, False) for test in tests)

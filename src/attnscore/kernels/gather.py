@@ -101,7 +101,7 @@ class Gather(Kernel):
         return Result(rows.pop("out"), rows.pop("row_max"), rows.pop("log_denom"), statistics=rows, matrix=matrix)
 
     def backward(
-        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
         call = self._call(problem)
         saved = {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
@@ -119,11 +119,11 @@ class Gather(Kernel):
             part_result = Result(out, row_max, log_denom, statistics, arrays.get("matrix"))
             part_grads = RowGradients(*(arrays.get(name) for name in (*incoming, "grad_matrix")))
             if isinstance(kernel, Native):
-                of_block = kernel.backward(part, part_tiles, part_result, part_grads, wanted, memory.zeros)
+                of_block = kernel.backward(part, part_tiles, part_result, part_grads, requested, memory.zeros)
             else:
-                of_block = kernel.backward(part, part_tiles, part_result, part_grads, wanted)
+                of_block = kernel.backward(part, part_tiles, part_result, part_grads, requested)
             gradients.append(of_block)
-        return call.join_gradients({name: [x[name] for x in gradients] for name in wanted}, memory)
+        return call.join_gradients({name: [x[name] for x in gradients] for name in requested}, memory)
 
     def _call(self, problem: Problem) -> _GatheredCall:
         # Its problem stands for those of the blocks, which are not gathered yet.

@@ -33,6 +33,6 @@ class Streaming(Kernel):
         return tiled.forward(problem, tiles)
 
     def backward(
-        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
         return tiled.backward(problem, tiles, result, grads)

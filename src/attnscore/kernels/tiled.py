@@ -129,7 +129,7 @@ def _propagated_nonfinite(ops: Backend, unmasked: Array, x: Array) -> Array:
 
 def forward(problem: Problem, tiles: TilePlan) -> Result:
     """Compute output, log-sum-exp and statistics of every query: the online softmax over its key tiles."""
-    ops, score_shape, wanted, dtype = problem.ops, problem.score_shape, problem.statistics, problem.accumulator
+    ops, score_shape, requested, dtype = problem.ops, problem.score_shape, problem.statistics, problem.accumulator
     inputs = _isolate_nonfinite(_with_asserted_shapes(problem))
     sink = None if problem.sink is None or _has_no_rows(problem) else problem.sink
     sink = None if sink is None else ops.astype(ops.reshape(sink, (*sink.shape, 1, 1)), dtype)
@@ -142,10 +142,10 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
                 weights = weights * dropouts.keep_factors(ops, problem.dropout, score_shape, value, rows, cols, dtype)
             return _weighted_sum(ops, weights, unmasked, value, inputs.value_is_finite)
 
-        return online_softmax.update(ops, state, scores, unmasked, cols[0], pool, wanted)
+        return online_softmax.update(ops, state, scores, unmasked, cols[0], pool, requested)
 
     def query_tile_result(tile: Any, rows: Span) -> tuple[Array, ...]:
-        # In order: out, row_max, log_denom, the matrix if wanted, the statistics.
+        # In order: out, row_max, log_denom, the matrix if requested, the statistics.
         if problem.normalizer is not None:
             return _normalized_query_tile(inputs, problem.normalizer, tiles, tile, rows)
 
@@ -154,7 +154,7 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
             return update(state, scores, unmasked, rows, cols)
 
         state = online_softmax.start(
-            ops, (*score_shape.rows[:-1], rows[1]), problem.layout.value_dim, problem.value, dtype, wanted
+            ops, (*score_shape.rows[:-1], rows[1]), problem.layout.value_dim, problem.value, dtype, requested
         )
         matrix: tuple[Array, ...] = ()
         if problem.matrix is not None:
@@ -167,12 +167,12 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
             state = _iter_key_tiles(ops, segments, tiles, visit, state)
         elif problem.matrix == "weights" and scores.shape[-1] != 0:
             state = update(state, scores, unmasked, rows, (0, score_shape.key_len))
-        out, row_max, log_denom, statistics = online_softmax.finish(ops, state, sink, wanted)
+        out, row_max, log_denom, statistics = online_softmax.finish(ops, state, sink, requested)
         return ops.astype(out, problem.dtype), row_max, log_denom, *matrix, *statistics.values()
 
     out, row_max, log_denom, *rest = _map_query_tiles(ops, tiles, query_tile_result, problem.operands().values())
     matrix = None if problem.matrix is None else rest.pop(0)
-    names = [name for name in wanted if name != "log_sum_exp"]
+    names = [name for name in requested if name != "log_sum_exp"]
     return Result(out, row_max, log_denom, dict(zip(names, rest, strict=True)), matrix)
 
 
@@ -185,7 +185,7 @@ def _normalized_query_tile(
     own), the weighted sum.
     """
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
-    shape, wanted = (*problem.score_shape.rows[:-1], rows[1]), problem.statistics
+    shape, requested = (*problem.score_shape.rows[:-1], rows[1]), problem.statistics
 
     def fold(body: Callable[[Any, Array, Array | None, Span], Any], carry: Any) -> Any:
         def visit(carry: Any, cols: Span, partial: bool) -> Any:
@@ -195,9 +195,9 @@ def _normalized_query_tile(
         segments = tiles.segments_of(ops, tile, problem.value) if tiles.segments else ()
         return _iter_key_tiles(ops, segments, tiles, visit, carry)
 
-    of_scores = tuple(name for name in wanted if TABLE[name].of == "scores")
+    of_scores = tuple(name for name in requested if TABLE[name].of == "scores")
     state = online_softmax.start(ops, shape, 0, problem.value, dtype, of_scores)
-    if normalizer.threshold_slope != 0 or of_scores or "max_weight" in wanted:
+    if normalizer.threshold_slope != 0 or of_scores or "max_weight" in requested:
         state = fold(
             lambda state, scores, unmasked, cols: online_softmax.update(
                 ops, state, scores, unmasked, cols[0], lambda weights: ops.slice_axis(weights, -1, 0, 0), of_scores
@@ -217,11 +217,13 @@ def _normalized_query_tile(
         sums: tuple[Array, Array, Array], scores: Array, unmasked: Array | None, cols: Span
     ) -> tuple[Array, Array, Array]:
         weights, value = weights_of(scores, unmasked), ops.astype(_slice(ops, problem.value, -2, cols), dtype)
-        kept = weights
+        dropped = weights
         if problem.dropout is not None:
-            kept = weights * dropouts.keep_factors(ops, problem.dropout, problem.score_shape, value, rows, cols, dtype)
+            dropped = weights * dropouts.keep_factors(
+                ops, problem.dropout, problem.score_shape, value, rows, cols, dtype
+            )
         return (
-            sums[0] + _weighted_sum(ops, kept, unmasked, value, inputs.value_is_finite),
+            sums[0] + _weighted_sum(ops, dropped, unmasked, value, inputs.value_is_finite),
             sums[1] + ops.sum(weights, axis=-1, keepdims=True),
             sums[2] + ops.sum(weights * weights, axis=-1, keepdims=True),
         )
@@ -231,7 +233,7 @@ def _normalized_query_tile(
     out, total, squares = fold(pool, (out, zero, zero))
     matrix = () if problem.matrix is None else (weights_of(*_all_scores(inputs, tiles, rows)),)
     statistics |= {"max_weight": weights_of(state.max, None), "sum_sq_weights": squares, "sum_weights": total}
-    return ops.astype(out, problem.dtype), row_max, threshold, *matrix, *(statistics[name] for name in wanted)
+    return ops.astype(out, problem.dtype), row_max, threshold, *matrix, *(statistics[name] for name in requested)
 
 
 # Backward
@@ -344,8 +346,8 @@ def _by_normalizer(
     rows: Span,
 ) -> Array:
     """Return the weights or slopes of a tile, by a function of a normalizer; 0 where masked."""
-    found = function(ops, scores, *(_slice(ops, x, -2, rows) for x in (of_rows.row_max, of_rows.log_denom)))
-    return found if unmasked is None else ops.where(unmasked, found, 0.0)
+    values = function(ops, scores, *(_slice(ops, x, -2, rows) for x in (of_rows.row_max, of_rows.log_denom)))
+    return values if unmasked is None else ops.where(unmasked, values, 0.0)
 
 
 def _weight_gradients(
@@ -408,10 +410,10 @@ def _tile_gradients(
         # Forward: scores = where(unmasked, scores, -inf)
         grad_scores = ops.where(unmasked, grad_scores, 0.0)
     # Forward: scores = form(query, key) + bias
-    found = {**score_vjp(grad_scores), "value": grad_value}
+    gradients = {**score_vjp(grad_scores), "value": grad_value}
     if problem.bias is None:
-        return found
-    return {**found, "bias": relative.sum_diagonals(ops, grad_scores) if problem.has_relative_bias else grad_scores}
+        return gradients
+    return {**gradients, "bias": relative.sum_diagonals(ops, grad_scores) if problem.has_relative_bias else grad_scores}
 
 
 def _has_no_rows(problem: Problem) -> bool:
@@ -455,14 +457,14 @@ def backward(problem: Problem, tiles: TilePlan, result: Result, grads: RowGradie
         }
 
         def visit(carry: dict[str, Array], cols: Span, partial: bool) -> dict[str, Array]:
-            found = _tile_gradients(inputs, tiles, context, rows, cols, partial)
+            gradients = _tile_gradients(inputs, tiles, context, rows, cols, partial)
             # The entries of a relative bias that a tile reads, as in `relative.tile`.
             diagonals = (query_len - rows[0] - rows[1] + cols[0], rows[1] + cols[1] - 1)
             return carry | {
                 name: _add(
                     ops, carry[name], grad, key_axis.get(name), diagonals if is_relative and name == "bias" else cols
                 )
-                for name, grad in found.items()
+                for name, grad in gradients.items()
             }
 
         done: dict[str, Array] = _iter_key_tiles(ops, segments, tiles, visit, buffers | of_tile)
@@ -542,7 +544,7 @@ def _iter_dynamic_key_tiles(
         at = first + j
         return ops.cond((at < last) & (at < whole), lambda c: visit(c, (at * tile, tile), True), carry)
 
-    carry = ops.loop(min(segment.most, whole), body, carry)
+    carry = ops.loop(min(segment.max_key_tiles, whole), body, carry)
     if tail:
         carry = ops.cond(segment.stop > whole * tile, lambda c: visit(c, (whole * tile, tail), True), carry)
     return carry

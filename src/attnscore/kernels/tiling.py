@@ -27,12 +27,12 @@ from attnscore.problem.problem import Problem
 
 
 class DynamicSegment(NamedTuple):
-    """The segment of a query tile whose index is traced: one, and partial."""
+    """The only segment of a query tile whose index is traced; its key tiles are partial."""
 
     start: Array
     stop: Array
-    most: int
-    """Key tiles that the longest segment of any query tile touches."""
+    max_key_tiles: int
+    """Number of key tiles that the longest segment of any query tile touches."""
 
 
 class Segment(NamedTuple):
@@ -52,7 +52,7 @@ class TilePlan:
     query_tile: int
     key_tile: int
     segments: tuple[tuple[Segment, ...], ...]
-    """For each query tile, the segments of keys to visit."""
+    """The segments of keys to visit, one tuple for each query tile."""
     interval_set: IntervalSet | None
     rest: Mask | None
 
@@ -64,9 +64,9 @@ class TilePlan:
         if all(segments == full[0] for segments in full) and len(full[0]) < 2:
             return full[0]
         ends = np.array([(s[0].start, s[-1].stop) if s else (0, 0) for s in full])
-        most = max(-(-stop // self.key_tile) - start // self.key_tile for start, stop in ends.tolist())
+        max_key_tiles = max(-(-stop // self.key_tile) - start // self.key_tile for start, stop in ends.tolist())
         start, stop = (ops.take(ops.asarray(end, like), tile, 0) for end in ends.T.copy())
-        return DynamicSegment(start, stop, most)
+        return DynamicSegment(start, stop, max_key_tiles)
 
     def query_tiles(self) -> list[tuple[int, int]]:
         """Return (start, count) of each query tile."""
@@ -121,15 +121,15 @@ class TilePlan:
 
         @cache
         def rounded(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-            found: list[Segment] = []
+            merged: list[Segment] = []
 
             def add(start: int, stop: int, partial: bool) -> None:
-                start, stop = max(found[-1].stop if found else first, start), min(last, stop)
+                start, stop = max(merged[-1].stop if merged else first, start), min(last, stop)
                 if stop <= start:
                     return
-                if found and found[-1].stop == start and found[-1].partial == partial:
-                    start = found.pop().start
-                found.append(Segment(start, stop, partial))
+                if merged and merged[-1].stop == start and merged[-1].partial == partial:
+                    start = merged.pop().start
+                merged.append(Segment(start, stop, partial))
 
             for start, stop, partial in segments:
                 after, before = -(-stop // size) * size, start // size * size
@@ -139,7 +139,7 @@ class TilePlan:
                     add(before, begin, True)
                     add(begin, end, False)
                 add(before, after, True)
-            return tuple(found)
+            return tuple(merged)
 
         return dataclasses.replace(self, segments=tuple(map(rounded, self.segments)))
 
@@ -199,8 +199,8 @@ def _scores_of_tile(problem: Problem) -> int:
 
 def tile_sizes(score_shape: ScoreShape, values_per_pair: int, scores: int) -> tuple[Any, Any]:
     """Return the queries and keys of a tile whose scores, over all batches and heads, number about `scores`."""
-    known = [1 if is_unknown(length) else length for length in score_shape.lead]
-    matrices = max(1, math.prod(known) * score_shape.heads * score_shape.groups)
+    lead = [1 if is_unknown(length) else length for length in score_shape.lead]
+    matrices = max(1, math.prod(lead) * score_shape.heads * score_shape.groups)
     pairs = max(thresholds.SMALLEST_TILE**2, scores // (matrices * max(1, values_per_pair)))
     side = 2 ** int(math.log2(pairs) / 2)
     if is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len):
@@ -261,8 +261,8 @@ def _segments_of_intervals(start: HostArray, stop: HostArray, tested: bool) -> t
         kinds, ends = _joined(kinds, ends)
         kinds = np.where((kinds == kind) & (np.diff(ends) < thresholds.SHORTEST_GAP), _SOME, kinds)
     kinds, ends = _joined(kinds, ends)
-    found = zip(kinds.tolist(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
-    return tuple(Segment(first, last, kind == _SOME) for kind, first, last in found if kind != _GAP)
+    intervals = zip(kinds.tolist(), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+    return tuple(Segment(first, last, kind == _SOME) for kind, first, last in intervals if kind != _GAP)
 
 
 def _joined(kinds: HostArray, ends: HostArray) -> tuple[HostArray, HostArray]:

@@ -59,10 +59,10 @@ def with_own_vjp(
     JAX calls back ``with_constants(constants)``, as the op must not close over traced arrays.
     """
 
-    def call(method: str, constants: Sequence[Array], *arguments: Any, wanted: Sequence[bool] | None = None) -> Any:
+    def call(method: str, constants: Sequence[Array], *arguments: Any, requested: Sequence[bool] | None = None) -> Any:
         """Call a method of the op; in a program `streaming` has its derivatives, and its place on other platforms."""
         if not any(kind_of(x) == RECORDED for x in layers_of_all(jax.tree.leaves((constants, arguments)))):
-            selection = () if wanted is None else (wanted,)
+            selection = () if requested is None else (requested,)
             return getattr(with_constants(constants), method)(*arguments, *selection)
         return platforms.call(
             lambda constants, *arguments: getattr(with_constants(constants), method)(*arguments),
@@ -71,16 +71,16 @@ def with_own_vjp(
         )
 
     def forward(arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, Any]:
-        wanted = Static([x.perturbed for x in arrays])
+        requested = Static([x.perturbed for x in arrays])
         arrays, constants = (tuple(x.value for x in primals) for primals in (arrays, constants))
         outputs = call("forward", constants, arrays)
-        return outputs, (arrays, constants, outputs[: run.saved_outputs], wanted)
+        return outputs, (arrays, constants, outputs[: run.saved_outputs], requested)
 
     def backward(saved: Any, grads: Sequence[Any]) -> tuple[Any, None]:
-        arrays, constants, outputs, wanted = saved
+        arrays, constants, outputs, requested = saved
         # An output without a use would otherwise be an array of zeros in the program, which a kernel reads.
         grads = [None if isinstance(x, SymbolicZero) else x for x in grads[: run.differentiable_outputs]]
-        return tuple(call("backward", constants, arrays, outputs, tuple(grads), wanted=wanted.value)), None
+        return tuple(call("backward", constants, arrays, outputs, tuple(grads), requested=requested.value)), None
 
     function = jax.custom_vjp(lambda arrays, constants: call("forward", constants, arrays))
     function.defvjp(forward, backward, symbolic_zeros=True)

@@ -36,7 +36,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
         outputs = run.forward(arrays)
     saved = [x.detach() for x in outputs[: run.saved_outputs]]
     count = run.differentiable_outputs
-    _record(operands, outputs[:count], lambda grads, wanted: run.backward(arrays, saved, grads, wanted))
+    _record(operands, outputs[:count], lambda grads, requested: run.backward(arrays, saved, grads, requested))
     return outputs
 
 
@@ -85,7 +85,7 @@ def _record(
     outputs: Sequence[Array],
     backward: Callable[[Sequence[Array], Sequence[bool]], Sequence[Array | None]],
 ) -> None:
-    """Record `outputs` as a function of `inputs`, with ``backward(grads, wanted)`` as its VJP."""
+    """Record `outputs` as a function of `inputs`, with ``backward(grads, requested)`` as its VJP."""
     number = next(_NUMBERS)
 
     def run(outs: int, ins: int, arrays: Any, requests: Any, _training: int, _state: Any) -> bool:
@@ -93,9 +93,9 @@ def _record(
         try:
             handles = [mx.np.ndarray(handle=ctypes.cast(arrays[i], NDArrayHandle), writable=i >= outs)
                     for i in range(outs + ins)]  # fmt: skip
-            wanted = [requests[i] != _NULL for i in range(ins)]
+            requested = [requests[i] != _NULL for i in range(ins)]
             with mx.util.np_shape(True), autograd.pause():
-                gradients = backward(handles[:outs], wanted)
+                gradients = backward(handles[:outs], requested)
                 for target, grad, request in zip(handles[outs:], gradients, requests[:ins], strict=True):
                     if grad is not None and request != _NULL and grad.size:
                         target[()] = target + grad if request == _ADD else grad

@@ -53,10 +53,10 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     if has_tangents(operands):
         # A custom gradient has no forward mode.
         return run.streaming().forward(operands)
-    is_eager, wanted = tf.executing_eagerly(), None
+    is_eager, requested = tf.executing_eagerly(), None
     if is_eager:
-        wanted = [needs_grad(x) for x in operands]
-        if not any(wanted):
+        requested = [needs_grad(x) for x in operands]
+        if not any(requested):
             return run.forward(operands)
     results: list[Array] = []
     # For a second derivative XLA would differentiate the loops of the forward too, and cannot. They are cut off from
@@ -77,7 +77,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
         def vjp(*grads: Array, variables: Any = None) -> Any:
             # `results` and not `outputs`, so that a second tape differentiates through them.
             saved, incoming = results[: run.saved_outputs], grads[: run.differentiable_outputs]
-            gradients = run.backward(operands, saved, incoming, wanted)
+            gradients = run.backward(operands, saved, incoming, requested)
             return gradients if variables is None else (gradients, [None] * len(variables))
 
         return outputs, vjp
@@ -91,14 +91,14 @@ def record(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...
     """Return `differentiable` of plain operands, without `tf.custom_gradient`, whose wrappers take 100 us and more."""
     if private.record_operation is None:
         return differentiable(run, operands)
-    wanted = [bool(private.should_record([x])) for x in operands]
+    requested = [bool(private.should_record([x])) for x in operands]
     outputs = run.forward(operands)
     count = run.differentiable_outputs
 
     def vjp(*grads: Array) -> Sequence[Array | None]:
         # Gradients of a gather are slices.
         incoming = [tf.convert_to_tensor(x) if isinstance(x, tf.IndexedSlices) else x for x in grads]
-        return run.backward(operands, outputs[: run.saved_outputs], incoming, wanted)
+        return run.backward(operands, outputs[: run.saved_outputs], incoming, requested)
 
     private.record_operation("attnscore", list(outputs[:count]), list(operands), vjp)
     return outputs

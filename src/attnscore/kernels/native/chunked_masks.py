@@ -75,11 +75,11 @@ def forward(program: Program, problem: Problem, tiles: TilePlan, shapes: Shapes)
 
 
 def backward(
-    program: Program, problem: Problem, tiles: TilePlan, inputs: dict[str, Array], wanted: frozenset[str]
+    program: Program, problem: Problem, tiles: TilePlan, inputs: dict[str, Array], requested: frozenset[str]
 ) -> dict[str, Array]:
     """Return the gradients that a backward fills, by name; `inputs`: see `marshalling.backward_inputs`."""
     mask_arrays, mask = _mask_arrays(program, problem, tiles)
-    shapes = gradient_shapes(problem, wanted)
+    shapes = gradient_shapes(problem, requested)
     if mask is None:
         return program.backward(problem, mask_arrays, inputs, shapes)
     chunks = _Chunks(program, problem, tiles, mask_arrays, mask)
@@ -88,7 +88,7 @@ def backward(
     def add_chunk(buffers: dict[str, Array], start: Any, size: int) -> dict[str, Array]:
         part, part_masks = chunks.part(start, size)
         rows = {name: chunks.rows(x, start, size) for name, x in inputs.items()}
-        gradients = program.backward(part, part_masks, rows, gradient_shapes(part, wanted))
+        gradients = program.backward(part, part_masks, rows, gradient_shapes(part, requested))
 
         def added(name: str, x: Array) -> Array:
             axis, first = -1, 0

@@ -95,7 +95,7 @@ class Native(Kernel):
         tiles: TilePlan,
         result: Result,
         grads: RowGradients,
-        wanted: frozenset[str],
+        requested: frozenset[str],
         zeros: Callable[[str, tuple[int, ...], str], HostArray] | None = None,
     ) -> dict[str, Array]:
         """Return the gradients; ``zeros(name, shape, dtype)`` gives the memory of each where the module computes it."""
@@ -103,15 +103,15 @@ class Native(Kernel):
         incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
         runner = self._runner(problem, incoming)
         if not isinstance(runner, Program):
-            return runner.backward(problem, tiles, result, grads, wanted)
+            return runner.backward(problem, tiles, result, grads, requested)
         if zeros is not None and isinstance(runner, InMemory):
             runner = InMemory(zeros)
         inputs = marshalling.backward_inputs(problem, result, grads)
-        gradients = chunked_masks.backward(runner, problem, tiles, inputs, wanted)
+        gradients = chunked_masks.backward(runner, problem, tiles, inputs, requested)
         in_framework = {
             name: runner.in_framework(problem, x, problem.accumulator)
             for name, x in gradients.items()
-            if name in wanted
+            if name in requested
         }
         return {name: marshalling.as_operand(problem, x, name, operands[name]) for name, x in in_framework.items()}
 

@@ -161,8 +161,8 @@ def score_spec(problem: Problem, others: MaskArrays) -> tuple[tuple[Any, ...], d
 
 # Results
 
-# Statistics that the forward fills where wanted, in its order. The log-sum-exp is row_max + log_denom outside of plans:
-# autodiff passes through that sum.
+# Statistics that the forward fills where requested, in its order. The log-sum-exp is row_max + log_denom outside of
+# plans: autodiff passes through that sum.
 STATISTICS = tuple(name for name in TABLE if name != "log_sum_exp")
 # Arrays that the forward fills, in its order. `saved_scores` are before bias and cap, for the backward alone;
 # `attention_scores` and `attention_weights` are those that a caller asks for.
@@ -177,7 +177,7 @@ BACKWARD_INPUTS = (
 )
 # Arrays with a number for each pair of query and key.
 PAIRS = ("saved_scores", "attention_scores", "attention_weights")
-# The gradients that the module writes, in its order; those of `_ALWAYS` also where they are not wanted.
+# The gradients that the module writes, in its order; the gradients in `_ALWAYS` also where they are not requested.
 GRADIENTS = ("query", "key", "value", "query_bias", "key_bias", "bias", "w_v", "sink", "scale")
 _ALWAYS = frozenset(("query", "key", "value", "w_v"))
 
@@ -235,7 +235,7 @@ def result_and_gradients(problem: Problem, inputs: dict[str, Array]) -> tuple[Re
     return result_of(problem, inputs), RowGradients(*map(inputs.get, names))
 
 
-def gradient_shapes(problem: Problem, wanted: frozenset[str]) -> Shapes:
+def gradient_shapes(problem: Problem, requested: frozenset[str]) -> Shapes:
     """Return the shapes of the arrays in which gradients are accumulated, in the order of `GRADIENTS`."""
     score_shape, form = problem.score_shape, problem.form
     arrays = problem.operands()
@@ -255,7 +255,7 @@ def gradient_shapes(problem: Problem, wanted: frozenset[str]) -> Shapes:
     for name in ("query_bias", "key_bias"):
         if name in shapes:
             shapes[name] = shapes[name][:-1]
-    filled = [name for name in GRADIENTS if name in shapes and (name in wanted or name in _ALWAYS)]
+    filled = [name for name in GRADIENTS if name in shapes and (name in requested or name in _ALWAYS)]
     return {name: (shapes[name], problem.accumulator) for name in filled}
 
 

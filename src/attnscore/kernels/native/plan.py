@@ -62,7 +62,7 @@ class OperandKind(NamedTuple):
     has_positions: bool = False
     """Whether it has axes of positions and heads, which the caller may have in either order."""
     is_always_filled: bool = False
-    """Whether the module writes its gradient also where it is not wanted."""
+    """Whether the module writes its gradient also where it is not requested."""
     field: str | None = None
     """The field of the score that holds it."""
 
@@ -115,7 +115,7 @@ class Gradient(NamedTuple):
     """Gradient of an operand."""
 
     position: int | None
-    """Index in `Backward.filled`; None where it is not wanted."""
+    """Index in `Backward.filled`; None where it is not requested."""
     unfinished: Operand | None
     """The operand, where the filled array is not yet the gradient."""
 
@@ -382,7 +382,7 @@ class NativePlan(Plan):
         return self.returned.index("attention_weights")
 
     def present(self, outputs: Sequence[Array]) -> Any:
-        """Return the output, and the wanted weights and statistics."""
+        """Return the output, and the requested weights and statistics."""
         if len(outputs) == 1:
             return outputs[0]
         results: list[Any] = [outputs[0]]
@@ -409,16 +409,16 @@ class NativePlan(Plan):
         return expected is not None and actual is not None and actual[: len(expected)] == expected
 
     def backward(
-        self, arrays: Sequence[Array], mask: Any, inputs: Sequence[Array | None], seed: int, wanted: Sequence[bool]
+        self, arrays: Sequence[Array], mask: Any, inputs: Sequence[Array | None], seed: int, requested: Sequence[bool]
     ) -> list[Array | None]:
-        """Return the gradient of each operand, None where not wanted, from `NativePlan.backward_inputs`."""
+        """Return the gradient of each operand, None where not requested, from `NativePlan.backward_inputs`."""
         ops = self.ops
-        key = (*wanted, *[x is None for x in inputs])
+        key = (*requested, *[x is None for x in inputs])
         backward = self._backwards.get(key)
         if backward is None:
             names = [name for name, x in zip(self.backward_inputs, inputs, strict=False) if x is not None]
             incoming = {name.removeprefix("grad_") for name in names if name.startswith("grad_")}
-            backward = self._backwards[key] = self._build_backward(incoming, wanted)
+            backward = self._backwards[key] = self._build_backward(incoming, requested)
         in_memory: list[Array] = []
         for position, axis, is_in_c_order in backward.inputs:
             x = inputs[position]
@@ -457,16 +457,16 @@ class NativePlan(Plan):
         grad = ops.from_memory(rows, self.accumulator, like)
         return grad if operand.is_final else self.operand_gradient(grad, operand, x)
 
-    def _build_backward(self, incoming: set[str], wanted: Sequence[bool]) -> Backward:
-        """Plan a backward from the gradients of the outputs `incoming` to those of the `wanted` operands."""
+    def _build_backward(self, incoming: set[str], requested: Sequence[bool]) -> Backward:
+        """Plan a backward from the gradients of the outputs `incoming` to the gradients of the `requested` operands."""
         reads = {"out", "grad_out", *self.saved, *(f"grad_{name}" for name in incoming)}
         # The entropy and the weights are read with their gradients alone.
         reads |= incoming & {"entropy", "attention_weights"}
         axes = {"out": -3, "entropy": -2, "log_sum_exp": -2} if self.layout.is_length_before_heads else {}
         operands = {
             operand.name: operand
-            for operand, is_wanted in zip(self.operands, wanted, strict=True)
-            if is_wanted or operand.kind.is_always_filled
+            for operand, is_requested in zip(self.operands, requested, strict=True)
+            if is_requested or operand.kind.is_always_filled
         }
         plan = self.module.plan_backward(
             self.spec,
@@ -484,9 +484,9 @@ class NativePlan(Plan):
         ]
         gradients = [
             Gradient(names.index(x.name), None if x.is_final and not x.is_summed and x.name != "scale" else x)
-            if is_wanted
+            if is_requested
             else Gradient(None, None)
-            for x, is_wanted in zip(self.operands, wanted, strict=True)
+            for x, is_requested in zip(self.operands, requested, strict=True)
         ]
         return Backward(plan, tuple(inputs), tuple(operands[name].filled for name in names), tuple(gradients))
 
@@ -539,16 +539,16 @@ class NativeOp(DifferentiableOp):
         arrays: Sequence[Array],
         outputs: Sequence[Array],
         grads: Sequence[Array | None],
-        wanted: Sequence[bool] | None = None,
+        requested: Sequence[bool] | None = None,
     ) -> tuple[Array | None, ...]:
         call, ops = self.call, self.call.ops
         incoming = [x for x in grads if x is not None]
         if not incoming:
             return (None,) * len(arrays)
-        wanted = wanted if wanted is not None else [True] * len(arrays)
+        requested = requested if requested is not None else [True] * len(arrays)
         if ops.needs_grad(*arrays, *incoming) or not call.are_as_planned([*arrays, *outputs], incoming):
-            return tuple(self._rebuilt(arrays, dict(zip(call.differentiable, grads, strict=True)), wanted))
-        return tuple(call.backward(arrays, self.mask, (*outputs, *self.saved, *grads), self.seed, wanted))
+            return tuple(self._rebuilt(arrays, dict(zip(call.differentiable, grads, strict=True)), requested))
+        return tuple(call.backward(arrays, self.mask, (*outputs, *self.saved, *grads), self.seed, requested))
 
     def _mask(self) -> Any:
         """Return the mask of the call as `build_problem` takes it."""
@@ -558,7 +558,7 @@ class NativeOp(DifferentiableOp):
         return self.mask if self.call.reads_mask else self.call.mask
 
     def _rebuilt(
-        self, arrays: Sequence[Array], grads: dict[str, Array | None], wanted: Sequence[bool]
+        self, arrays: Sequence[Array], grads: dict[str, Array | None], requested: Sequence[bool]
     ) -> Iterator[Array | None]:
         """Yield the gradients that a `SinglePlan` computes on a newly built problem: autodiff may differentiate them.
 
@@ -593,8 +593,8 @@ class NativeOp(DifferentiableOp):
             gradients = dict(zip(canonical_operands, plan.backward(inputs, outputs, incoming), strict=True))
             if call.has_bandwidth:
                 gradients["scale"] = bandwidth_gradient(arrays[-1], sum_to(ops, gradients["scale"], (1, 1)))
-        for x, operand, is_wanted in zip(arrays, call.operands, wanted, strict=True):
-            yield call.operand_gradient(gradients[operand.name], operand, x) if is_wanted else None
+        for x, operand, is_requested in zip(arrays, call.operands, requested, strict=True):
+            yield call.operand_gradient(gradients[operand.name], operand, x) if is_requested else None
 
 
 def saves_scores(problem: Problem, tiles: TilePlan) -> bool:

@@ -176,13 +176,13 @@ class BoundPlan(NamedTuple):
         named = dict(zip((*plan.returned, *plan.saved), (*outputs, *saved), strict=True))
         return {name: x if name in ("out", "attention_weights") else x[..., None] for name, x in named.items()}
 
-    def backward(self, inputs: dict[str, HostArray], wanted: Collection[str]) -> dict[str, HostArray]:
+    def backward(self, inputs: dict[str, HostArray], requested: Collection[str]) -> dict[str, HostArray]:
         """Return the gradients by name, from `marshalling.backward_inputs`."""
         saved = {name: np.ascontiguousarray(inputs[name]) for name in self.plan.saved}
         names = [operand.name for operand in self.plan.operands]
-        is_wanted = [name in wanted for name in names]
+        is_requested = [name in requested for name in names]
         arrays = [{**inputs, **saved}.get(name) for name in self.plan.backward_inputs]
-        gradients = self.plan.backward(self.operands, self.bounds, arrays, self.seed, is_wanted)
+        gradients = self.plan.backward(self.operands, self.bounds, arrays, self.seed, is_requested)
         return {name: grad for name, grad in zip(names, gradients, strict=True) if grad is not None}
 
 
@@ -216,13 +216,13 @@ class HostCallback:
         return result_of(problem, dict(zip(shapes, arrays, strict=True)))
 
     def backward(
-        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
         """Stage the backward."""
         on_host, in_program = _on_host(problem), _rebuilder(problem, problem.ops)
         plans, inputs = _Plans.of(self.kernel, problem, on_host), backward_inputs(problem, result, grads)
         shapes = {
-            name: (tuple(x.shape), problem.accumulator) for name, x in problem.operands().items() if name in wanted
+            name: (tuple(x.shape), problem.accumulator) for name, x in problem.operands().items() if name in requested
         }
         # As in `forward`.
         input_names, names, count = tuple(inputs), tuple(shapes), len(inputs)

@@ -252,11 +252,11 @@ def side_gradient(
     is_written = live[:, None] & (c < hidden)[None, :]
     w = tl.load(base(w_v, m) + c, mask=c < hidden, other=0.0)[None, :]
     # tanh' = 4 r (1 - r), and tanh = 1 - 2 r.
-    found = acc * (4.0 * w if ACTIVATION == "tanh" else w)
+    grad_tile = acc * (4.0 * w if ACTIVATION == "tanh" else w)
     to = gradient + (matrix.to(tl.int64) * own_len + position[:, None]) * hidden + c[None, :]
     if not IS_QUERY:
-        found += tl.load(to, mask=is_written, other=0.0)
-    tl.store(to, found, mask=is_written)
+        grad_tile += tl.load(to, mask=is_written, other=0.0)
+    tl.store(to, grad_tile, mask=is_written)
     if HAS_WEIGHTS:
         total = tl.sum(acc_value, 0)
         if ACTIVATION == "tanh":
@@ -314,7 +314,7 @@ def gradients(
     rows: RowGrads,
     grad_bias: Operand | None,
     runner: Runner,
-    wanted: frozenset[str],
+    requested: frozenset[str],
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of query', key', w_v and value that are wanted, in float32, of every (batch, head).
 
@@ -360,25 +360,25 @@ def gradients(
             inputs, grad_out, rows, chunk, grad_bias, operands.sizes, operands.slope,
             **scores, **shape, **values, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        if wanted & {"query", "w_v"}:
+        if requested & {"query", "w_v"}:
             runner.run(
                 side_gradient, (count * tile.queries // block, columns, kvs * groups),
                 sides.query, sides.key, query.powers, key.powers, query.sizes, key.largest, sides.w_v, chunk,
                 totals["query"], of_weights, inputs.masking, n_q, n_k, hidden, heads, groups, 0, groups, operands.slope,
                 ACTIVATION=operands.function, IS_QUERY=True, CHANNELS=channels, **sums,
             )  # fmt: skip
-        for group in range(groups if "key" in wanted else 0):
+        for group in range(groups if "key" in requested else 0):
             runner.run(
                 side_gradient, (triton.cdiv(n_k, block), columns, kvs),
                 sides.key, sides.query, key.powers, query.powers, key.sizes, query.largest, sides.w_v, chunk,
                 totals["key"], None, inputs.masking, n_k, n_q, hidden, heads, groups, group, key_groups, operands.slope,
                 ACTIVATION=operands.function, IS_QUERY=False, CHANNELS=channels, **sums,
             )  # fmt: skip
-        if "value" in wanted and value_dim:
+        if "value" in requested and value_dim:
             runner.run(
                 value_gradient, (triton.cdiv(n_k, block), kvs),
                 inputs, grad_out, chunk, totals["value"], operands.sizes,
                 RELATIVE=operands.is_relative, **values, **sums,
             )  # fmt: skip
     totals["w_v"] = of_weights.sum((0, 3))
-    return {name: x for name, x in totals.items() if name in wanted}
+    return {name: x for name, x in totals.items() if name in requested}

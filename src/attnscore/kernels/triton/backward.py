@@ -29,7 +29,7 @@ from attnscore.kernels.triton.tile import (
     finite_of,
     function_gradient,
     function_scores,
-    kept,
+    keeps_by_dropout,
     key_segments,
     matrix_of,
     pair_scores,
@@ -111,7 +111,7 @@ def tile_gradients(
         p = tl.where(attends, p, 0.0)
     dropped = p
     if inputs.dropout is not None:
-        keep = kept(inputs.dropout, m.z, i, j, sizes.n_q)
+        keep = keeps_by_dropout(inputs.dropout, m.z, i, j, sizes.n_q)
         dropped = tl.where(keep, p * inputs.dropout.factor, 0.0)
         dp = tl.where(keep, dp * inputs.dropout.factor, 0.0)
     grad = p * (dp + of_rows.delta)
@@ -137,15 +137,15 @@ def with_gradient(
 
     `ds` has the side whose gradient it is as its rows. `MASKED`: not all pairs attend.
     """
-    own, other = (keys, queries) if OF_KEYS else (queries, keys)
+    positions, other_positions = (keys, queries) if OF_KEYS else (queries, keys)
     if FORM == INNER:
-        x = other.vectors
+        x = other_positions.vectors
         if MASKED:
             # The gradient of a pair that attends a NaN is NaN itself; others must not multiply it.
             x, _ = finite_of(x, 0)
         acc = tl.dot(ds.to(x.dtype), tl.trans(x), acc, input_precision=PRECISION)
     elif FORM == DISTANCE:
-        acc = distance_gradient(acc, ds * (-2.0 * scale), own, other, dim, D)
+        acc = distance_gradient(acc, ds * (-2.0 * scale), positions, other_positions, dim, D)
     elif FORM == CHANNELS:
         acc = channel_gradient(acc, ds, queries, keys, shared, m, dim, DERIVATIVE, 1 if OF_KEYS else 0, D)
     return acc
@@ -315,13 +315,13 @@ def members_of(all_batches, batches, kv_heads, group_count, sizes):
 
 
 @triton.jit
-def member_of(member, own, batches, kv_heads, group_count, sizes):
-    """Return a matrix that shares the bias of `own`, which is a `Matrix` among those of the bias."""
+def member_of(member, first_member, batches, kv_heads, group_count, sizes):
+    """Return the matrix number `member` of those with one bias; `first_member` is the first of them."""
     group_steps = sizes.groups // group_count
     head_steps = sizes.heads // kv_heads
-    b = own.b + member // (group_steps * head_steps) * batches
-    h = own.h + member // group_steps % head_steps * kv_heads
-    g = own.g + member % group_steps * group_count
+    b = first_member.b + member // (group_steps * head_steps) * batches
+    h = first_member.h + member // group_steps % head_steps * kv_heads
+    g = first_member.g + member % group_steps * group_count
     return Matrix((b * sizes.heads + h) * sizes.groups + g, b, h, g)
 
 
@@ -339,10 +339,10 @@ def d_bias(
     """
     inputs = typed(inputs)
     tile, at_tile, of_bias = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    own = matrix_of(of_bias, kv_heads, group_count)
+    first_member = matrix_of(of_bias, kv_heads, group_count)
     total = tl.zeros((BM, BN), tl.float32)
     for member in tl.range(0, members_of(all_batches, batches, kv_heads, group_count, sizes)):
-        m = member_of(member, own, batches, kv_heads, group_count, sizes)
+        m = member_of(member, first_member, batches, kv_heads, group_count, sizes)
         _, _, _, grad, _ = tile_gradient(
             inputs, grad_out, rows, m, tile, at_tile, sizes, scale, slope,
             FORM, FUNCTION, CAPS, INTERVALS, False, BM, BN, D, DV, PRECISION,
@@ -375,14 +375,14 @@ def d_relative_bias(
     """
     inputs = typed(inputs)
     share, of_bias = tl.program_id(0), tl.program_id(1)
-    own = matrix_of(of_bias, kv_heads, group_count)
+    first_member = matrix_of(of_bias, kv_heads, group_count)
     line = grad_bias + (share * tl.num_programs(1) + of_bias).to(tl.int64) * (sizes.n_q + sizes.n_k - 1)
     WIDTH: tl.constexpr = BM + BN
     w = tl.arange(0, WIDTH)
     # Entry w of a tile's line has the pairs whose key - query is w - (BM - 1), within the tile.
     column = w[None, :] - (BM - 1) + tl.arange(0, BM)[:, None]
     for member in tl.range(0, members_of(all_batches, batches, kv_heads, group_count, sizes)):
-        m = member_of(member, own, batches, kv_heads, group_count, sizes)
+        m = member_of(member, first_member, batches, kv_heads, group_count, sizes)
         for step in tl.range(0, tl.cdiv(tl.cdiv(sizes.n_q, BM) - share, tl.num_programs(0))):
             tile = share + step * tl.num_programs(0)
             for at_tile in tl.range(0, tl.cdiv(sizes.n_k, BN)):

@@ -56,13 +56,14 @@ def value_of(x, parameters, m, VALUE: tl.constexpr):
 
 
 @triton.jit
-def _derivative(found, WHICH: tl.constexpr):
+def _derivative(derivatives, WHICH: tl.constexpr):
     """Return one of the derivatives that a gradient function returned."""
-    tl.static_assert(not isinstance(found, tl.tensor), "gradient of a custom score has to return a tuple")
+    tl.static_assert(not isinstance(derivatives, tl.tensor), "gradient of a custom score has to return a tuple")
     tl.static_assert(
-        len(found) > WHICH, "gradient of a custom score has to return a derivative for each argument that is an array"
+        len(derivatives) > WHICH,
+        "gradient of a custom score has to return a derivative for each argument that is an array",
     )
-    return found[WHICH]
+    return derivatives[WHICH]
 
 
 @triton.jit
@@ -123,18 +124,18 @@ def custom_of(problem: Problem) -> Custom:
     tile = triton_tile_of(form.score)
     if tile is None:
         raise TypeError("a score without functions in Triton")
-    found = []
+    parameters = []
     for name in tile.names:
         x = form.parameters.get(name, getattr(form.score, name))
         if isinstance(x, torch.Tensor):
-            whole = _per_head(problem, name, x.float(), name in tile.channel_parameters)
+            values = _per_head(problem, name, x.float(), name in tile.channel_parameters)
         else:
             # Written on the device: nothing is copied to it.
-            whole = torch.full((1, 1, 1), float(x), device=problem.value.device)
-        strides = (0 if n == 1 else stride for n, stride in zip(whole.shape, whole.stride(), strict=True))
-        found.append(Parameter(whole, *strides))
+            values = torch.full((1, 1, 1), float(x), device=problem.value.device)
+        strides = (0 if n == 1 else stride for n, stride in zip(values.shape, values.stride(), strict=True))
+        parameters.append(Parameter(values, *strides))
     learned = tuple(PARAMETER + name for name in tile.names if name in form.parameters)
-    return Custom(tile, tuple(found), learned)
+    return Custom(tile, tuple(parameters), learned)
 
 
 def _per_head(problem: Problem, name: str, x: torch.Tensor, has_channels: bool) -> torch.Tensor:
@@ -151,7 +152,7 @@ def _per_head(problem: Problem, name: str, x: torch.Tensor, has_channels: bool) 
 def parameter_gradient(problem: Problem, custom: Custom, name: str, sums: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the operand `name` from sums (batch, head, group, query tile, channel or 1)."""
     x = problem.operands()[name]
-    own = name.removeprefix(PARAMETER)
-    shape = _per_head(problem, own, x, own in custom.tile.channel_parameters).shape
-    found: torch.Tensor = sum_to(problem.ops, sums.sum((0, 3)), shape)
-    return found.reshape(x.shape)
+    field = name.removeprefix(PARAMETER)
+    shape = _per_head(problem, field, x, field in custom.tile.channel_parameters).shape
+    gradient: torch.Tensor = sum_to(problem.ops, sums.sum((0, 3)), shape)
+    return gradient.reshape(x.shape)

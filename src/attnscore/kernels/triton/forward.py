@@ -18,7 +18,7 @@ from attnscore.kernels.triton.tile import (
     function_scores,
     is_finite,
     is_nan,
-    kept,
+    keeps_by_dropout,
     key_segments,
     matrix_of,
     pair_scores,
@@ -72,12 +72,12 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def with_nonfinite(
-    acc, masking, bias, side, m, own, sizes,
+    acc, masking, bias, side, m, positions, sizes,
     INTERVALS: tl.constexpr, RELATIVE: tl.constexpr, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Return acc (own, value_dim) with the NaN and infinities that each position attends, or is attended by.
+    """Return acc (positions, value_dim) with the NaN and infinities that each position attends, or is attended by.
 
-    `own` are positions (M, 1); `side` has the rows of the other side: of keys (`OF_KEYS`) or queries. A loop after all
+    `positions` are (M, 1); `side` has the rows of the other side: of keys (`OF_KEYS`) or queries. A loop after all
     tiles, in place of a second product in each, which took twice the registers.
     """
     d, length = tl.arange(0, D)[None, :], sizes.n_k if OF_KEYS else sizes.n_q
@@ -87,7 +87,7 @@ def with_nonfinite(
         count = tl.where(tl.min(is_finite(x).to(tl.int32)) == 0, tl.minimum(BLOCK, length - tile * BLOCK), 0)
         for step in tl.range(0, count):
             other = tl.zeros((1, 1), tl.int32) + (tile * BLOCK + step)
-            i, j = (own, other) if OF_KEYS else (other, own)
+            i, j = (positions, other) if OF_KEYS else (other, positions)
             attends = attended_by_any(masking, m, i, j, sizes, INTERVALS)
             if bias is not None:
                 attends = attends & (bias_of(bias, m, i, j, sizes, RELATIVE) != NEG_INF)
@@ -199,11 +199,11 @@ def _with_tile(old, s, attends, keys, rows, step, ALL: tl.constexpr):
         least = tl.minimum(least, tl.min(tl.where(attends, s, float("inf")), 1))
     largest, key = old.largest, old.key
     if rows.argmax_key is not None:
-        most = tl.max(s, 1)
-        first = tl.min(tl.where(s == most[:, None], keys, MOST_INT), 1)
+        tile_max = tl.max(s, 1)
+        first = tl.min(tl.where(s == tile_max[:, None], keys, MOST_INT), 1)
         # Tiles do not come in the order of the keys.
-        key = tl.where((most > largest) | ((most == largest) & (first < key)), first, key)
-        largest = tl.maximum(largest, most)
+        key = tl.where((tile_max > largest) | ((tile_max == largest) & (first < key)), first, key)
+        largest = tl.maximum(largest, tile_max)
     if (rows.mean_score is not None) or (rows.var_score is not None):
         s, moments = _less_base(moments, s, attends, step, ALL)
     top = tl.maximum(old.top, tl.max(s, 1))
@@ -222,13 +222,13 @@ def _with_tile(old, s, attends, keys, rows, step, ALL: tl.constexpr):
 
 
 @triton.jit
-def _over_lanes(found):
+def _over_lanes(softmax):
     """Return the softmax with the sum of each query."""
-    old = found.moments
+    old = softmax.moments
     moments = Moments(old.count, old.base, tl.sum(old.sum, 1), tl.sum(old.squares, 1))
-    total, sum_exp_logit = tl.sum(found.total, 1), tl.sum(found.sum_exp_logit, 1)
-    squares = tl.sum(found.squares, 1)
-    return Softmax(found.top, total, sum_exp_logit, squares, moments, found.least, found.largest, found.key)
+    total, sum_exp_logit = tl.sum(softmax.total, 1), tl.sum(softmax.sum_exp_logit, 1)
+    squares = tl.sum(softmax.squares, 1)
+    return Softmax(softmax.top, total, sum_exp_logit, squares, moments, softmax.least, softmax.largest, softmax.key)
 
 
 @triton.jit
@@ -244,17 +244,17 @@ def _with_sink(old, acc, sink):
     sum_exp_logit = moved + _product(sink_factor, log_sink)
     total = factor * old.total + sink_factor
     squares = factor * factor * old.squares
-    found = Softmax(top, total, sum_exp_logit, squares, old.moments, old.least, old.largest, old.key)
-    return found, acc * factor[:, None]
+    softmax = Softmax(top, total, sum_exp_logit, squares, old.moments, old.least, old.largest, old.key)
+    return softmax, acc * factor[:, None]
 
 
 @triton.jit
-def _store_rows(rows, at, live, found, of_keys):
+def _store_rows(rows, at, live, softmax, of_keys):
     """Store row_max, log_denom and statistics from the softmax with the sink, and that of the keys alone."""
-    moments, top, is_empty = found.moments, _finite_top(found.top), found.total == 0
-    divisor = tl.where(is_empty, 1.0, found.total)
+    moments, top, is_empty = softmax.moments, _finite_top(softmax.top), softmax.total == 0
+    divisor = tl.where(is_empty, 1.0, softmax.total)
     log_denom = tl.log(divisor)
-    tl.store(rows.row_max + at, tl.where(found.top == NEG_INF, 0.0, moments.base + top), mask=live)
+    tl.store(rows.row_max + at, tl.where(softmax.top == NEG_INF, 0.0, moments.base + top), mask=live)
     tl.store(rows.log_denom + at, tl.where(is_empty, NEG_INF, log_denom), mask=live)
     if rows.max_score is not None:
         max_score = tl.where(is_nan(of_keys.total), float("nan"), moments.base + of_keys.top)
@@ -272,14 +272,14 @@ def _store_rows(rows, at, live, found, of_keys):
         variance = (moments.squares - moments.sum * mean) / count
         tl.store(rows.var_score + at, tl.where(variance < 0, 0.0, variance), mask=live)
     if rows.entropy is not None:
-        entropy = log_denom - found.sum_exp_logit * LN2 / divisor
+        entropy = log_denom - softmax.sum_exp_logit * LN2 / divisor
         tl.store(rows.entropy + at, tl.where(is_empty, 0.0, entropy), mask=live)
     max_of_keys = tl.exp2(_finite_top(of_keys.top) * LOG2E - top * LOG2E)
     max_of_keys = tl.where(of_keys.total == 0, 0.0, max_of_keys)
     if rows.max_weight is not None:
         tl.store(rows.max_weight + at, max_of_keys / divisor, mask=live)
     if rows.sum_sq_weights is not None:
-        tl.store(rows.sum_sq_weights + at, found.squares / (divisor * divisor), mask=live)
+        tl.store(rows.sum_sq_weights + at, softmax.squares / (divisor * divisor), mask=live)
     if rows.sum_weights is not None:
         tl.store(rows.sum_weights + at, max_of_keys * of_keys.total / divisor, mask=live)
 
@@ -302,7 +302,7 @@ def forward(
     none = tl.zeros((BM, LANES), tl.float32)
     lowest, highest = tl.full((BM,), NEG_INF, tl.float32), tl.full((BM,), float("inf"), tl.float32)
     no_key = tl.full((BM,), -1, tl.int32)
-    found = Softmax(lowest, none, none, none, Moments(zero, zero, none, none), highest, lowest, no_key)
+    softmax = Softmax(lowest, none, none, none, Moments(zero, zero, none, none), highest, lowest, no_key)
     acc, is_bad = tl.zeros((BM, DV), tl.float32), 0
     for interval in tl.range(0, INTERVALS):
         visited = key_segments(inputs.masking, interval, m, tile, sizes, BM, BN, TESTED)
@@ -314,9 +314,9 @@ def forward(
                 s = pair_scores(queries, keys, inputs, m, sizes, scale, slope, FORM, FUNCTION, PRECISION)
                 s = capped(function_scores(s, inputs.shared, m, FORM, FUNCTION), CAPS)
                 s, attends = _masked(s, inputs, interval, m, queries, keys, sizes, FUNCTION, RELATIVE, full)
-                found, p, alpha = _with_tile(found, s, attends, keys.at, rows, step, full and inputs.bias is None)
+                softmax, p, alpha = _with_tile(softmax, s, attends, keys.at, rows, step, full and inputs.bias is None)
                 if inputs.dropout is not None:
-                    p = tl.where(kept(inputs.dropout, m.z, queries.at, keys.at, sizes.n_q), p, 0.0)
+                    p = tl.where(keeps_by_dropout(inputs.dropout, m.z, queries.at, keys.at, sizes.n_q), p, 0.0)
                 v = vectors(
                     of_value, c.to(tl.int64)[:, None], dv, True if full else c[:, None] < sizes.n_k, sizes.value_dim
                 )
@@ -327,13 +327,13 @@ def forward(
         acc = with_nonfinite(
             acc, inputs.masking, inputs.bias, of_value, m, queries.at, sizes, INTERVALS, RELATIVE, True, BN, DV
         )  # fmt: skip
-    found = _over_lanes(found)
-    of_keys = found
+    softmax = _over_lanes(softmax)
+    of_keys = softmax
     if sink is not None:
-        found, acc = _with_sink(found, acc, tl.load(sink + m.h * sizes.groups + m.g))
+        softmax, acc = _with_sink(softmax, acc, tl.load(sink + m.h * sizes.groups + m.g))
     if inputs.dropout is not None:
         acc = acc * inputs.dropout.factor
     # The rule for fully masked queries: total 0 gives output 0 and log-sum-exp -inf (`problem.online_softmax.finish`).
-    acc = acc / tl.where(found.total == 0, 1.0, found.total)[:, None]
+    acc = acc / tl.where(softmax.total == 0, 1.0, softmax.total)[:, None]
     store_vectors(out, m, queries.at, dv, queries.live, sizes.value_dim, acc)
-    _store_rows(rows, m.z.to(tl.int64) * sizes.n_q + i, i < sizes.n_q, found, of_keys)
+    _store_rows(rows, m.z.to(tl.int64) * sizes.n_q + i, i < sizes.n_q, softmax, of_keys)

@@ -89,7 +89,7 @@ class Triton(Kernel):
         return launch.forward(problem, tiles)
 
     def backward(
-        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
         incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
         ops, operands = problem.ops, problem.operands()
@@ -97,7 +97,7 @@ class Triton(Kernel):
             return tiled.backward(problem, tiles, result, grads)
         from attnscore.kernels.triton import launch
 
-        return launch.backward(problem, tiles, result, grads, wanted)
+        return launch.backward(problem, tiles, result, grads, requested)
 
 
 def _reasons(problem: Problem) -> list[str]:

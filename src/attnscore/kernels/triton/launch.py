@@ -305,11 +305,11 @@ _ON_DEVICE: WeakKeyDictionary[IntervalSet, dict[Hashable, DeviceIntervals]] = We
 def _masking(problem: Problem, tiles: TilePlan) -> tuple[DeviceIntervals | None, Masking]:
     """Return the intervals of the mask, and the mask without the ends of tiles."""
     ops, shape, like = problem.ops, problem.score_shape, problem.value
-    known, rest = tiles.interval_set, tiles.rest
+    interval_set, rest = tiles.interval_set, tiles.rest
     batch = math.prod(shape.lead)
     intervals = None
-    if known is not None:
-        intervals = _on_device(known, like.device, shape.batch, batch)
+    if interval_set is not None:
+        intervals = _on_device(interval_set, like.device, shape.batch, batch)
     elif rest is not None:
         # Lengths on the device: their intervals are computed there.
         ends, others = traced_visibility(ops, shape, like, rest)
@@ -346,12 +346,12 @@ def _per_merged_batch(x: torch.Tensor, batch: int, merged: int, axis: int = 0) -
     return x if x.shape[axis] == 1 or batch == merged else x.repeat_interleave(merged // batch, axis)
 
 
-def _on_device(known: IntervalSet, device: torch.device, batch: int, merged: int) -> DeviceIntervals:
+def _on_device(interval_set: IntervalSet, device: torch.device, batch: int, merged: int) -> DeviceIntervals:
     """Return the intervals of each of all leading axes, copied to the device once for a mask."""
-    copies = _ON_DEVICE.setdefault(known, {})
+    copies = _ON_DEVICE.setdefault(interval_set, {})
     if (device, merged) not in copies:
         # Whole before the copy, which is waited for: what a kernel adds, another stream may read too early.
-        ends = (torch.from_numpy(x.astype("int32", order="C")) for x in (known.start, known.stop))
+        ends = (torch.from_numpy(x.astype("int32", order="C")) for x in (interval_set.start, interval_set.stop))
         start, stop = (_per_merged_batch(x, batch, merged, axis=1).to(device) for x in ends)
         copies[device, merged] = DeviceIntervals(start, stop, {})
     return copies[device, merged]
@@ -396,13 +396,13 @@ def device_scope(x: torch.Tensor) -> Any:
 
 
 def backward(
-    problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, wanted: frozenset[str],
+    problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str],
     runner: Runner = RUNNER,
 ) -> dict[str, Array]:  # fmt: skip
-    """Run the backward: the gradients of the operands in `wanted` at least, by name."""
+    """Run the backward: the gradients of the operands in `requested` at least, by name."""
     with device_scope(problem.value):
         operands = operands_of(problem, tiles, runner, has_backward=True)
-        return _Backward(problem, operands, result, grads, wanted).run()
+        return _Backward(problem, operands, result, grads, requested).run()
 
 
 RELATIVE_SHARES = 16
@@ -413,9 +413,9 @@ class _Backward:
     """One backward: its operands, and the kernels that it launches."""
 
     def __init__(
-        self, problem: Problem, operands: Operands, result: Result, grads: RowGradients, wanted: frozenset[str]
+        self, problem: Problem, operands: Operands, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> None:
-        self.problem, self.operands, self.wanted = problem, operands, wanted
+        self.problem, self.operands, self.requested = problem, operands, requested
         self.arrays = problem.operands()
         self.score_constants: dict[str, Any] = {
             "DERIVATIVE": operands.derivative, "TESTED": operands.is_tested, "RELATIVE": operands.is_relative,
@@ -451,7 +451,7 @@ class _Backward:
             self.d_parameters()
         else:
             self.d_additive()
-        if self.problem.bias is not None and "bias" in self.wanted and "bias" not in self.gradients:
+        if self.problem.bias is not None and "bias" in self.requested and "bias" not in self.gradients:
             self.d_bias(self.problem.bias)
         if self.problem.sink is not None:
             self.gradients["sink"] = self.d_sink(self.problem.sink)
@@ -509,7 +509,7 @@ class _Backward:
         """Compute the gradients of an additive score, of its values, and of a bias that has a number for each pair."""
         grad_bias = self.bias_gradient()
         gradients = additive_gradients.gradients(
-            self.operands, self.grad_out, self.rows, grad_bias, self.operands.runner, self.wanted
+            self.operands, self.grad_out, self.rows, grad_bias, self.operands.runner, self.requested
         )
         lead = self.problem.score_shape.lead  # one axis there
         self.gradients |= {
@@ -562,7 +562,7 @@ class _Backward:
     def d_parameters(self) -> None:
         """Compute the gradients of the parameters of a custom score."""
         operands, custom = self.operands, self.operands.custom
-        if custom is None or not self.wanted.intersection(custom.learned):
+        if custom is None or not self.requested.intersection(custom.learned):
             return
         tile = operands.tile("d_query")
         inputs = operands.inputs(tile)
@@ -570,7 +570,7 @@ class _Backward:
         tiles = triton.cdiv(queries, tile.queries)
         shape = (operands.batch, heads, groups, tiles, dim if operands.form == CHANNELS else 1)
         for which, name in enumerate(custom.learned):
-            if name in self.wanted:
+            if name in self.requested:
                 sums = self.rows.delta.new_empty(shape)
                 self.launch(
                     backward_kernels.d_parameter, (tiles, operands.matrices), tile, inputs, sums,

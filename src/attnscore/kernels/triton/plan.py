@@ -80,7 +80,7 @@ class TritonPlan(Plan, DifferentiableOp):
         arrays: Sequence[Array],
         outputs: Sequence[Array],
         grads: Sequence[Array | None],
-        wanted: Sequence[bool] | None = None,
+        requested: Sequence[bool] | None = None,
     ) -> tuple[Array | None, ...]:
         """Return the gradients of `arrays`, on the caller's axes."""
         problem = self.op.problem
@@ -89,7 +89,7 @@ class TritonPlan(Plan, DifferentiableOp):
         out, *rows = outputs
         grad_out = None if grads[0] is None else layout.output_to_canonical(ops, grads[0])
         saved = layout.output_to_canonical(ops, out), *rows
-        gradients = self.op.backward(views, saved, (grad_out, *grads[1:]), wanted)
+        gradients = self.op.backward(views, saved, (grad_out, *grads[1:]), requested)
         return tuple(
             None if grad is None else layout.gradient_from_canonical(ops, grad, x.shape)
             for grad, x in zip(gradients, arrays, strict=True)

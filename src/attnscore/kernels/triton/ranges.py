@@ -32,15 +32,15 @@ def ends_of_tiles(masking, ends, n_q, tiles, TESTED: tl.constexpr, BM: tl.conste
         is_full = False
     else:
         is_full = (count == tl.sum(live.to(tl.int32), 0)) & (all_hi > all_lo)
-    found = ends + ((interval * tl.num_programs(2) + batch).to(tl.int64) * tiles + tile) * 4
-    tl.store(found, some_lo)
-    tl.store(found + 1, tl.where(is_full, all_lo, some_lo))
-    tl.store(found + 2, tl.where(is_full, all_hi, some_lo))
-    tl.store(found + 3, some_hi)
+    tile_ends = ends + ((interval * tl.num_programs(2) + batch).to(tl.int64) * tiles + tile) * 4
+    tl.store(tile_ends, some_lo)
+    tl.store(tile_ends + 1, tl.where(is_full, all_lo, some_lo))
+    tl.store(tile_ends + 2, tl.where(is_full, all_hi, some_lo))
+    tl.store(tile_ends + 3, some_hi)
 
 
 @triton.jit
-def tiles_of_queries(ends, found, intervals, tiles, BLOCK: tl.constexpr):
+def tiles_of_queries(ends, query_tiles, intervals, tiles, BLOCK: tl.constexpr):
     """Invert `ends` to the query tiles of each key tile, (batch or 1, key tile, 4), in the order of `ends`.
 
     Where the query tiles that attend a whole key tile have others among them, none counts as full.
@@ -63,7 +63,7 @@ def tiles_of_queries(ends, found, intervals, tiles, BLOCK: tl.constexpr):
             count += tl.sum(is_full.to(tl.int32), 0)
     some_lo = tl.minimum(some_lo, some_hi)
     is_whole = (count > 0) & (count == all_hi - all_lo)
-    to = found + (batch.to(tl.int64) * tl.num_programs(0) + key_tile) * 4
+    to = query_tiles + (batch.to(tl.int64) * tl.num_programs(0) + key_tile) * 4
     tl.store(to, some_lo)
     tl.store(to + 1, tl.where(is_whole, all_lo, some_lo))
     tl.store(to + 2, tl.where(is_whole, all_hi, some_lo))

@@ -218,52 +218,52 @@ def key_segments(masking, interval, m, tile, sizes, BM: tl.constexpr, BN: tl.con
 
 
 @triton.jit
-def steps_of(found, FULL: tl.constexpr):
+def steps_of(segments_of_tile, FULL: tl.constexpr):
     """Return how many tiles of `Segments` are full, or are not: those on either side of the full ones."""
     if FULL:
-        return found.all_hi - found.all_lo
+        return segments_of_tile.all_hi - segments_of_tile.all_lo
     else:
-        return found.all_lo - found.some_lo + found.some_hi - found.all_hi
+        return segments_of_tile.all_lo - segments_of_tile.some_lo + segments_of_tile.some_hi - segments_of_tile.all_hi
 
 
 @triton.jit
-def tile_of_step(step, found, FULL: tl.constexpr):
+def tile_of_step(step, segments_of_tile, FULL: tl.constexpr):
     """Return the tile of a step."""
     if FULL:
-        return found.all_lo + step
+        return segments_of_tile.all_lo + step
     else:
-        left = found.all_lo - found.some_lo
-        return tl.where(step < left, found.some_lo + step, found.all_hi + step - left)
+        left = segments_of_tile.all_lo - segments_of_tile.some_lo
+        return tl.where(step < left, segments_of_tile.some_lo + step, segments_of_tile.all_hi + step - left)
 
 
 @triton.jit
 def attended(masking, interval, m, i, j, sizes):
     """Return the unmasked pairs of a tile, of one of the intervals of each query."""
     live = (i < sizes.n_q) & (j < sizes.n_k)
-    found = live
+    unmasked = live
     if masking.start is not None:
         at = interval * masking.interval + m.b.to(tl.int64) * masking.batch
         start = tl.load(masking.start + at + i, mask=i < sizes.n_q, other=0)
         stop = tl.load(masking.stop + at + i, mask=i < sizes.n_q, other=0)
-        found = found & (j >= start) & (j < stop)
+        unmasked = unmasked & (j >= start) & (j < stop)
     if masking.query_ids is not None:
         ids, batch = masking.query_ids, m.b.to(tl.int64)
         of_query = tl.load(ids + batch * masking.query_ids_batch + i, mask=i < sizes.n_q, other=-1)
         of_key = tl.load(masking.key_ids + batch * masking.key_ids_batch + j, mask=j < sizes.n_k, other=-1)
-        found = found & (of_query == of_key) & (of_query >= 0)
+        unmasked = unmasked & (of_query == of_key) & (of_query >= 0)
     if masking.array is not None:
         pairs = base(masking.array, m) + i.to(tl.int64) * masking.array.row + j * masking.array.column
-        found = found & (tl.load(pairs, mask=live, other=0) != 0)
-    return found
+        unmasked = unmasked & (tl.load(pairs, mask=live, other=0) != 0)
+    return unmasked
 
 
 @triton.jit
 def attended_by_any(masking, m, i, j, sizes, INTERVALS: tl.constexpr):
     """Return the unmasked pairs of a tile, of all intervals of each query."""
-    found = attended(masking, 0, m, i, j, sizes)
+    unmasked = attended(masking, 0, m, i, j, sizes)
     for interval in tl.static_range(1, INTERVALS):
-        found = found | attended(masking, interval, m, i, j, sizes)
-    return found
+        unmasked = unmasked | attended(masking, interval, m, i, j, sizes)
+    return unmasked
 
 
 @triton.jit
@@ -302,7 +302,7 @@ def _bits(x):
 
 
 @triton.jit
-def kept(dropout, z, i, j, n_q):
+def keeps_by_dropout(dropout, z, i, j, n_q):
     """Return whether dropout keeps each pair of matrix z: the bits of `problem.dropout.keep_factors`."""
     row = z.to(tl.int64) * n_q + i
     low = (row & 0xFFFFFFFF).to(tl.uint32)

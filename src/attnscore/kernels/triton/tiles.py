@@ -88,11 +88,11 @@ def tile_of(kernel: KernelName, architecture: int, form: str, dtype: str, dim: i
 def _tile_of(entry: Entry) -> Tile:
     """Return the tile in the user's own table, or else the shipped one of the latest architecture up to this one."""
     path = os.environ.get(VARIABLE)
-    if path and (own := read(Path(path)).get(entry)):
-        return own
+    if path and (user_tile := read(Path(path)).get(entry)):
+        return user_tile
     shipped = read(SHIPPED)
-    known = max(x.architecture for x in shipped if x.architecture <= entry.architecture)
-    return shipped[entry._replace(architecture=known)]
+    nearest = max(x.architecture for x in shipped if x.architecture <= entry.architecture)
+    return shipped[entry._replace(architecture=nearest)]
 
 
 @cache
@@ -151,8 +151,8 @@ def _leaves(x: Any, name: str, depth: int) -> Iterator[tuple[tuple[str, ...], An
 
 def _check_entry(entry: Entry, name: str) -> None:
     """Raise ValueError for a kernel, form, dtype or dimension that there is not."""
-    known = {"form": FORMS, "kernel": get_args(KernelName), "dtype": DTYPES, "dim": DIMS}
-    for part, values in known.items():
+    choices = {"form": FORMS, "kernel": get_args(KernelName), "dtype": DTYPES, "dim": DIMS}
+    for part, values in choices.items():
         if getattr(entry, part) not in values:
             raise ValueError(message(name, f"as {part} one of {', '.join(map(str, values))}", "another one"))
     if entry.kernel not in kernels_of(entry.form):
