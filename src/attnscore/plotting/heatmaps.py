@@ -149,10 +149,10 @@ def show_attention(
     panels = drawing.to_panels("weights", weights, "query, key")
     if key_tokens is None and panels.shape[1] == panels.shape[2]:
         key_tokens = query_tokens
-    given = {"titles": titles, "query_tokens": query_tokens, "key_tokens": key_tokens}
+    labels = {"titles": titles, "query_tokens": query_tokens, "key_tokens": key_tokens}
     titles, query_tokens, key_tokens = (
         drawing.to_texts(argument, names, length, panels.shape, "weights")
-        for (argument, names), length in zip(given.items(), panels.shape, strict=True)
+        for (argument, names), length in zip(labels.items(), panels.shape, strict=True)
     )
     cols = drawing.columns(max_cols, len(panels))
     rows = -(-len(panels) // cols)

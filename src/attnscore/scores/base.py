@@ -209,18 +209,18 @@ def scores_in(score: Any) -> Iterator[Any]:
 
 def with_arrays(score: Any, change: Callable[[Array], Array]) -> Any:
     """Return the score with its array fields, and those of a wrapped score, changed."""
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for name in _field_names(type(score)):
         value = getattr(score, name)
         if backends.is_array(value):
-            found[name] = change(value)
+            arrays[name] = change(value)
         elif hasattr(value, "tile"):
-            found[name] = with_arrays(value, change)
+            arrays[name] = with_arrays(value, change)
         elif isinstance(value, (tuple, list)) and any(map(_holds_arrays, value)):
-            parts = tuple(change(x) if backends.is_array(x) else with_arrays(x, change) for x in value)
-            if any(new is not old for new, old in zip(parts, value, strict=True)):
-                found[name] = parts
-    changed = {name: value for name, value in found.items() if value is not getattr(score, name)}
+            items = tuple(change(x) if backends.is_array(x) else with_arrays(x, change) for x in value)
+            if any(new is not old for new, old in zip(items, value, strict=True)):
+                arrays[name] = items
+    changed = {name: value for name, value in arrays.items() if value is not getattr(score, name)}
     return dataclasses.replace(score, **changed) if changed else score
 
 
