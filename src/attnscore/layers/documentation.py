@@ -210,8 +210,8 @@ def documented_call(options: str = "") -> Callable[[Function], Function]:
 
 def _parameters(function: Callable[..., Any], texts: str) -> str:
     """Return the section of the parameters. Of two entries for one name the later holds."""
-    found = re.findall(r"^(\w.*?)( :.*)?\n((?: +.*\n)*)", texts, flags=re.MULTILINE)
-    entry = {name: f"{kind}\n{below}".rstrip() for names, kind, below in found for name in names.split(", ")}
+    entries = re.findall(r"^(\w.*?)( :.*)?\n((?: +.*\n)*)", texts, flags=re.MULTILINE)
+    entry = {name: f"{kind}\n{below}".rstrip() for names, kind, below in entries for name in names.split(", ")}
     parameters = [x for x in inspect.signature(function).parameters.values() if x.name != "self"]
     named = [("**" * (x.kind is x.VAR_KEYWORD) + x.name, entry[x.name]) for x in parameters]
     # Neighbours with one text share an entry.

@@ -224,8 +224,8 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, jax.Array]) -> jax.Array:
         if isinstance(part, Linear):
             module = getattr(self, part.name)
-            read = _flat(module.kernel[...]) if _is_plain(module) else self._vector(part, inputs["queries"])
-            return read  # type: ignore[no-any-return]
+            flattened = _flat(module.kernel[...]) if _is_plain(module) else self._vector(part, inputs["queries"])
+            return flattened  # type: ignore[no-any-return]
         array: jax.Array = self._sized(part, inputs)[...]
         for name, size in zip(part.inputs, array.shape, strict=False):
             shared.check_features(name, inputs[name].shape[-1], size, part.name)
@@ -269,7 +269,7 @@ def _checked(inputs: dict[str, Any]) -> dict[str, jax.Array]:
             inputs[name] = jnp.asarray(x)
 
     def check() -> bool:
-        shared.check_inputs(_OPS, inputs, jax.Array, wanted="a jax.Array", hint="jnp.asarray(x) makes one")
+        shared.check_inputs(_OPS, inputs, jax.Array, expected="a jax.Array", hint="jnp.asarray(x) makes one")
         return True
 
     # Concrete inputs of one layout are checked once.

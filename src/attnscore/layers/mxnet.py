@@ -89,7 +89,7 @@ def _is_plain(block: gluon.Block) -> bool:
 
 def _check(inputs: dict[str, Any]) -> None:
     """Raise unless the inputs are arrays (batch, length, features) that belong together."""
-    shared.check_inputs(_OPS, inputs, mx.np.ndarray, wanted="an mx.np.ndarray", hint="mx.np.array(x) makes one")
+    shared.check_inputs(_OPS, inputs, mx.np.ndarray, expected="an mx.np.ndarray", hint="mx.np.array(x) makes one")
 
 
 def _check_operand(name: str, x: Array, weight: Array, owner: str, *, axis: int) -> None:

@@ -167,15 +167,15 @@ def over_heads(mask: Any, shape: tuple[int | None, ...]) -> Any:
 
 
 def check_inputs(
-    ops: Backend, inputs: Mapping[str, Any], kind: type | tuple[type, ...], *, wanted: str, hint: str
+    ops: Backend, inputs: Mapping[str, Any], kind: type | tuple[type, ...], *, expected: str, hint: str
 ) -> None:
     """Raise unless queries, keys, values are dense floating arrays (batch, length, features) that belong together.
 
-    They are instances of `kind`, which messages call `wanted`; `hint` says what makes one.
+    They are instances of `kind`, which messages call `expected`; `hint` says what makes one.
     """
     for name, x in inputs.items():
         if not isinstance(x, kind):
-            raise FrameworkError(message(name, wanted, type(x).__name__, hint=hint))
+            raise FrameworkError(message(name, expected, type(x).__name__, hint=hint))
     backends.check_dense(ops, inputs)
     for name, x in inputs.items():
         if not ops.is_floating(x):

@@ -266,7 +266,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
 
     def _check(self, inputs: dict[str, Any], linears: Sequence[Linear]) -> None:
         """Raise unless the inputs fit each other and the weights that are applied to them."""
-        shared.check_inputs(_OPS, inputs, Tensor, wanted="a torch.Tensor", hint="torch.as_tensor(x) makes one")
+        shared.check_inputs(_OPS, inputs, Tensor, expected="a torch.Tensor", hint="torch.as_tensor(x) makes one")
         # A lazy module gets its weight when it is first called. A compiler then starts its trace anew, and fails where
         # that takes another way than the first.
         is_compiling = torch.compiler.is_compiling()
