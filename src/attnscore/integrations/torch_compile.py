@@ -211,8 +211,8 @@ def _backward(ctx: Any, *grads_out: Tensor | None) -> tuple[Any, ...]:
     wanted = [*ctx.needs_input_grad[:3], *of_arrays]
     if all(grad is None for grad in grads_out):
         return (None,) * 6
-    found = iter(_attend_backward(*grads_out, *outputs, query, key, value, arrays, *ctx.rest, wanted))
-    grads = [next(found) if want else None for want in wanted]
+    gradients = iter(_attend_backward(*grads_out, *outputs, query, key, value, arrays, *ctx.rest, wanted))
+    grads = [next(gradients) if want else None for want in wanted]
     return *grads[:3], grads[3:], None, None
 
 

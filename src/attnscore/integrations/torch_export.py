@@ -62,8 +62,8 @@ class _Primitive(TorchBackend):
             x = torch.full((), cast(int, x), dtype=torch.int64)
         elif isinstance(x, (list, tuple)):
             x = torch.stack([self.asarray(part, like) for part in x])
-        found: Tensor = super().asarray(x, like, dtype)
-        return found
+        tensor: Tensor = super().asarray(x, like, dtype)
+        return tensor
 
     def maximum(self, a: Tensor, b: Tensor | float) -> Tensor:
         return torch.maximum(a, b if isinstance(b, Tensor) else a.new_full((), b))
