@@ -83,7 +83,9 @@ def test_the_version_of_torch_is_the_one_that_make_installs() -> None:
 
 def test_results_that_a_program_wrote_are_of_the_same_versions() -> None:
     texts = (path.read_text(encoding="utf-8") for path in DOCUMENTS)
-    written = [match for text in texts for part in GENERATED.findall(text) for match in VERSION.finditer(part)]
+    # The table of releases is of others by its purpose.
+    parts = [part for text in texts for part in GENERATED.findall(text) if "releases: begin" not in part]
+    written = [match for part in parts for match in VERSION.finditer(part)]
     assert written
     for match in written:
         name = match[1].lower().replace("pytorch", "torch")
