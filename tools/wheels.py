@@ -135,7 +135,9 @@ class Debian:
             keys = "/usr/share/keyrings/debian-archive-keyring.gpg"
             # The mirror that this machine already reads its own packages from.
             mirrors = run("apt-get", "indextargets", "--format", "$(REPO_URI)").split()
-            mirror = next(mirror for mirror in mirrors if "security" not in mirror)
+            mirror = next((mirror for mirror in mirrors if "security" not in mirror), None)
+            if mirror is None:
+                raise RuntimeError("apt-get knows no mirror of Debian (expected one in /etc/apt/sources.list)")
             sources.write_text(f"deb [signed-by={keys}] {mirror} {suite} main\n")
 
     def unpack(self, *packages: str) -> Path:

@@ -166,6 +166,7 @@ def check_choice(name: str, x: Any, choices: Sequence[str]) -> str:
 
 def _finite(x: Real) -> bool:
     try:
-        return -math.inf < float(x) < math.inf  # which torch.compile can trace, as it cannot math.isfinite
+        # torch.compile cannot trace math.isfinite.
+        return -math.inf < float(x) < math.inf
     except OverflowError:
         return False

@@ -38,9 +38,9 @@ def info() -> None:
         markup=False,
     )
     working = ats.available()
-    for name in ("torch", "tensorflow"):  # which then say what they lack
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    for name in ("torch", "tensorflow"):  # a loaded framework lists the private names that it lacks
         if working["frameworks"].get(name) is True:
-            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
             backends.load(name)
     titles = {"frameworks": "Frameworks", "kernels": "Kernels, in order of preference", "targets": "Targets of native"}
     for part, title in titles.items():

@@ -245,14 +245,14 @@ def _mask_gallery(masks: Mapping[str, Array], cols: int = 4) -> Figure:
 
 
 def _draw_temperatures(names: list[str], weights: Array) -> Figure:
-    """Draw the weights at each temperature as a row, and beside it what the softmax lets through of the gradient."""
+    """Draw the weights at each temperature as a row, beside the share of the gradient that the softmax passes."""
     figure = drawing.new_figure((7.6, 3.3), title="A lower temperature sharpens the softmax, and less gradient passes")
     left, right = figure.subplots(1, 2)
     image = drawing.draw_map(left, weights, names, [f"{logit:g}" for logit in LOGITS], limits=(0.0, 1.0))
     drawing.write_numbers(left, image, weights, drawing.two_decimals)
     left.set_aspect("auto")
     left.tick_params("x", labelrotation=0)
-    drawing.label(left, "Weights of y = [0.2, 0.4, 0.1, 0.8]", "logit in y", title_points=10)
+    drawing.label(left, f"Weights of y = {list(LOGITS)}", "logit in y", title_points=10)
     bars = right.barh(names, 1 - (weights**2).sum(-1), color=BLUE)
     right.bar_label(bars, fmt=" {:.2f}", fontsize=drawing.LABEL_POINTS)
     right.invert_yaxis()

@@ -72,6 +72,8 @@ VALUES = _values()
 class KerasWatch(StagedWatch):
     """Records of a Keras model that can be started and stopped. See `watch` and `Records`."""
 
+    framework = "keras"
+
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model, *arguments)
         self.key = ("keras", id(model))
@@ -115,8 +117,6 @@ class KerasWatch(StagedWatch):
         for name in _FUNCTIONS:
             if getattr(self._model, name, None) is not None:
                 setattr(self._model, name, None)
-
-    framework = "keras"
 
     def _projections(self, layer: str, heads: int) -> Projections | None:
         name = plain_name(layer)

@@ -207,9 +207,9 @@ class Records:
     """
 
     framework: Framework = "torch"
-    """Whose lines of code remedies have."""
+    """Framework of the lines of code in remedies."""
     padding_names = "attention_mask (1 at tokens) or src_key_padding_mask (True at padding)"
-    """Names of arguments that are known as padding masks."""
+    """Arguments of a model that the watch reads as padding masks, for its messages."""
 
     def __init__(self, thresholds: Thresholds) -> None:
         if not isinstance(thresholds, Thresholds):

@@ -140,9 +140,9 @@ class Projections:
     """Expressions of the arrays that make the queries, keys and values of an attention call."""
 
     module: str
-    """Expression of the module, which the others call `attention`."""
+    """Expression of the module; the expressions in `arrays` call it `attention`."""
     arrays: Mapping[str, Sequence[str]]
-    """Of "query", "key" and "value": the kernel, then the bias where there is one."""
+    """Kernel, then bias where there is one, by "query", "key" and "value"."""
     size: int | str
     """Features of a head, or a name for them."""
     is_flat: bool = False
@@ -163,7 +163,7 @@ _NORMS = ("q_norm", "norm_q", "query_norm", "query_ln", "q_layernorm", "qk_norm"
 
 
 def projections_of(module: Any, expression: str, heads: int, framework: Framework) -> Projections | None:
-    """Return the projections of a module by the usual names; None where it has none of them, or normalises queries."""
+    """Return the projections of a module that have one of the usual names; None too where it normalises queries."""
     if any(getattr(module, name, None) is not None for name in _NORMS):
         return None
     kernel, data = ("weight", ".data") if framework == "torch" else ("kernel", "")
