@@ -1547,7 +1547,8 @@ def test_a_picture_has_one_scale_per_quantity_and_frames_the_failing_heads(some)
 def test_a_picture_of_hostile_names(tmp_path) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"_$x^$<b>": OwnAttention(heads=1)})
-    with watch(model, thresholds=Thresholds(tau=1e-3)) as seen, torch.no_grad():
+    failing = Thresholds(saturated_weight=0.15, saturated_rows=0.01, saturated_variance=1e-6)
+    with watch(model, thresholds=failing) as seen, torch.no_grad():
         for _ in range(2):
             model["_$x^$<b>"](torch.randn(2, 8, 32))
     figure = seen.plot()
