@@ -6,6 +6,7 @@ Graphs against plain calls, which ``test_every_framework.py`` holds to the oracl
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -292,6 +293,28 @@ def test_in_the_map_of_a_dataset(arrays: Any) -> None:
     whole = tf.data.Dataset.from_tensor_slices(tuple(arrays))
     made = whole.map(lambda *x: ats.attend(*(part[None] for part in x))[0], num_parallel_calls=2)
     close(tf.stack(list(made)), ats.attend(*arrays))
+
+
+def test_autograph_leaves_a_loop_over_tiles_as_it_is() -> None:
+    """AutoGraph warns of each function of ours that it cannot rewrite."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    score = ats.Additive(tf.ones(64), tf.ones((64, 4)), tf.ones((64, 4)))
+
+    @tf.function
+    def gradient(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(ats.attend(x, x, x, score=score))
+        return tape.gradient(loss, x)
+
+    tf.get_logger().addHandler(handler)
+    try:
+        gradient(tf.ones((64, 24, 4)))
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert not warnings
 
 
 @pytest.mark.slow

@@ -297,7 +297,9 @@ class TensorFlowBackend(Backend):
         first = body(0)
         types = tuple(tf.TensorSpec(x.shape, x.dtype) for x in first)
         indices = tf.range(1, count, dtype=tf.int64)
-        others = tf.map_fn(lambda i: tuple(body(i)), indices, fn_output_signature=types, parallel_iterations=1)
+        # As it is: map_fn would have AutoGraph rewrite each function that the body calls.
+        function = tf.autograph.experimental.do_not_convert(lambda i: tuple(body(i)))
+        others = tf.map_fn(function, indices, fn_output_signature=types, parallel_iterations=1)
         return [first, *zip(*(tf.unstack(x, count - 1) for x in others), strict=True)]
 
     def known_finite(self, x: Array) -> bool:
