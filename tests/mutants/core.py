@@ -128,12 +128,12 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "plan-without-the-scale",
-        "src/attnscore/plans/plan.py",
-        "_score_signature",
-        "(A, type(B), B, type(C), C)",
-        "(A, type(B), type(C), C)",
+        "src/attnscore/scores/scaled_dot.py",
+        "ScaledDot.signature",
+        "(A, type(B), B)",
+        "(A, type(B))",
         "tests/test_plan.py",
-        "a plan is reused for another scale of the dot product, or another bandwidth",
+        "a plan is reused for another scale of the dot product",
     ),
     Fault(
         "plan-without-the-mask",

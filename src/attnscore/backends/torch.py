@@ -450,8 +450,9 @@ _apply: Any = super(torch.autograd.Function, _AttentionFunction).apply
 
 def _outside_transforms() -> contextlib.AbstractContextManager[Any] | None:
     """Return a context in which no `torch.func` transform wraps results; None where a transform cannot be left."""
-    outside = private.outside_transforms if private.are_transforms_active() else contextlib.nullcontext
-    return None if outside is None else outside()
+    if not private.are_transforms_active():
+        return _NO_SCOPE
+    return None if private.outside_transforms is None else private.outside_transforms()
 
 
 def causal_alignment(mask: Any) -> Literal["top_left", "bottom_right"] | None:

@@ -671,12 +671,10 @@ class BaseAttention(Generic[A]):
             keeps = not self._is_traced(*shared.arrays_of_weights(query, key, arguments))
             keeps_weights = keeps and not self._is_traced(value)
         if keeps_weights:
-            batch = max(query.shape[0], key.shape[0])
-            # A larger batch of the values would be that of these weights, and not of those of the inputs.
-            keeps_weights = (
-                batch * (heads or 1) * query.shape[1] * key.shape[1] <= thresholds.KEPT_WEIGHTS
-                and value.shape[0] <= batch
-            )
+            (batch, query_len, *_), (key_batch, key_len, *_) = query.shape, key.shape
+            pairs = max(batch, key_batch) * (heads or 1) * query_len * key_len
+            # Values of a larger batch would broadcast these weights, but not the weights computed from the inputs.
+            keeps_weights = pairs <= thresholds.KEPT_WEIGHTS and value.shape[0] <= max(batch, key_batch)
         weights = None
         if keeps_weights or returns_weights:
             out, weights = attend(query, key, value, dropout=dropout, seed=seed, return_weights=True, **arguments)

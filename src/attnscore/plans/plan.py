@@ -30,11 +30,10 @@ from attnscore.masks import Dense
 from attnscore.masks.cached import numbers_of
 from attnscore.plans import lowered
 from attnscore.problem.problem import NO_VALUE, Problem, build_problem
-from attnscore.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot
-from attnscore.scores.base import arrays_of, with_arrays
+from attnscore.scores import Dot, Gaussian, ScaledDot
+from attnscore.scores.base import Score, arrays_of, with_arrays
 
 PLANS: BoundedCache[Plan] = BoundedCache(256, thresholds.PLANNED_HEADS)
-_NUMBERS = (int, float)
 _LENS_DTYPES = ("int32", "int64")
 # Dtypes of NumPy's masks and lengths that each call reads, in the byte order of the machine.
 _READ_DTYPES = {np.dtype(name): name for name in ("bool", *_LENS_DTYPES)}
@@ -103,38 +102,11 @@ def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Arra
 
 
 def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
-    """Return what planning reads of a score, and its arrays; None where each call with it is planned anew.
-
-    A name enters as the class that it stands for. A score with parameters per head has no signature: a lowered call
-    works on the caller's axes, where the axis of heads depends on `head_axis`.
-    """
-    kind: Any = type(score)
-    if kind is str:
+    """Return `Score.signature`; a name stands for the score of its class, without numbers or arrays."""
+    if type(score) is str:
         cls = scores.named(score)
         return (cls, ()) if isinstance(cls, type) else None
-    if kind is ScaledDot or kind is Cosine or kind is Gaussian:
-        number = score.bandwidth if kind is Gaussian else score.scale
-        if kind is Gaussian and getattr(number, "shape", None) == ():
-            return (Gaussian,), (number,)
-        if number is not None and type(number) not in _NUMBERS:
-            return None
-        unit_keys = kind is Cosine and score.unit_keys
-        return (kind, type(number), number, type(unit_keys), unit_keys), ()
-    if kind is Dot:
-        return Dot, ()
-    if kind is Bilinear:
-        return (Bilinear, (score.W,)) if len(getattr(score.W, "shape", ())) == 2 else None
-    if kind is Additive:
-        slope, arrays = score.negative_slope, (score.W_q, score.W_k, score.bias)
-        if type(score.activation) is not str or type(slope) not in _NUMBERS:
-            return None
-        numbers = (Additive, score.activation, type(slope), slope, *(x is None for x in arrays))
-        projections = tuple(x for x in arrays if x is not None)
-        axes = [len(getattr(x, "shape", ())) for x in (score.w_v, *arrays)]
-        if projections and (axes[0] != 1 or axes[1] > 2 or axes[2] > 2 or axes[3] > 1):
-            return None
-        return numbers, (score.w_v, *projections)
-    return None
+    return score.signature() if isinstance(score, Score) else None
 
 
 def _is_product(score_numbers: Any) -> bool:
@@ -213,15 +185,15 @@ def _with_arrays(arguments: CallArguments, change: Callable[[Any], Any]) -> Call
 
 def _caller_arrays(arguments: CallArguments, problem: Problem) -> dict[str, Array]:
     """Return the caller's arrays that each call of a plan passes, by name."""
-    query, key, value, _, mask, valid_lens, bias, sink, _ = arguments
-    score = problem.score
+    query, key, value, score, mask, valid_lens, bias, sink, _ = arguments
+    # The arrays of a score that is named are not the caller's.
+    score_arrays = {} if type(score) is str else arrays_of(problem.score)
     arrays = {
         "query": query,
         "key": key,
         "value": value,
         "bias": bias,
-        "w_v": score.w_v if type(score) is Additive else None,
-        "bandwidth": score.bandwidth if type(score) is Gaussian and backends.is_array(score.bandwidth) else None,
+        **{name: x for name, x in score_arrays.items() if name in ("w_v", "bandwidth")},
         "mask": mask if isinstance(problem.mask, Dense) else None,
         "valid_lens": None if valid_lens is None else _read_at_each_call(problem.ops, query, mask, valid_lens),
         "sink": sink,

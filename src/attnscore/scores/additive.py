@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -109,6 +110,17 @@ class Additive(Score):
                 raise ShapeError(message(name, either, f"None and {size}", shapes=shapes))
         if shapes.get("bias", (hidden,))[-1:] != (hidden,):
             raise ShapeError(message("bias", f"({hidden},)", shapes["bias"], shapes=shapes))
+
+    def signature(self) -> tuple[Hashable, tuple[Array, ...]] | None:
+        if type(self.activation) is not str or type(self.negative_slope) not in (int, float):
+            return None
+        projections = (self.W_q, self.W_k, self.bias)
+        arrays = [x for x in (self.w_v, *projections) if x is not None]
+        axes = [len(getattr(x, "shape", ())) for x in (self.w_v, *projections)]
+        if len(arrays) > 1 and (axes[0] != 1 or axes[1] > 2 or axes[2] > 2 or axes[3] > 1):
+            return None
+        numbers = (Additive, self.activation, type(self.negative_slope), self.negative_slope)
+        return (*numbers, *(x is None for x in projections)), tuple(arrays)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         hidden = int(self.w_v.shape[-1])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
@@ -88,6 +88,15 @@ class Score(ABC):
     @abstractmethod
     def check(self, dim: int, key_dim: int) -> None:
         """Raise ShapeError or ArgumentError when the score cannot take queries and keys of these dimensions."""
+
+    def signature(self) -> tuple[Hashable, tuple[Array, ...]] | None:
+        """Return what a plan of a call depends on: the class and numbers of the score, and its arrays.
+
+        A plan reads the numbers when it is made, and the arrays at each call. The default, None, plans each call anew.
+        A score with parameters per head has no signature: a lowered call works on the caller's axes, where the axis of
+        heads depends on `head_axis`.
+        """
+        return None
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Any]:
         """Return the keys with all that the score computes from them alone, and the score of queries with these keys.

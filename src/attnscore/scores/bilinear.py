@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -83,6 +84,9 @@ class Bilinear(Score):
         shape = tuple(getattr(self.W, "shape", ()))
         if shape[-2:] != (dim, key_dim) or len(shape) > 3:
             raise ShapeError(message("W", f"(dim, dim_k) = ({dim}, {key_dim})", shape or type(self.W).__name__))
+
+    def signature(self) -> tuple[Hashable, tuple[Array, ...]] | None:
+        return (Bilinear, (self.W,)) if len(getattr(self.W, "shape", ())) == 2 else None
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         return 2 * min(_operations(query_len, key_len, query_len * key_len, dim, key_dim))

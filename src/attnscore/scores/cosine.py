@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -69,6 +70,11 @@ class Cosine(Score):
         check_flag("unit_keys", self.unit_keys)
         require_same_dim("cosine", dim, key_dim)
         ScaledDot(self.scale).check(dim, key_dim)
+
+    def signature(self) -> tuple[Hashable, tuple[Array, ...]] | None:
+        if (of_product := ScaledDot(self.scale).signature()) is None:
+            return None
+        return (Cosine, *of_product, type(self.unit_keys), self.unit_keys), ()
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         vectors = query_len if self.unit_keys else query_len + key_len

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import final
 
@@ -31,6 +32,9 @@ class Dot(Score):
 
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         return InnerForm(query, key)
+
+    def signature(self) -> tuple[Hashable, tuple[Array, ...]]:
+        return Dot, ()
 
     def check(self, dim: int, key_dim: int) -> None:
         require_same_dim("dot", dim, key_dim)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -94,6 +95,11 @@ class Gaussian(Score):
         if len(shape) > 2 or (len(shape) == 2 and shape[1] != dim):
             expected = f"a number, () or (heads,), or (1, dim) or (heads, dim) with dim = {dim}"
             raise ShapeError(message("bandwidth", expected, shape))
+
+    def signature(self) -> tuple[Hashable, tuple[Array, ...]] | None:
+        if getattr(self.bandwidth, "shape", None) == ():
+            return (Gaussian,), (self.bandwidth,)
+        return ((Gaussian, type(self.bandwidth), self.bandwidth), ()) if type(self.bandwidth) in (int, float) else None
 
     def reads_values(self, ops: Backend, query: Array, key: Array) -> bool:
         """Return whether the values of query and key decide to which form `lower` lowers the score."""

@@ -7,6 +7,7 @@ its gradient vanishes; 1/sqrt(dim) keeps the variance at 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -69,6 +70,11 @@ class ScaledDot(Score):
             got = f"{type(self.scale).__name__} {shown(self.scale)}"
             raise ArgumentError(message("scale", "a number, an array or None", got))
         check_number("scale", self.scale)
+
+    def signature(self) -> tuple[Hashable, tuple[Array, ...]] | None:
+        if self.scale is not None and type(self.scale) not in (int, float):
+            return None
+        return (ScaledDot, type(self.scale), self.scale), ()
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         return 2 * query_len * key_len * dim + query_len * key_len
