@@ -829,7 +829,7 @@ def test_whole_models_come_first_on_the_page() -> None:
     text = reports.page({"new": document([row, {**row, "threads": 2}])}, [])
     what = cases.named("model-gpt").what
     assert text.startswith("### Whole models\n\n|  | against | new, 1 thread | new, 2 threads |")
-    assert f"| {what} | torch scaled_dot_product_attention | 1.5 | 1.5 |" in text
+    assert f"| {what} | torch scaled_dot_product_attention | 1.50 | 1.50 |" in text
 
 
 def test_rows_of_the_overview_are_cases() -> None:

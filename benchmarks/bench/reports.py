@@ -221,6 +221,8 @@ def missed(document: Row) -> list[str]:
 
 # ------------------------------------------------------------ the page of all machines
 
+_MODELS = frozenset(case.name for case in CASES if case.kind == "model")
+
 
 def page(documents: Mapping[str, Row], charts: Sequence[tuple[str, str]]) -> str:
     """Return the section of results in Markdown from the document of each machine.
@@ -228,9 +230,10 @@ def page(documents: Mapping[str, Row], charts: Sequence[tuple[str, str]]) -> str
     `charts` are (description, file) of the pictures: one of all machines, then one of the small shapes.
     """
     parts = [f"![{description}]({file})" for description, file in charts[:1]]
-    models = _model_rows(documents)
-    if models:
-        parts += ["### Whole models", _markdown(["", "against", *_by_threads(documents)], models)]
+    with_models = {name: x for name, x in documents.items() if any(row["case"] in _MODELS for row in x["rows"])}
+    if with_models:
+        columns = ["", "against", *_by_threads(with_models)]
+        parts += ["### Whole models", _markdown(columns, _model_rows(with_models))]
     parts += [
         "### One call, two threads",
         _markdown(
@@ -267,11 +270,12 @@ def _model_rows(documents: Mapping[str, Row]) -> list[list[str]]:
     """Return description, baseline and the ratios on one and two threads of each machine."""
     rows = []
     for case in CASES:
-        if case.kind == "model":
+        if case.name in _MODELS:
             (baseline,) = case.baselines
             ratios = [_ratio_of(document, case.name, baseline, n) for document in documents.values() for n in (1, 2)]
             if any(ratio is not None for ratio in ratios):
-                rows.append([case.what, _title(baseline), *map(_ratio, ratios)])
+                cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+                rows.append([case.what, _title(baseline), *cells])
     return rows
 
 
