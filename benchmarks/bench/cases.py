@@ -208,6 +208,7 @@ def _small(
 
 
 _TRANSFORMER = {"layers": 4, "heads": 8, "width": 256}
+_TRANSLATION = {"batch": 64, "steps": 10, "width": 256, "layers": 2, "vocabulary": 200}
 _GPT = {"batch": 4, "tokens": 256, **_TRANSFORMER}
 
 
@@ -392,7 +393,11 @@ CASES: tuple[Case, ...] = (
     ),
     _model(
         "translation", "translation model of D2L (GRU, additive attention), batch 64, 10 steps, h 256, training step",
-        {"batch": 64, "steps": 10, "width": 256, "layers": 2, "vocabulary": 200}, "naive",
+        _TRANSLATION, "naive",
+    ),
+    _model(
+        "translation-prepared", "the same with `prepare_keys` on our side: keys are projected once, not at each step",
+        {**_TRANSLATION, "prepares_keys": True}, "naive",
     ),
     _model("gpt", "GPT, 4 layers, 8 heads, width 256, 4 times 256 tokens, training step", _GPT, "sdpa"),
     _model(

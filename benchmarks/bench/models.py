@@ -74,8 +74,13 @@ def _step(model: Any, inputs: Sequence[Any]) -> Run:
     return run
 
 
-def _translation(*, batch: int, steps: int, width: int, layers: int, vocabulary: int) -> Pair:
-    """Return the translation model of *Dive into Deep Learning* (D2L), with its attention and with ours."""
+def _translation(
+    *, batch: int, steps: int, width: int, layers: int, vocabulary: int, prepares_keys: bool = False
+) -> Pair:
+    """Return the translation model of *Dive into Deep Learning* (D2L), with its attention and with ours.
+
+    With `prepares_keys` our decoder projects the keys once, in place of once for each step.
+    """
     import torch
     from torch import nn
 
@@ -109,8 +114,10 @@ def _translation(*, batch: int, steps: int, width: int, layers: int, vocabulary:
         def forward(self, source: Any, lens: Any, target: Any, labels: Any) -> Any:
             memory, state = self.encoder(self.source(source).permute(1, 0, 2))
             memory, outputs, self.weights = memory.permute(1, 0, 2), [], []
+            is_prepared = prepares_keys and isinstance(self.attention, AdditiveAttention)
+            keys = self.attention.prepare_keys(memory) if is_prepared else memory
             for x in self.target(target).permute(1, 0, 2):
-                context = self.attention(state[-1].unsqueeze(1), memory, memory, lens)
+                context = self.attention(state[-1].unsqueeze(1), keys, memory, lens)
                 both = torch.cat((context, x.unsqueeze(1)), dim=-1)
                 out, state = self.decoder(both.permute(1, 0, 2), state)
                 outputs.append(out)
@@ -356,6 +363,7 @@ def _jax_gpt(*, batch: int, tokens: int, layers: int, heads: int, width: int) ->
 
 MODELS: dict[str, Callable[..., Pair]] = {
     "model-translation": _translation,
+    "model-translation-prepared": _translation,
     "model-gpt": _gpt,
     "model-gpt-dropout": _gpt,
     "model-encoder-padded": _padded_encoder,
