@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import attnscore as ats
+from attnscore.backends.jax import ffi
 from attnscore.errors import ArgumentError, ShapeError
 from attnscore.parallel import Shard, balanced_shards, consecutive_shards, exchange, shard_mask
 from attnscore.parallel.jax import join_rows, split_rows
@@ -371,3 +372,10 @@ def test_positions_may_be_traced_and_padded(kernel: str, name: str) -> None:
         out = np.asarray(run(rank, query[:, :, rows], key, value))
         np.testing.assert_allclose(out[:, :, : len(shard)], shard.take(whole), rtol=2e-5, atol=2e-5)
         assert not out[:, :, len(shard) :].any()
+
+
+@pytest.mark.parametrize("name", ["causal", "array"])
+def test_a_callback_reads_traced_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where XLA does not have the calls of the native module."""
+    monkeypatch.setattr(ffi, "registered", lambda: False)
+    test_positions_may_be_traced_and_padded("auto", name)

@@ -29,6 +29,8 @@ from attnscore.masks.validation import add_checks
 
 Ends = tuple[Any, Any]
 """Start and stop of intervals: arrays, whole numbers, or None where nothing bounds a side."""
+PLACEHOLDER = np.zeros(0)
+"""An array in the place of those that a mask gets when a program runs."""
 
 
 class Mask(ABC):

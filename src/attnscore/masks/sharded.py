@@ -17,7 +17,7 @@ from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape, may_equal
 from attnscore.errors import MaskError, message
-from attnscore.masks.base import CompoundMask, IntervalSetMask, Mask
+from attnscore.masks.base import PLACEHOLDER, CompoundMask, IntervalSetMask, Mask
 from attnscore.masks.intervals import IntervalSet, normalized
 
 
@@ -82,7 +82,7 @@ class Sharded(CompoundMask, IntervalSetMask):
     def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
         # As traced arrays the host could no longer read the positions. By the type: what the host can read of a
         # framework's array may differ between `leaves` and `with_leaves`.
-        if not (isinstance(self.rows, np.ndarray) and isinstance(self.cols, np.ndarray)):
+        if not all(isinstance(x, np.ndarray) and x is not PLACEHOLDER for x in (self.rows, self.cols)):
             return super().map_leaves(change)
         return self if self.mask is None else self._changed({"mask": self.mask.map_leaves(change)})
 

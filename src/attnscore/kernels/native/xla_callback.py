@@ -30,7 +30,7 @@ from attnscore.kernels.native.marshalling import (
 from attnscore.kernels.native.plan import NativePlan, reusable_plan
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import ValidLens
-from attnscore.masks.base import check_shapes
+from attnscore.masks.base import PLACEHOLDER, check_shapes
 from attnscore.masks.cached import intervals_of
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
@@ -62,7 +62,7 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
     leaves = [] if mask is None else mask.leaves()
     static_leaves = [np.array(x) if isinstance(x, np.ndarray) else backends.host(x) for x in leaves]
     if mask is not None:
-        mask = mask.with_leaves(iter([np.zeros(0)] * len(static_leaves)))
+        mask = mask.with_leaves(iter([PLACEHOLDER] * len(static_leaves)))
     absent = dict.fromkeys(("score", "query", "key", "value", "bias", "sink", "dropout", "mask"))
     layout = _measured(problem.layout, (0,) * len(problem.score_shape.lead), 0, 0) if unknown else problem.layout
     empty = dataclasses.replace(problem, ops=ops, form=form, layout=layout, **absent)  # type: ignore[arg-type]
