@@ -17,6 +17,7 @@ from jax.test_util import check_grads
 
 import attnscore as ats
 from attnscore import backends
+from attnscore.backends.jax.pytrees import Static
 from attnscore.base import thresholds
 from cases import DTYPES, SCORES_WITH_ARRAYS
 from covering import some
@@ -453,6 +454,16 @@ def test_what_is_hidden_reaches_nothing(score: str, kernel: str, small_tiles: No
 
 
 # ------------------------------------------------------- pytrees, and what surrounds attend
+
+
+def test_static_values_of_two_types_differ() -> None:
+    class Printed(float):
+        """As NumPy below 2 prints a float32."""
+
+        def __repr__(self) -> str:
+            return float.__repr__(self)
+
+    assert Static(0.1) == Static(0.1) != Static(Printed(0.1)) and Static([0.1]) != Static([Printed(0.1)])
 
 
 def test_scores_and_masks_are_pytrees() -> None:

@@ -21,7 +21,7 @@ _REGISTERED: set[type] = set()
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """A static value, compared by its repr: lists have no hash that suits JAX. Functions are compared by themselves."""
+    """A static value, compared by its type and repr, as lists have no hash; functions are compared by themselves."""
 
     value: Any
 
@@ -37,7 +37,8 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return (type(value), *map(_comparable, value))
     if not callable(value) or isinstance(value, type):
-        return repr(value)
+        # NumPy below 2 prints a number of its own as Python prints one.
+        return type(value), repr(value)
     try:
         hash(value)
     except TypeError:
