@@ -329,7 +329,7 @@ def test_text_lines_page_and_picture_say_the_same(tmp_path: Any) -> None:
     title = records.plot().get_suptitle()
     assert "1 of 4 heads fail" in title and "a.0, head 1: saturated since step 30" in title
     page = records.to_html(tmp_path / "page.html").read_text("utf-8")
-    assert "saturated since step 30" in page and verdict.cause in page and "QK-clip at tau = 10 (" in page
+    assert "saturated since step 30" in page and verdict.cause in page and "qk_clip(model, seen, tau=10, heads=" in page
     assert f'<pre tabindex="0">{html.escape(textwrap.dedent(code))}</pre>' in page, "lines that can be copied"
     failures, observed = page.split("Observed, not failures</h2>")
     assert "saturated since" in failures and "growing logits since" not in failures

@@ -217,7 +217,8 @@ def test_what_watch_returns_can_be_named() -> None:
     from attnscore import diagnostics
 
     assert set(diagnostics.__all__) == {
-        *("Inspection", "Thresholds", "Verdict", "Watch", "inspect_model", "scaling_lab", "watch")
+        *("Inspection", "Thresholds", "Verdict", "Watch"),
+        *("inspect_model", "qk_clip", "reset_heads", "scaling_lab", "watch"),
     }
     with diagnostics.watch(torch.nn.Linear(2, 2)) as seen:
         pass

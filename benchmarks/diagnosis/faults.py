@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnscore.diagnostics.watching.records import Records
+from attnscore.diagnostics import qk_clip
 from diagnosis.models import Edit, Setup, Training, edited_head, rows_of
 
 Change = Callable[[Training], None]
@@ -165,24 +165,12 @@ def faults(seed: int, *, short: bool = False, held_back: bool = False) -> list[F
 # ---------------------------------------------------------------- remedies
 
 
-@torch.no_grad()
-def _clip(training: Training, seen: Records, tau: float = 10.0) -> None:
-    """Apply QK-clip: the line of code of the remedy."""
-    for row in seen.last():
-        if row["clip"] < 1 or row["max_logit"] > tau:
-            attention = training.model.attentions()[row["layer"]]
-            factor = min(1.0, tau / row["max_logit"]) ** 0.5
-            for W in (attention.W_q, attention.W_k):
-                W.weight[rows_of(attention, row["head"])] *= factor
-                W.bias[rows_of(attention, row["head"])] *= factor
-
-
 def remedy_of(cause: str, fault: Fault) -> tuple[str, Change]:
     """Return when a remedy applies, "start" of a new run or "alarm", and what it changes."""
     module = fault.module
 
     def clip(training: Training) -> None:
-        training.after_step.append(lambda seen: _clip(training, seen))
+        training.after_step.append(lambda seen: qk_clip(training.model, seen, tau=10.0))
 
     def without_edits(training: Training) -> None:
         training.model.attentions()[module].edits.clear()

@@ -264,7 +264,7 @@ def watching() -> Figure:
 def repaired() -> Figure:
     """The training runs of the page on watching, by the code that the page shows."""
     text = (HERE.parent / "watching.md").read_text(encoding="utf-8")
-    code = next(block for block in text.split("```python\n")[1:] if "scale_logits" in block).partition("```")[0]
+    code = next(block for block in text.split("```python\n")[1:] if "qk_clip" in block).partition("```")[0]
     page: dict[str, Any] = {}
     exec(code, page)
     figure = Figure(figsize=(9, 2.8))

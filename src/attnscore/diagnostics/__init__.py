@@ -9,10 +9,21 @@ if TYPE_CHECKING:
     from attnscore.diagnostics.inspection.inspection import Inspection, inspect_model
     from attnscore.diagnostics.scaling import scaling_lab
     from attnscore.diagnostics.watching.base import Watch
+    from attnscore.diagnostics.watching.head_weights import qk_clip, reset_heads
     from attnscore.diagnostics.watching.health import Thresholds, Verdict
     from attnscore.diagnostics.watching.watch import watch
 
-__all__ = ["Inspection", "Thresholds", "Verdict", "Watch", "inspect_model", "scaling_lab", "watch"]
+__all__ = [
+    "Inspection",
+    "Thresholds",
+    "Verdict",
+    "Watch",
+    "inspect_model",
+    "qk_clip",
+    "reset_heads",
+    "scaling_lab",
+    "watch",
+]
 
 _HOMES = {
     "Inspection": "inspection.inspection",
@@ -20,6 +31,8 @@ _HOMES = {
     "Verdict": "watching.health",
     "Watch": "watching.base",
     "inspect_model": "inspection.inspection",
+    "qk_clip": "watching.head_weights",
+    "reset_heads": "watching.head_weights",
     "scaling_lab": "scaling",
     "watch": "watching.watch",
 }

@@ -135,10 +135,11 @@ class Watch(Records):
         with self._lock:
             if step.begins:  # the steps before are whole
                 self._remember_before_the_history_drops_a_step()
+                self.clipped.clear()
             for name, sums in step.sums.items():
                 heads = len(sums["rows"])
-                known = self.layers.get(name)
-                key = name if known is None or known.heads == heads else f"{name} ({heads} heads)"
+                layer = self.layers.get(name)
+                key = name if layer is None or layer.heads == heads else f"{name} ({heads} heads)"
                 if key not in self.layers:
                     self.layers[key] = Layer(key, heads, deque(maxlen=self._history))
                 self.layers[key].add(step.number, sums)

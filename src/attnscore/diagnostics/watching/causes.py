@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from attnscore.diagnostics.watching.health import NO_EFFECT, WITH_LOSS, Period, Thresholds
-from attnscore.diagnostics.watching.remedies import Clip
+from attnscore.diagnostics.watching.health import NO_EFFECT, WITH_LOSS, Period, Thresholds, logit_size
 
 # A model that fails in so many first steps, or first sampled steps, had no warm-up.
 EARLY_STEPS, EARLY_SAMPLED_STEPS = 20, 4
@@ -128,19 +127,19 @@ def _rate(period: Period, failures: Failures) -> str:
     return "no warm-up, or a learning rate that starts too large" if early else "learning rate too large"
 
 
-def clip_of(heads: Sequence[Mapping[str, float]], limit: Thresholds) -> Clip:
-    """Return the bound at which QK-clip leaves no softmax of some heads saturated, with one significant digit.
+def tau_of(heads: Sequence[Mapping[str, float]], limit: Thresholds) -> float:
+    """Return the tau, with one significant digit, at which QK-clip leaves no softmax of some heads saturated.
 
-    >>> clip_of([{"max_logit": 62.3, "logit_variance": 217.0}], Thresholds()).bound
+    >>> tau_of([{"max_logit": 62.3, "logit_variance": 217.0}], Thresholds())
     10.0
     """
     target = _CLIPPED_VARIANCE * limit.saturated_variance
-    large = [numbers for numbers in heads if numbers["logit_variance"] > target]
-    if any(numbers["max_logit"] <= 0 for numbers in large):
-        return Clip("logit_variance", float(f"{target:.1g}"), limit.tau)
-    bounds = [numbers["max_logit"] * math.sqrt(target / numbers["logit_variance"]) for numbers in large]
-    finite = [float(f"{bound:.1g}") for bound in bounds if 0 < bound < math.inf]
-    return Clip("max_logit", min([limit.tau, *finite]), limit.tau)
+    taus = [
+        logit_size(numbers) * math.sqrt(target / numbers["logit_variance"])
+        for numbers in heads
+        if numbers["logit_variance"] > target
+    ]
+    return min([limit.tau, *(float(f"{tau:.1g}") for tau in taus if 0 < tau < math.inf)])
 
 
 def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: float) -> str:
@@ -150,7 +149,7 @@ def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: 
     what, largest, variance = period.what, numbers["max_logit"], numbers["logit_variance"]
     times_usual = f"{numbers['scale_ratio']:.3g} times 1/sqrt(d)"
     percent = 100 * numbers["saturated_rows"]
-    scaled = f"; QK-clip would scale by {clip:.2g}" if clip < 1 else ""
+    scaled = f"; QK-clip at tau = {limit.tau:g} would scale by {clip:.2g}" if clip < 1 else ""
     words = {
         "not a number": _nan_words(numbers),
         "near overflow": f"logits up to {largest:.3g} of {numbers['dtype_max']:.3g} that the dtype holds",

@@ -166,6 +166,15 @@ def clip_factor(largest: float, tau: float) -> float:
     return min(1.0, tau / largest) if largest > 0 else 1.0
 
 
+def logit_size(numbers: Mapping[str, float]) -> float:
+    """Return the largest logit of a head, or the standard deviation of its logits where none is above 0.
+
+    >>> logit_size({"max_logit": -4.0, "logit_variance": 9.0})
+    3.0
+    """
+    return numbers["max_logit"] if numbers["max_logit"] > 0 else math.sqrt(numbers["logit_variance"])
+
+
 # ---------------------------------------------------------------- signs of one step
 
 

@@ -23,7 +23,6 @@ from attnscore.diagnostics.watching import sites, staged
 from attnscore.diagnostics.watching.base import WHOLE
 from attnscore.diagnostics.watching.jax_values import CONTEXT, JaxValues
 from attnscore.diagnostics.watching.rebinding import Rebinding
-from attnscore.diagnostics.watching.remedies import Projections, find_projections, plain_name
 from attnscore.diagnostics.watching.staged import HERE, Root, Site, StagedWatch
 
 VALUES = JaxValues()
@@ -53,16 +52,6 @@ class JaxWatch(StagedWatch):
         if not watches:
             _NAMES.restore()
         _observe_modules(watches)
-
-    def _projections(self, layer: str, heads: int) -> Projections | None:
-        name = plain_name(layer)
-        if self.is_linen:  # the names of its attention layers; the parameters are the caller's
-            path = "".join(f"[{step!r}]" for step in name.split(".") if name != WHOLE)
-            arrays = {part: [f"attention['{part}']"] for part in ("query", "key", "value")}
-            return Projections(f"params{path}  # params: variables['params']", arrays, "size")
-        if layer.count("#"):  # of a loop: the arrays have an axis of layers
-            return None
-        return find_projections(self._model, "" if name == WHOLE else name, heads, "nnx")
 
     def flush(self) -> None:
         """Wait until programs that run have reported their calls."""
@@ -170,33 +159,33 @@ def _call_model(root: Root, function: Any, arguments: tuple[Any, ...], options: 
 
 def _functions() -> list[tuple[Any, Callable[..., Any]]]:
     """Return the functions that are wrapped, and their wrappers."""
-    found: list[tuple[Any, Callable[..., Any]]] = [
+    wrapped: list[tuple[Any, Callable[..., Any]]] = [
         (jax.nn.dot_product_attention, _jax_attention),
         (api.attend, _attend),
     ]
     for name in ("flax.nnx", "flax.linen"):
         function = getattr(sys.modules.get(name), "dot_product_attention_weights", None)
         if function is not None:
-            found.append((function, _flax_weights))
-    return found
+            wrapped.append((function, _flax_weights))
+    return wrapped
 
 
 def _jax_attention(original: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
-    given = dict(zip(("bias", "mask"), more, strict=False)) | options
+    named = dict(zip(("bias", "mask"), more, strict=False)) | options
 
     def make_site() -> Site:
-        window = given.get("local_window_size")
+        window = named.get("local_window_size")
         both = (window, window) if isinstance(window, int) else window
-        arrays = {name: given.get(name) for name in ("bias", "mask")}
+        arrays = {name: named.get(name) for name in ("bias", "mask")}
         return sites.dot_product(
             query,
             key,
             value,
             **arrays,
-            query_lens=given.get("query_seq_lengths"),
-            key_lens=given.get("key_value_seq_lengths"),
-            scale=given.get("scale"),
-            is_causal=given.get("is_causal", False),
+            query_lens=named.get("query_seq_lengths"),
+            key_lens=named.get("key_value_seq_lengths"),
+            scale=named.get("scale"),
+            is_causal=named.get("is_causal", False),
             window=both,
         )
 
@@ -204,11 +193,11 @@ def _jax_attention(original: Any, query: Any, key: Any, value: Any, *more: Any, 
 
 
 def _flax_weights(original: Any, query: Any, key: Any, *more: Any, **options: Any) -> Any:
-    given = dict(zip(("bias", "mask"), more, strict=False)) | options
-    arrays = {name: given.get(name) for name in ("bias", "mask")}
+    named = dict(zip(("bias", "mask"), more, strict=False)) | options
+    arrays = {name: named.get(name) for name in ("bias", "mask")}
     return staged.record(
         VALUES,
-        lambda: sites.dot_product(query, key, **arrays, is_causal=given.get("is_causal", False)),
+        lambda: sites.dot_product(query, key, **arrays, is_causal=named.get("is_causal", False)),
         lambda: original(query, key, *more, **options),
     )
 

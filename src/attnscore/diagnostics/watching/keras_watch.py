@@ -21,7 +21,6 @@ from attnscore.diagnostics.watching import keras_private as private
 from attnscore.diagnostics.watching import sites, staged
 from attnscore.diagnostics.watching.base import WHOLE
 from attnscore.diagnostics.watching.rebinding import Rebinding
-from attnscore.diagnostics.watching.remedies import Projections, plain_name, projections_of
 from attnscore.diagnostics.watching.staged import HERE, NotRecorded, Root, Site, StagedWatch, Values
 
 _BACKEND = keras.backend.backend()
@@ -118,32 +117,18 @@ class KerasWatch(StagedWatch):
             if getattr(self._model, name, None) is not None:
                 setattr(self._model, name, None)
 
-    def _projections(self, layer: str, heads: int) -> Projections | None:
-        name = plain_name(layer)
-        part, expression = self._model, "model"
-        for step in name.split(".") if name != WHOLE else ():
-            if (inner := _layer_in(part, step)) is None:
-                return None
-            part, expression = inner[0], expression + inner[1]
-        return projections_of(part, expression, heads, "keras")
-
     def flush(self) -> None:
         """Wait until programs that run have reported their calls."""
         VALUES.wait()
 
 
-def _layer_in(outer: Any, name: str) -> tuple[Any, str] | None:
-    """Return the layer of this name in another, and how it is reached: by an attribute, by a list, or by name."""
+def layer_in(outer: Any, name: str) -> Any:
+    """Return the layer of this name in an attribute of another, or in a list there; None where there is none."""
     # On PyTorch's backend a layer is a module, which holds layers apart from its other attributes.
-    children = dict(outer.named_children()) if hasattr(outer, "named_children") else {}
-    for attribute, value in (vars(outer) | children).items():
-        inner = list(value) if isinstance(value, (list, tuple)) else [value]
-        for place, each in enumerate(inner):
-            if not attribute.startswith("_") and isinstance(each, keras.layers.Layer) and each.name == name:
-                return each, f".{attribute}" + (f"[{place}]" if isinstance(value, (list, tuple)) else "")
-    if isinstance(outer, keras.Model) and any(each.name == name for each in outer.layers):
-        return outer.get_layer(name), f".get_layer({name!r})"
-    return None
+    modules = list(outer.children()) if hasattr(outer, "children") else []
+    values = [*vars(outer).values(), modules, getattr(outer, "layers", [])]
+    inner = [x for value in values for x in (value if isinstance(value, (list, tuple)) else [value])]
+    return next((x for x in inner if isinstance(x, keras.layers.Layer) and x.name == name), None)
 
 
 def _running() -> list[KerasWatch]:
@@ -215,19 +200,19 @@ def _apply_scores(
 
 
 def _dot_product(original: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
-    given = dict(zip(("bias", "mask", "scale", "is_causal"), more, strict=False)) | options
+    named = dict(zip(("bias", "mask", "scale", "is_causal"), more, strict=False)) | options
 
     def make_site() -> Site:
-        if given.get("attn_logits_soft_cap") is not None:
+        if named.get("attn_logits_soft_cap") is not None:
             raise NotRecorded("dot_product_attention with attn_logits_soft_cap")
         return sites.dot_product(
             query,
             key,
             value,
-            bias=given.get("bias"),
-            mask=given.get("mask"),
-            scale=given.get("scale"),
-            is_causal=bool(given.get("is_causal", False)),
+            bias=named.get("bias"),
+            mask=named.get("mask"),
+            scale=named.get("scale"),
+            is_causal=bool(named.get("is_causal", False)),
         )
 
     return staged.record(VALUES, make_site, lambda: original(query, key, value, *more, **options))

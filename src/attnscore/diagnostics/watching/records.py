@@ -30,8 +30,8 @@ from attnscore.diagnostics.watching.causes import (
     EARLY_STEPS,
     Failures,
     cause_of,
-    clip_of,
     describe,
+    tau_of,
 )
 from attnscore.diagnostics.watching.health import (
     FAILURES,
@@ -45,7 +45,7 @@ from attnscore.diagnostics.watching.health import (
     clip_factor,
     loss_trouble,
 )
-from attnscore.diagnostics.watching.remedies import Framework, Place, Projections, remedy_for
+from attnscore.diagnostics.watching.remedies import Framework, remedy_for
 from attnscore.errors import ArgumentError, message
 from attnscore.io import require
 
@@ -132,12 +132,12 @@ class Layer:
         ]
 
 
-def _joined(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
+def _joined(steps: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """Return the sums of several steps together."""
-    # Of two parts, as in each sampled step, one addition: a reduction of a new array takes several times as long.
+    # Of two steps, as in each sampled one, one addition: a reduction of a new array takes several times as long.
     return {
-        name: functools.reduce(np.maximum if name in _LARGEST else np.add, [part[name] for part in parts])
-        for name in parts[0]
+        name: functools.reduce(np.maximum if name in _LARGEST else np.add, [sums[name] for sums in steps])
+        for name in steps[0]
     }
 
 
@@ -204,10 +204,12 @@ class Records:
         Can be replaced at any time, except ``saturated_weight``, which applies while queries are counted.
     unchecked_padding : str or None
         Argument of the model that looks like a padding mask, where none has a name in `padding_names`.
+    clipped : set of (layer, head)
+        Heads that `qk_clip` has scaled since the last sampled step.
     """
 
     framework: Framework = "torch"
-    """Framework of the lines of code in remedies."""
+    """Framework of the model, for the line of code in a remedy."""
     padding_names = "attention_mask (1 at tokens) or src_key_padding_mask (True at padding)"
     """Arguments of a model that the watch reads as padding masks, for its messages."""
 
@@ -219,6 +221,7 @@ class Records:
         self.steps = self.sampled = 0
         self.unseen: Counter[tuple[str, str]] = Counter()
         self.unchecked_padding: str | None = None
+        self.clipped: set[tuple[str, int]] = set()
         self._losses: list[tuple[int, float]] = []
         self._stride = 1
         self._lock_of_memory = threading.Lock()
@@ -252,9 +255,9 @@ class Records:
     def last(self) -> list[Row]:
         """Return the rows of the last sampled step alone, as a repair needs: the largest logit of a run never falls."""
         number = max((layer.steps[-1][0] for layer in self._layers), default=-1)
-        found = [(layer, *layer.steps[-1]) for layer in self._layers]
+        last_steps = [(layer, *layer.steps[-1]) for layer in self._layers]
         tau = self.thresholds.tau
-        return [row for layer, step, sums in found if step == number for row in layer.rows(sums, tau)]
+        return [row for layer, step, sums in last_steps if step == number for row in layer.rows(sums, tau)]
 
     def recent(self) -> list[Row]:
         """Return the rows of the last ``thresholds.window`` sampled steps, which the verdicts judge."""
@@ -269,6 +272,7 @@ class Records:
         with self._lock_of_memory:
             self.layers.clear()
             self.unseen.clear()
+            self.clipped.clear()
             self._losses.clear()
             self._stride = 1
             self._forget()
@@ -411,14 +415,9 @@ class Records:
         remedies = {}
         for (layer, cause), group in alike.items():
             heads, first = sorted({verdict.head for verdict in group}), min(verdict.first_step for verdict in group)
-            clip = clip_of([recent[layer, head] for head in heads], self.thresholds)
-            projections = self._projections(layer, self.layers[layer].heads)
-            place = Place(layer, heads, first, clip, self.framework, projections)
-            remedies[layer, cause] = remedy_for(cause, place)
+            tau = tau_of([recent[layer, head] for head in heads], self.thresholds)
+            remedies[layer, cause] = remedy_for(cause, layer, heads, first, tau, self.framework)
         return [dataclasses.replace(v, remedy=remedies.get((v.layer, v.cause), "")) for v in verdicts]
-
-    def _projections(self, layer: str, heads: int) -> Projections | None:
-        """Return the projections of an attention call; None where they are not known."""
 
     def _recent_numbers(self) -> Iterator[Row]:
         """Yield a row of all judged numbers for each head, of the last steps."""
@@ -442,8 +441,8 @@ class Records:
         periods: dict[tuple[str, int], list[Period]] = {}
         for name, period in self._periods():
             periods.setdefault((name, period.head), []).append(period)
-        kept = [(step, layer, sums) for layer in self._layers for step, sums in tuple(layer.steps) if step >= since]
-        for step, layer, sums in sorted(kept, key=lambda one: one[0]):
+        steps = [(step, layer, sums) for layer in self._layers for step, sums in tuple(layer.steps) if step >= since]
+        for step, layer, sums in sorted(steps, key=lambda entry: entry[0]):
             for row in layer.rows(sums, self.thresholds.tau):
                 shown = [x.what for x in periods.get((layer.name, row["head"]), ()) if x.first <= step <= x.last]
                 yield line_of(step, row | {"verdicts": shown})
@@ -455,17 +454,17 @@ class Records:
         from rich.table import Table
         from rich.text import Text
 
-        found = Table(title=Text(self._title(), "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=Text(self._title(), "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for name, column in {"layer": "layer", "head": "head", **COLUMNS, "verdicts": "verdicts"}.items():
             is_text = name in ("layer", "verdicts")
-            found.add_column(column, justify="left" if is_text else "right", overflow="fold")
+            table.add_column(column, justify="left" if is_text else "right", overflow="fold")
         for row, verdicts in self._judged_rows():
             style = "red" if any(verdict.failure for verdict in verdicts) else ""
             cells = (row["layer"], str(row["head"]), *(f"{row[column]:.3g}" for column in COLUMNS))
-            found.add_row(*map(Text, cells), Text(", ".join(verdict.what for verdict in verdicts), style))
+            table.add_row(*map(Text, cells), Text(", ".join(verdict.what for verdict in verdicts), style))
         for (name, why), count in self.unseen.items():
-            found.add_row(Text(name), "", *[""] * len(COLUMNS), Text(f"{count} calls not seen: {why}", "yellow"))
-        return found
+            table.add_row(Text(name), "", *[""] * len(COLUMNS), Text(f"{count} calls not seen: {why}", "yellow"))
+        return table
 
     def _judged_rows(self) -> Iterator[tuple[Row, list[Verdict]]]:
         """Yield each row of the last steps with the verdicts on its head."""

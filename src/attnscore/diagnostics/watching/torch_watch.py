@@ -25,7 +25,6 @@ from attnscore.base.arguments import check_flag, is_whole, shown
 from attnscore.diagnostics.watching import torch_patches
 from attnscore.diagnostics.watching.base import WHOLE, Step, Watch
 from attnscore.diagnostics.watching.padding import named_arguments, padding_like
-from attnscore.diagnostics.watching.remedies import Projections, find_projections, plain_name
 from attnscore.diagnostics.watching.sums import described
 from attnscore.diagnostics.watching.torch_calls import Call, Scores, output_and_sums, reason_against, sums_of
 from attnscore.errors import ArgumentError, message
@@ -155,10 +154,6 @@ class TorchWatch(Watch):
         stack = self._thread.stack
         self._count_unseen(stack[-1] if stack else "(outside)", why)
 
-    def _projections(self, layer: str, heads: int) -> Projections | None:
-        name = plain_name(layer)
-        return find_projections(self._model, "" if name == WHOLE else name, heads, "torch")
-
     def _place(self, step: Step, within: str) -> str:
         """Return the name of a call of the innermost module, or of the submodule `within` it."""
         name = self._thread.stack[-1]
@@ -193,12 +188,12 @@ def _softmax_patterns(
     patterns: Any = [softmax] if isinstance(softmax, str) else softmax
     if not isinstance(patterns, Iterable) or not all(isinstance(x, str) for x in patterns):
         raise ArgumentError(message("softmax", "names of modules, or a mapping of names to heads", shown(softmax)))
-    found = dict(patterns) if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
+    heads_of = dict(patterns) if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
     names = [name or WHOLE for name, _ in model.named_modules()]
-    for pattern, heads in found.items():
+    for pattern, heads in heads_of.items():
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = "`unseen` of a watch without it lists where a softmax was called"
             raise ArgumentError(message("softmax", "names of modules of the model", repr(pattern), hint=hint))
         if heads is not None and (not is_whole(heads) or heads < 1):
             raise ArgumentError(message(f"softmax[{pattern!r}]", "a whole number of heads above 0", shown(heads)))
-    return found
+    return heads_of

@@ -9,14 +9,15 @@ from typing import Any
 from attnscore.diagnostics.watching.base import Watch
 from attnscore.diagnostics.watching.health import Thresholds
 from attnscore.diagnostics.watching.records import Row
+from attnscore.diagnostics.watching.remedies import Framework
 from attnscore.errors import ArgumentError, message
 
 # The classes of models, by module and name. Keras first: on its torch backend its layers are PyTorch's modules too.
-_KINDS = {
+_CLASSES: dict[Framework, tuple[str, str]] = {
     "keras": ("keras", "Layer"),
     "torch": ("torch.nn", "Module"),
-    "flax.nnx": ("flax.nnx", "Module"),
-    "flax.linen": ("flax.linen", "Module"),
+    "nnx": ("flax.nnx", "Module"),
+    "linen": ("flax.linen", "Module"),
 }
 _WATCHED = "a torch.nn.Module, a Keras model or layer, a flax.nnx.Module or a flax.linen.Module"
 
@@ -91,29 +92,29 @@ def watch(
     [('(model)', 0, 5), ('(model)', 1, 5)]
     """
     arguments = (model, every, thresholds, on_step, history)
-    kind = _kind_of(model)
-    if kind == "torch":
+    framework = framework_of(model)
+    if framework == "torch":
         from attnscore.diagnostics.watching.torch_watch import TorchWatch
 
         return TorchWatch(*arguments, softmax=softmax, one_pass=one_pass)
     for name, value, default in (("softmax", softmax, ()), ("one_pass", one_pass, False)):
-        if kind is not None and value != default:
+        if framework is not None and value != default:
             raise ArgumentError(message(name, "nothing, as the model is not PyTorch's", repr(value)))
-    if kind == "keras":
+    if framework == "keras":
         from attnscore.diagnostics.watching.keras_watch import KerasWatch
 
         return KerasWatch(*arguments)
-    if kind in ("flax.nnx", "flax.linen"):
+    if framework in ("nnx", "linen"):
         from attnscore.diagnostics.watching.jax_watch import JaxWatch
 
         return JaxWatch(*arguments)
     raise ArgumentError(message("model", _WATCHED, type(model).__name__))
 
 
-def _kind_of(model: Any) -> str | None:
+def framework_of(model: Any) -> Framework | None:
     """Return the framework of a model; None where it is of none that has been imported."""
-    for kind, (module, name) in _KINDS.items():
+    for framework, (module, name) in _CLASSES.items():
         base = getattr(sys.modules.get(module), name, None)
         if base is not None and isinstance(model, base):
-            return kind
+            return framework
     return None
