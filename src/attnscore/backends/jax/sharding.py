@@ -16,22 +16,18 @@ import jax
 from jax import lax
 
 Axes = frozenset[str]
-_NONE: Axes = frozenset()
 
 
 def axes_of(arrays: Iterable[Any]) -> Axes:
     """Return the mesh axes along which any of these vary: none outside ``shard_map``."""
-    return _NONE.union(*(_axes(x) for x in arrays if isinstance(x, jax.core.Tracer)))
+    types: list[Any] = [jax.typeof(x) for x in arrays if isinstance(x, jax.core.Tracer)]
+    return Axes().union(*(kind.manual_axis_type.varying for kind in types))
 
 
 def differing(x: Any, axes: Axes) -> Any:
     """Cast `x` to vary along `axes`."""
     missing = tuple(sorted(axes - axes_of((x,)))) if axes else ()
-    if not missing:
-        return x
-    module: Any = lax
-    # `pvary` is the name in older versions of JAX.
-    return module.pcast(x, missing, to="varying") if hasattr(module, "pcast") else module.pvary(x, missing)
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def sharding_of_rows(operands: Sequence[Any]) -> jax.sharding.PartitionSpec | None:
@@ -45,9 +41,3 @@ def sharding_of_rows(operands: Sequence[Any]) -> jax.sharding.PartitionSpec | No
 def is_placed(x: Any) -> bool:
     """Whether the type of `x` names a mesh."""
     return isinstance(x, jax.Array) and not jax.typeof(x).sharding.mesh.empty
-
-
-def _axes(x: Any) -> Axes:
-    kind: Any = jax.typeof(x)
-    # `vma` is the name in older versions of JAX.
-    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else getattr(kind, "vma", _NONE)

@@ -12,11 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-try:
-    from jax.extend.core import get_opaque_trace_state
-except ImportError:  # of older releases
-    from jax.core import get_opaque_trace_state
+from jax.extend.core import get_opaque_trace_state
 
 # Kinds of tracers, by class name: the classes are private to JAX, which may move them.
 RECORDED, REVERSE, FORWARD, MAPPED = "DynamicJaxprTracer", "LinearizeTracer", "JVPTracer", "BatchTracer"

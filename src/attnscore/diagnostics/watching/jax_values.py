@@ -29,9 +29,7 @@ from attnscore.diagnostics.watching.staged import NEWEST, Root, Site
 # A number that no call returns, which a program cannot know.
 _IMPOSSIBLE = np.iinfo(np.int32).min
 _NUMBER: Any = jax.ShapeDtypeStruct((), np.int32)  # type: ignore[no-untyped-call]  # JAX's own
-# Of JAX 0.8 and later. Without it programs are not traced anew: those from before a watch do not report to it.
-_make_context = getattr(jax, "make_user_context", None)
-_CONTEXT: Any = None if _make_context is None else _make_context(None)
+_CONTEXT: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]  # untyped in JAX
 
 # The state of tracing where no transformation runs.
 _OUTSIDE = trace_state()
@@ -46,8 +44,6 @@ class Context:
 
     def set(self, keys: tuple[Hashable, ...]) -> None:
         """Let the programs of this thread be those that are traced for watches of these models."""
-        if _CONTEXT is None:
-            return
         with self._lock:
             if self._entered is not None and self._entered[0] == threading.get_ident():
                 self._entered[1].__exit__(None, None, None)
@@ -72,7 +68,7 @@ class JaxValues:
 
     def reason_against(self, key: Hashable) -> str | None:
         """Return why a program of this thread must not report: others without the watch may use it."""
-        if _CONTEXT is None or key in (_CONTEXT.value or ()):
+        if key in (_CONTEXT.value or ()):
             return None
         return "a program of another thread than the one that started the watch"
 
