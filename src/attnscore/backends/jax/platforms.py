@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 _attention: Any = Primitive("attention")
@@ -37,32 +37,32 @@ def call(function: Callable[..., Any], portable: Callable[..., Any], *arguments:
         staged = jax.custom_jvp(flat(function))
         staged.defjvp(lambda primals, tangents: jax.jvp(flat(portable), primals, tangents))
         return tuple(staged(*leaves))
-    return tuple(_attention.bind(*leaves, program=program, portable=flat(portable)))
+    # As a function: JAX 0.12 asks primitives that hold a program for a rule to lower what is in it.
+    native = jaxpr_as_fun(program)
+    return tuple(_attention.bind(*leaves, native=native, portable=flat(portable), types=tuple(program.out_avals)))
 
 
-def _run(*arrays: Any, program: ClosedJaxpr, portable: Any) -> Any:
-    return jaxpr_as_fun(program)(*arrays)
+def _run(*arrays: Any, native: Any, portable: Any, types: Any) -> Any:
+    return native(*arrays)
 
 
-def _types(*arrays: Any, program: ClosedJaxpr, portable: Any) -> Any:
-    return program.out_avals
+def _types(*arrays: Any, native: Any, portable: Any, types: Any) -> Any:
+    return types
 
 
-def _differentiate(arrays: Sequence[Any], tangents: Sequence[Any], *, program: ClosedJaxpr, portable: Any) -> Any:
+def _differentiate(arrays: Sequence[Any], tangents: Sequence[Any], *, native: Any, portable: Any, types: Any) -> Any:
     return jax.jvp(portable, tuple(arrays), tuple(map(ad.instantiate_zeros, tangents)))
 
 
-def _map(arrays: Sequence[Any], axes: Sequence[Any], *, program: ClosedJaxpr, portable: Any) -> Any:
-    mapped = (jax.vmap(function, tuple(axes)) for function in (jaxpr_as_fun(program), portable))
-    outputs = call(*mapped, *arrays)
+def _map(arrays: Sequence[Any], axes: Sequence[Any], *, native: Any, portable: Any, types: Any) -> Any:
+    outputs = call(*(jax.vmap(function, tuple(axes)) for function in (native, portable)), *arrays)
     return outputs, (0,) * len(outputs)
 
 
-def _lower(context: Any, *arrays: Any, program: ClosedJaxpr, portable: Any) -> Any:
+def _lower(context: Any, *arrays: Any, native: Any, portable: Any, types: Any) -> Any:
     platforms = context.platforms or context.module_context.platforms
-    if tuple(platforms) != ("cpu",):
-        return mlir.lower_fun(portable, multiple_results=True)(context, *arrays)
-    return mlir.core_call_lowering(context, *arrays, name="attention", call_jaxpr=program)
+    function = native if tuple(platforms) == ("cpu",) else portable
+    return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
 
 
 _attention.def_impl(_run)
