@@ -177,18 +177,14 @@ def _gradient_shapes(*arguments: Any) -> list[Tensor]:
     return [torch.empty_like(x) for x, want in zip((query, key, value, *arrays), wanted, strict=True) if want]
 
 
-# Not by `custom_op`, which takes no tags before torch 2.5. The tag lets a compiler replay the draw.
-_DRAW = "attnscore::draw_seed"
-torch.library.define(_DRAW, "(Tensor apart) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-
-
-@torch.library.impl(_DRAW, "CompositeExplicitAutograd")
+# The tag lets a compiler replay the draw.
+@torch.library.custom_op("attnscore::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _draw_seed(apart: Tensor) -> Tensor:
     """Draw a dropout seed; `apart` is new at each draw, as the compiler joins operators of equal arguments."""
     return torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
 
 
-@torch.library.register_fake(_DRAW)  # type: ignore[untyped-decorator]  # torch's own
+@_draw_seed.register_fake
 def _seed_shape(apart: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 

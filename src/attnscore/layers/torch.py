@@ -8,11 +8,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeAlias, final
 
 import numpy as np
@@ -126,14 +124,6 @@ class _LazyMatrix(LazyModuleMixin, Matrix):
             self.reset_parameters()
 
 
-@contextlib.contextmanager
-def _without_lazy_warning() -> Iterator[None]:
-    """Silence the warning of older releases that lazy modules are new: the caller did not choose them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Lazy modules are a new feature")
-        yield
-
-
 def _check_operand(name: str, x: Tensor, weight: Tensor, owner: str, *, axis: int) -> None:
     """Raise unless the features of `x` fit axis `axis` of a weight, and dtype and device fit too."""
     shared.check_features(name, x.shape[-1], weight.shape[axis], owner)
@@ -189,18 +179,17 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         if layer.heads:
             self.context_group = context_group
         on = {"device": device, "dtype": dtype}
-        with _without_lazy_warning():
-            for linear in layer.linears:
-                sizes = (linear.units,) if linear.size is None else (linear.size, linear.units)
-                kind: Any = nn.LazyLinear if linear.size is None else nn.Linear
-                self.add_module(linear.name, kind(*sizes, bias=linear.bias, **on))
-            for parameter in layer.parameters:
-                if parameter.inputs:
-                    kind = _LazyMatrix if None in parameter.shape else Matrix
-                    self.add_module(parameter.name, kind(parameter, **on))
-                else:
-                    self.register_parameter(parameter.name, nn.Parameter(torch.empty(parameter.sizes, **on)))
-                    _start(self.get_parameter(parameter.name), parameter)
+        for linear in layer.linears:
+            sizes = (linear.units,) if linear.size is None else (linear.size, linear.units)
+            kind: Any = nn.LazyLinear if linear.size is None else nn.Linear
+            self.add_module(linear.name, kind(*sizes, bias=linear.bias, **on))
+        for parameter in layer.parameters:
+            if parameter.inputs:
+                kind = _LazyMatrix if None in parameter.shape else Matrix
+                self.add_module(parameter.name, kind(parameter, **on))
+            else:
+                self.register_parameter(parameter.name, nn.Parameter(torch.empty(parameter.sizes, **on)))
+                _start(self.get_parameter(parameter.name), parameter)
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew; those that start constant are set to their start."""

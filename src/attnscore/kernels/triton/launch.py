@@ -208,10 +208,8 @@ def precision_of(x: torch.Tensor, architecture: int) -> str:
 
 
 def _allows_tf32() -> bool:
-    matmul = torch.backends.cuda.matmul
-    # Since PyTorch 2.9; the older switch raises once this one has been set.
-    precision = getattr(matmul, "fp32_precision", None)
-    return bool(matmul.allow_tf32 if precision is None else precision == "tf32")
+    # The older switch raises once this one has been set.
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def operands_of(problem: Problem, tiles: TilePlan, runner: Runner, *, has_backward: bool = False) -> Operands:
