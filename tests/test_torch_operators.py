@@ -413,18 +413,33 @@ def test_a_traced_layer_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.jit.load(tmp_path / "layer.pt")(*others), layer(*others))
 
 
+OTHER_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "attention_weights": ats.attention_weights,
+    "attention_scores": ats.attention_scores,
+    "key_mass": ats.key_mass,
+    "top_weights": lambda q, k: ats.top_weights(q, k, 2),
+    "pooled_weights": lambda q, k: ats.pooled_weights(q, k, (4, 4)),
+    "masked_softmax": lambda q, k: ats.masked_softmax(q @ k.mT, mask=ats.Causal("top_left")),
+}
+
+
+# torch's own, where a graph breaks: it asks tensors that are no leaves for a gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", OTHER_FUNCTIONS)
+def test_other_functions_break_the_graph(name: str) -> None:
+    """Dynamo would read all frames below them one by one, which took minutes in some releases."""
+    function, leaves = OTHER_FUNCTIONS[name], inputs()[:2]
+    torch.testing.assert_close(torch.compile(function, backend="aot_eager")(*leaves), function(*leaves))
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="only attend and layers are operators"):
+        torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)
+
+
 @tracing
 def test_other_functions_are_refused_by_a_trace() -> None:
     """Recorded in torch's operations they would be wrong for other sizes, where an axis is 1 without a word."""
-    calls: list[Callable[..., Any]] = [
-        ats.attention_weights,
-        ats.attention_scores,
-        ats.key_mass,
-        lambda q, k: ats.top_weights(q, k, 2),
-        lambda q, k: ats.pooled_weights(q, k, (4, 4)),
-        lambda q, k: ats.masked_softmax(q @ k.mT, mask=ats.Causal("top_left")),
-    ]
-    for call in calls:
+    for call in OTHER_FUNCTIONS.values():
+        call(*inputs()[:2])  # a plan of an earlier call is no way around
         with pytest.raises(ats.FrameworkError, match=r"expected a call outside torch\.jit\.trace, which records"):
             torch.jit.trace(call, tuple(inputs()[:2]))
     assert torch._C._get_tracing_state() is None

@@ -16,6 +16,7 @@ from attnscore.masks import Mask, as_mask
 from attnscore.problem.online_softmax import NEG_INF, safe_max, whole_rows
 
 
+@backends.outside_graphs()
 def masked_softmax(
     scores: Array, valid_lens: Any = None, *, mask: Any = None, axis: int = -1, temperature: float = 1.0
 ) -> Array:

@@ -33,6 +33,7 @@ class TopWeights(NamedTuple):
     """Whole numbers; -1 for a weight of 0."""
 
 
+@backends.outside_graphs()
 def top_weights(
     query: Array,
     key: Array,
@@ -112,6 +113,7 @@ def _matrices(problem: Problem) -> int:
     return max(1, math.prod(1 if is_unknown(n) else n for n in problem.score_shape.rows[:-1]))
 
 
+@backends.outside_graphs()
 def pooled_weights(
     query: Array,
     key: Array,
@@ -184,6 +186,7 @@ def pooled_weights(
         return problem.layout.scores_from_canonical(ops, sums)
 
 
+@backends.outside_graphs()
 def key_mass(
     query: Array,
     key: Array,

@@ -25,6 +25,7 @@ from attnscore.scores.forms import Role
 HostIndex = np.ndarray[Any, Any]
 
 
+@backends.outside_graphs()
 def attention_weights(
     query: Array,
     key: Array,
@@ -66,6 +67,7 @@ def attention_weights(
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
     ops = backends.of({"query": query})
+    backends.check_not_recorded(ops, "attention_weights")
     is_whole_matrix = query_index is None and key_index is None
     if is_whole_matrix and type(key) is type(query) and len(key.shape) >= 2 and ops.is_plain(query, key):
         # The call of `attend` for values of value_dim 0.
@@ -91,6 +93,7 @@ def attention_weights(
         return _from_canonical(block, ops.where(scores == NEG_INF, 0.0, weights))
 
 
+@backends.outside_graphs()
 def attention_scores(
     query: Array,
     key: Array,

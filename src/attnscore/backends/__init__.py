@@ -212,7 +212,7 @@ def held(x: Any) -> Any:
 COMPILED: dict[str, Callable[..., Any]] = {}
 _COMPILED_BY = {"torch": "attnscore.integrations.torch_compile"}
 Method = TypeVar("Method", bound=Callable[..., Any])
-# Methods outside of graphs, by name: as they are, with the reason, and, from the first compilation that meets one, as
+# Functions outside of graphs, by name: as they are, with the reason, and, from the first compilation that meets one, as
 # the compiler leaves them out.
 _METHODS: dict[str, tuple[Callable[..., Any], str]] = {}
 _OUTSIDE: dict[str, Callable[..., Any]] = {}
@@ -235,8 +235,8 @@ def _imported(name: str) -> str:
 _imported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def outside_graphs(reason: str) -> Callable[[Method], Method]:
-    """Return a decorator of methods at which torch.compile breaks its graph; its message gives the reason."""
+def outside_graphs(reason: str = "only attend and layers are operators") -> Callable[[Method], Method]:
+    """Return a decorator of functions at which torch.compile breaks its graph; its message gives the reason."""
 
     def decorate(method: Method) -> Method:
         name = method.__qualname__
@@ -245,7 +245,7 @@ def outside_graphs(reason: str) -> Callable[[Method], Method]:
         @functools.wraps(method)
         def called(*args: Any, **kwargs: Any) -> Any:
             torch = sys.modules.get("torch")
-            # Once outside, for every call: after a break Dynamo meets the method again in a frame of its own.
+            # Once outside, for every call: after a break Dynamo meets the function again in a frame of its own.
             if name in _OUTSIDE or (torch is not None and torch.compiler.is_compiling()):
                 return _OUTSIDE[_made_outside(name)](*args, **kwargs)
             return method(*args, **kwargs)
