@@ -1,5 +1,6 @@
 #include "api/python_arrays.h"
 
+#include <atomic>
 #include <cstring>
 
 namespace attnscore {
@@ -93,17 +94,19 @@ struct ExchangeApi {
 };
 constexpr int32_t kCpu = 1;
 
-// Written once, when the module or PyTorch's backend is imported, and read under Python's lock.
+// Written once, when the module or PyTorch's backend is imported. Other threads may read arrays while PyTorch is being
+// imported: the types are written last.
 PyObject* numpy_type = nullptr;
 const ExchangeApi* exchange = nullptr;
-PyObject* tensor_types = nullptr;
 PyObject* is_neg_name = nullptr;
+std::atomic<PyObject*> tensor_types{nullptr};
 
 bool is_tensor_type(PyTypeObject* type) {
-    if (tensor_types == nullptr) return false;
-    const Py_ssize_t count = PyTuple_Size(tensor_types);
+    PyObject* types = tensor_types.load(std::memory_order_acquire);
+    if (types == nullptr) return false;
+    const Py_ssize_t count = PyTuple_Size(types);
     for (Py_ssize_t i = 0; i < count; ++i)
-        if (reinterpret_cast<PyObject*>(type) == PyTuple_GetItem(tensor_types, i)) return true;
+        if (reinterpret_cast<PyObject*>(type) == PyTuple_GetItem(types, i)) return true;
     return false;
 }
 
@@ -147,8 +150,8 @@ bool use_tensors(PyObject* types, PyObject* exchange_api) {
         return false;
     }
     is_neg_name = PyUnicode_InternFromString("is_neg");
-    tensor_types = Py_NewRef(types);
     exchange = api;
+    tensor_types.store(Py_NewRef(types), std::memory_order_release);
     return true;
 }
 

@@ -64,7 +64,8 @@ def load(name: str) -> Backend:
     """Return the backend of a framework, imported at first use."""
     if name not in _LOADED:
         module, _, kind = _TABLE[name].backend.rpartition(".")
-        _LOADED[name] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)()
+        # Backends are compared by identity: of two threads that both make one, both get the first.
+        _LOADED.setdefault(name, getattr(importlib.import_module(f"{__name__}.{module}"), kind)())
     return _LOADED[name]
 
 

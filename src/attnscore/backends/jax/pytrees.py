@@ -50,7 +50,6 @@ def register(kind: type) -> None:
     """Make a dataclass a pytree, once."""
     if kind in _REGISTERED:
         return
-    _REGISTERED.add(kind)
     names = [field.name for field in dataclasses.fields(kind)]
 
     def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
@@ -69,9 +68,11 @@ def register(kind: type) -> None:
             object.__setattr__(instance, name, static.value)
         return instance
 
-    # ValueError: the class is registered already, by its author.
+    # ValueError: the class is registered already, by its author or by another thread.
     with contextlib.suppress(ValueError):
         jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten)
+    # Not before: a thread that finds the class here uses it.
+    _REGISTERED.add(kind)
 
 
 def _is_static(value: Any) -> bool:
