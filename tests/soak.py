@@ -1,19 +1,25 @@
 """``python tests/soak.py [--calls 1000000] [--minutes 15]``: mixed calls in one process, whose memory stays flat.
 
-Each call draws its kind (forward, gradients, statistics and weights, a block, dropout, a plan, one that raises) and its
-arguments: one of 60 that were drawn before, whose plans are cached, of which 1 in 40 calls replaces one. 1 in 100 is
-compared with the dense kernel. What the process holds of memory, files and threads is counted after a tenth of the
-calls, when all caches are full, and at the end.
+Each call draws its kind (forward, gradients, statistics and weights, a block, dropout, prepared keys, a plan, one that
+raises) and its arguments: one of 60 that were drawn before, whose plans are cached. 1 call in 40 replaces one of them,
+and 1 in 100 is compared with the reference kernel. What the process holds of memory, files and threads is counted after
+a tenth of the calls, when all caches are full, and at the end.
+
+``--threads 8``: so many threads share the calls, of up to 600 that were drawn before. Each result has to have the bits
+of the same call of one thread, made when all have ended, which is compared with the reference kernel.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import random
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +57,7 @@ def scores(rng: np.random.Generator, dim: int, dtype: str) -> list[Any]:
 
 def mask(choose: random.Random, queries: int, keys: int) -> Any:
     """Return a mask of one of several kinds, for 2 batches."""
-    kind = choose.randrange(7)
+    kind = choose.randrange(8)
     if kind == 1:
         return ats.Causal("bottom_right")
     if kind == 2:
@@ -62,6 +68,8 @@ def mask(choose: random.Random, queries: int, keys: int) -> Any:
         return ats.Dense(np.arange(queries * keys).reshape(queries, keys) % 3 > 0)
     if kind == 5:
         return ats.MaskFunction(lambda batch, head, query, key: (query + key) % 2 == 0)
+    if kind == 7:
+        return ats.Neighbours(np.arange(queries + 1), np.arange(queries) % keys)
     return ats.Causal("bottom_right") & ats.ValidLens([keys // 2, keys]) if kind == 6 else None
 
 
@@ -73,46 +81,100 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
 
-def draw(choose: random.Random, numbers: dict[str, np.ndarray], every_score: dict[Any, list[Any]]) -> Call:
-    """Draw sizes, dtype, score and mask."""
-    dtype, dim = choose.choice(list(TOLERANCES)), choose.choice((4, 8))
-    queries, keys = choose.randrange(1, 20), choose.randrange(1, 70)
-    arrays = tuple(numbers[dtype][:, :, :length, :dim] for length in (queries, keys, keys))
-    return Call(dtype, arrays, {"score": choose.choice(every_score[dtype, dim]), "mask": mask(choose, queries, keys)})
+def draw(choose: random.Random) -> Iterator[Call]:
+    """Yield calls without end: drawn sizes, dtype, score and mask."""
+    rng = np.random.default_rng(0)
+    numbers = {dtype: rng.standard_normal((2, 2, 70, 8)).astype(dtype) for dtype in TOLERANCES}
+    every_score = {(dtype, dim): scores(rng, dim, dtype) for dtype in TOLERANCES for dim in (4, 8)}
+    while True:
+        dtype, dim = choose.choice(list(TOLERANCES)), choose.choice((4, 8))
+        queries, keys = choose.randrange(1, 20), choose.randrange(1, 70)
+        arrays = tuple(numbers[dtype][:, :, :length, :dim] for length in (queries, keys, keys))
+        score = choose.choice(every_score[dtype, dim])
+        yield Call(dtype, arrays, {"score": score, "mask": mask(choose, queries, keys)})
+
+
+def results(call: Call, kind: int, kernel: str = "auto") -> list[np.ndarray]:
+    """Return all arrays that a call of one kind gives."""
+    (query, key, value), options = call.arrays, call.options | {"kernel": kernel}
+    if kind % 8 == 0:
+        out, pullback = ats.attend_vjp(query, key, value, **options)
+        gradients = pullback(out)
+        return [out, *gradients[:3], *gradients.score.values()]
+    if kind == 1:
+        out, weights, stats = ats.attend(query, key, value, return_weights=True, return_stats=True, **options)
+        return [out, weights, *stats]
+    if kind == 2:
+        return [ats.attention_weights(query, key, query_index=[0], **call.options)]
+    if kind == 5:
+        return [ats.attend(query, key, value, dropout=0.3, seed=9, **options)]
+    if kind == 6:
+        return [ats.attend(query, ats.prepare_keys(options.pop("score"), key), value, **options)]
+    return [ats.attend(query, key, value, **options)]
+
+
+def difference(call: Call, kind: int, outputs: list[np.ndarray]) -> str | None:
+    """Return how the arrays of a call differ from those of the reference kernel, or None."""
+    has_gradients = kind % 8 == 0
+    # The dense kernel has no gradients in NumPy.
+    expected = results(call, kind, "streaming" if has_gradients else "dense")
+    largest = [max(1.0, float(np.abs(y[np.isfinite(y)]).max(initial=0))) for y in expected]
+    if has_gradients:  # terms of a gradient may cancel, so that all its numbers are small
+        largest[1:] = [max(largest[1:])] * len(largest[1:])
+    for x, y, scale in zip(outputs, expected, largest, strict=True):
+        if y.dtype.kind != "f":  # the key of the largest score, of which two may be as large
+            continue
+        with np.errstate(invalid="ignore"):
+            error = float(np.where(x == y, 0, np.abs(x.astype(float) - y)).max())
+        if not error <= TOLERANCES[call.dtype] * scale:
+            sizes = f"{call.arrays[0].shape[-2]} queries, {call.arrays[1].shape[-2]} keys"
+            return f"off by {error:.2g}: kind {kind}, {call.dtype}, {sizes}, {call.options}"
+    return None
 
 
 def one_call(choose: random.Random, call: Call) -> str | None:
     """Make one call; return what was wrong with it."""
-    (query, key, value), options = call.arrays, call.options
+    query, key, value = call.arrays
     kind = choose.randrange(40)
-    if kind % 8 == 0:
-        out, pullback = ats.attend_vjp(query, key, value, **options)
-        pullback(out)
-    elif kind == 1:
-        out, *_ = ats.attend(query, key, value, return_weights=True, return_stats=True, **options)
-    elif kind == 2:
-        ats.attention_weights(query, key, query_index=[0], **options)
+    if kind == 3:
+        str(ats.explain(query, key, value, **call.options))
         return None
-    elif kind == 3:
-        str(ats.explain(query, key, value, **options))
-        return None
-    elif kind == 4:
+    if kind == 4:
         try:
-            ats.attend(query, key, value[:, :, :-1], **options)
+            ats.attend(query, key, value[:, :, :-1], **call.options)
         except ats.ShapeError:
             return None
         return "a wrong shape was not refused"
-    elif kind == 5:
-        out = ats.attend(query, key, value, dropout=0.3, seed=choose.randrange(9), **options)
-        return None if np.isfinite(out).all() else "dropout gave what is not finite"
-    else:
-        out = ats.attend(query, key, value, **options)
-    if choose.randrange(100) == 0:
-        wanted = ats.attend(query, key, value, kernel="dense", **options)
-        error = float(np.abs(out.astype(float) - wanted.astype(float)).max())
-        if not error <= TOLERANCES[call.dtype] * max(1.0, float(np.abs(wanted).max())):
-            return f"off by {error:.2g}: {call.dtype}, {query.shape[-2]} queries, {key.shape[-2]} keys, {options}"
-    return None
+    outputs = results(call, kind)
+    return difference(call, kind, outputs) if choose.randrange(100) == 0 else None
+
+
+def wrong_in_threads(count: int, threads: int) -> int:
+    """Make calls in several threads at once; return how many of the drawn calls gave a wrong result."""
+    choose = random.Random(0)
+    drawn = [(call, choose.randrange(8)) for call in itertools.islice(draw(choose), min(count, 600))]
+    bits: list[set[bytes]] = [set() for _ in drawn]
+
+    def bits_of(outputs: list[np.ndarray]) -> bytes:
+        return b"".join(x.tobytes() for x in outputs)
+
+    def work(thread: int) -> None:
+        # Two threads each make the same calls at about the same time.
+        order = random.Random(thread // 2).sample(range(len(drawn)), len(drawn))
+        for place in itertools.islice(itertools.cycle(order), count // threads):
+            bits[place].add(bits_of(results(*drawn[place])))
+
+    with ThreadPoolExecutor(threads) as executor:
+        list(executor.map(work, range(threads)))
+    wrong = 0
+    for (call, kind), of_threads in zip(drawn, bits, strict=True):
+        outputs = results(call, kind)
+        has_same_bits = of_threads <= {bits_of(outputs)}
+        problem = difference(call, kind, outputs) if has_same_bits else f"other bits: kind {kind}, {call.options}"
+        if problem is not None:
+            wrong += 1
+            print(problem, flush=True)
+    return wrong
 
 
 def main() -> int:
@@ -120,16 +182,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=1_000_000)
     parser.add_argument("--minutes", type=float, default=15.0, help="stop here, with however many calls there were")
+    parser.add_argument("--threads", type=int, default=0, help="compare calls of so many threads with those of one")
     options = parser.parse_args()
-    rng, choose = np.random.default_rng(0), random.Random(0)
-    numbers = {dtype: rng.standard_normal((2, 2, 70, 8)).astype(dtype) for dtype in TOLERANCES}
-    every_score = {(dtype, dim): scores(rng, dim, dtype) for dtype in TOLERANCES for dim in (4, 8)}
-    pool = [draw(choose, numbers, every_score) for _ in range(60)]
-    start, warm, calls, wrong = time.perf_counter(), held(), 0, 0
+    start = time.perf_counter()
+    if options.threads:
+        wrong = wrong_in_threads(options.calls, options.threads)
+        lock = "with" if getattr(sys, "_is_gil_enabled", lambda: True)() else "without"
+        text = f"{options.calls} calls in {options.threads} threads, {lock} Python's lock: {wrong} wrong"
+        print(f"{text}, {time.perf_counter() - start:.0f} s")
+        return int(wrong > 0)
+    choose = random.Random(0)
+    source = draw(choose)
+    pool = list(itertools.islice(source, 60))
+    warm, calls, wrong = held(), 0, 0
     while calls < options.calls and time.perf_counter() - start < 60 * options.minutes:
         place = choose.randrange(len(pool))
         if choose.randrange(40) == 0:
-            pool[place] = draw(choose, numbers, every_score)
+            pool[place] = next(source)
         if (problem := one_call(choose, pool[place])) is not None:
             wrong += 1
             print(f"call {calls}: {problem}", flush=True)

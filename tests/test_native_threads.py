@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import attnscore as ats
+import soak
 from attnscore import backends
 from attnscore.base.cache import BoundedCache
 from native_cases import Case, native, same
@@ -78,6 +79,16 @@ def test_several_python_threads_at_once() -> None:
         thread.join(60)
         assert not thread.is_alive()
     assert not wrong
+
+
+def test_mixed_calls_in_several_threads() -> None:
+    """In short what `python tests/soak.py --threads 8` does."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        assert soak.wrong_in_threads(400, 8) == 0
+    finally:
+        sys.setswitchinterval(before)
 
 
 PROCESSORS = """
