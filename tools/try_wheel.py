@@ -1,7 +1,7 @@
 """A wheel or an sdist, tried in an environment of its own with NumPy alone, and a PATH with nothing else.
 
 A wheel has to bring the native kernels; an sdist has to install without them and say why. Both have to pass the
-self-check.
+self-check, and drawn calls in several threads.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 MAX_SECONDS = 6.0
+SELF_CHECK = ("-m", "attnscore.testing")
+DRAWN_CALLS = (Path(__file__).resolve().parent.parent / "tests" / "soak.py", "--threads")
 FIRST_CALL = """\
 import numpy as np
 import attnscore as ats
@@ -48,7 +50,9 @@ def try_one(file: Path, python: str) -> str:
             raise RuntimeError(f"{file.name}: expected native kernels of a wheel and none of an sdist, got {native!r}")
         if is_wheel and used > MAX_SECONDS:
             raise RuntimeError(f"{file.name}: expected a first call in {MAX_SECONDS} s of a core, got {used:.1f} s")
-        checked = run("-m", "attnscore.testing").splitlines()[-1]
+        checked = "; ".join(
+            run(*command).splitlines()[-1] for command in (SELF_CHECK, (*DRAWN_CALLS, "8", "--calls", "2000"))
+        )
         version = run("-c", "import platform; print(platform.python_version())")
         return f"Python {version}: installed and called in {took:.1f} s ({used:.1f} s of a core); {checked}"
 

@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from try_wheel import try_one
+from try_wheel import DRAWN_CALLS, SELF_CHECK, try_one
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheels"
@@ -68,8 +68,8 @@ class Abi:
 ABIS = (
     Abi("cp312-abi3", "3.13", "trixie", "python3.dll", ("-DPy_LIMITED_API=0x030C0000",)),
     Abi("cp311-cp311", "3.11", "bookworm", "python311.dll"),
-    # Python turns its lock on where the module is imported: it does not declare that it works without.
-    Abi("cp314-cp314t", "3.14", "forky", "python314t.dll", ("-DPy_GIL_DISABLED=1",)),
+    # The second flag declares that the module works without Python's lock, which the import would turn on.
+    Abi("cp314-cp314t", "3.14", "forky", "python314t.dll", ("-DPy_GIL_DISABLED=1", "-DNB_FREE_THREADED")),
 )
 
 # Of the configuration of 64-bit Windows, what Python's headers read.
@@ -341,8 +341,8 @@ def is_python(program: str) -> bool:
 ARM_LIBRARIES = ("libc6", "libgcc-s1", "libstdc++6", "zlib1g", "libffi8", "libbz2-1.0", "libexpat1", "liblzma5")
 
 
-def try_on_arm(wheel: Path, abi: Abi, *arguments: str) -> str:
-    """Run Python in an emulator of a 64-bit Arm CPU, with a wheel and NumPy, and return what it printed."""
+def try_on_arm(wheel: Path, abi: Abi) -> str:
+    """Check a wheel with NumPy in Python in an emulator of a 64-bit Arm CPU, and return what the checks printed."""
     qemu = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if qemu is None:
         raise RuntimeError("no emulator (on Debian: apt-get install qemu-user-static)")
@@ -362,7 +362,11 @@ def try_on_arm(wheel: Path, abi: Abi, *arguments: str) -> str:
     emulated = (qemu, "-L", system, system / "usr/bin" / f"python{version}")
     # No thread of OpenBLAS beside the emulator's.
     environment = {"PYTHONPATH": str(packages_folder), "PYTHONHOME": str(system / "usr"), "OPENBLAS_NUM_THREADS": "1"}
-    return run(*emulated, *arguments, **environment)
+    checks = [
+        run(*emulated, *command, **environment).splitlines()[-1]
+        for command in (SELF_CHECK, (*DRAWN_CALLS, "1", "--calls", "200"))
+    ]
+    return f"emulator, Python {version}: {'; '.join(checks)}"
 
 
 # ---- all of them ----
@@ -392,13 +396,10 @@ def make_wheel(platform: Platform, abi: Abi, objects: Sequence[Path], pure: Path
         if platform.tag.startswith("manylinux") and platform.tag.endswith("x86_64"):
             row.ran = [try_one(wheel, python) for python in interpreters(abi)]
         if platform.tag.startswith("manylinux") and platform.tag.endswith("aarch64") and abi.tag != "cp314-cp314t":
-            row.ran = [f"emulator, Python {abi.headers}: {try_on_arm(wheel, abi, *SELF_CHECK).splitlines()[-1]}"]
+            row.ran = [try_on_arm(wheel, abi)]
     except (RuntimeError, subprocess.CalledProcessError) as error:
         row.error = str(error)
     return row
-
-
-SELF_CHECK = ("-m", "attnscore.testing")
 
 
 def print_table(rows: Sequence[Row], folder: Path) -> None:
