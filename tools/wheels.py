@@ -329,12 +329,13 @@ def interpreters(abi: Abi) -> list[str]:
     """Return the Pythons of this machine that take wheels of an ABI of x86-64 Linux."""
     names = {"cp312-abi3": ["3.12", "3.13", "3.14"], "cp311-cp311": ["3.11"], "cp314-cp314t": ["3.14t"]}[abi.tag]
     programs = [shutil.which(f"python{name}") for name in names]
-    return [program for program in programs if program and is_python(program)]
+    return [python for program in programs if program and (python := python_of(program))]
 
 
-def is_python(program: str) -> bool:
-    """Whether a program is a Python that can make environments, and no stand-in for one that is not installed."""
-    return subprocess.run([program, "-c", "import ensurepip, venv"], capture_output=True, check=False).returncode == 0
+def python_of(program: str) -> str:
+    """Return the Python that a program is or starts; "" where it cannot make environments or is not installed."""
+    code = "import ensurepip, sys, venv; print(sys.executable)"
+    return subprocess.run([program, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
 
 
 # What Python's standard library is linked with, as far as the self-check imports it.
