@@ -25,6 +25,9 @@ import torch
 
 import attnscore as ats
 import covering
+from attnscore import parallel
+from attnscore.parallel import jax as parallel_jax
+from attnscore.parallel import torch as parallel_torch
 from bad_input import CASES, Case, Maker, Traced
 from bad_input.absurd import CALLS, VALUES
 from covering import pairs, some
@@ -383,19 +386,43 @@ INSTEAD = {
 }
 
 
-def test_a_misspelt_argument_of_attend_vjp_is_told_by_that_function() -> None:
-    with pytest.raises(TypeError, match=r"attend_vjp\(\).*valid_len\b"):
-        ats.attend_vjp(**Maker("numpy").three(), valid_len=[1, 2])
+# They lack some arguments of `attend`: only what is common is shown by all.
+WITH_SOME_HINTS = (
+    *(ats.attend_vjp, ats.attention_weights, ats.attention_scores, ats.top_weights, ats.pooled_weights, ats.key_mass),
+    *(parallel.attend_chunks, parallel_torch.attend, parallel_jax.attend),
+)
+COMMON = ("valid_len", "scale", "temperature", "is_causal", "attn_mask", "lengths", "attention_mask")
+
+
+def rejects(function: Any, name: str, x: Any, hint: str) -> None:
+    """The argument is unknown, and that is said before anything is read of the others."""
+    parameters = inspect.signature(function).parameters.values()
+    required = {parameter.name: None for parameter in parameters if parameter.default is parameter.empty}
+    expected = f"{function.__name__}() got an unexpected keyword argument '{name}'. Hint: {hint}"
+    for error in (TypeError, ValueError, ats.ArgumentError):
+        with pytest.raises(error, match=re.escape(expected)):
+            function(**required, **{name: x})
 
 
 @pytest.mark.parametrize("name", INSTEAD)
 def test_an_unknown_argument_shows_what_to_write(name: str) -> None:
-    x, hint = INSTEAD[name]
-    for function in WITH_HINTS:
-        expected = f"{function.__name__}() got an unexpected keyword argument '{name}'. Hint: {hint}"
-        for error in (TypeError, ValueError, ats.ArgumentError):
-            with pytest.raises(error, match=re.escape(expected)):
-                function(**Maker("numpy").three(), **{name: x})  # type: ignore[operator]
+    for function in (*WITH_HINTS, *(WITH_SOME_HINTS if name in COMMON else ())):
+        rejects(function, name, *INSTEAD[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "hint"),
+    [
+        ("temprature", 2, "did you mean 'temperature'?"),
+        ("causal", True, "mask=ats.Causal()"),
+        ("attn_mask", np.ones((2, 3), bool), "mask=attn_mask if it is boolean"),
+        ("scale", 0.5, "it takes scores, valid_lens, mask, axis, temperature"),
+    ],
+)
+def test_masked_softmax_shows_arguments_that_it_has(name: str, x: Any, hint: str) -> None:
+    rejects(ats.masked_softmax, name, x, hint)
+    with pytest.raises(ats.ArgumentError, match=f"{re.escape(hint)}$"):
+        ats.masked_softmax(np.ones((2, 3)), **{name: x})
 
 
 def test_what_an_unknown_argument_shows_can_be_written() -> None:
@@ -417,7 +444,7 @@ def test_other_type_errors_are_left_alone() -> None:
     with pytest.raises(TypeError, match="has no len") as received:
         ats.attend(**Maker("numpy").three(), score=Wrong())
     assert not isinstance(received.value, ats.AttnscoreError)
-    for function in WITH_HINTS:
+    for function in (*WITH_HINTS, *WITH_SOME_HINTS, ats.masked_softmax):
         assert inspect.Parameter.VAR_KEYWORD not in {x.kind for x in inspect.signature(function).parameters.values()}
 
 

@@ -141,6 +141,7 @@ class Gradients(NamedTuple):
     """Gradients of the score's arrays, by field name."""
 
 
+@hides_unknown
 def attend_vjp(
     query: Array,
     key: Array,
@@ -158,6 +159,7 @@ def attend_vjp(
     kernel: str = "auto",
     return_weights: bool = False,
     return_stats: bool | tuple[str, ...] = False,
+    **unknown: Never,
 ) -> tuple[Any, Callable[..., Gradients]]:
     """`attend` for NumPy with an explicit VJP function: NumPy has no autodiff.
 
@@ -188,6 +190,7 @@ def attend_vjp(
     >>> pullback(np.ones_like(out)).value[:, 0]
     array([0.25, 0.25, 0.25, 0.25])
     """
+    reject_unknown(attend_vjp, unknown)
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
     ops = backends.of({"query": query})

@@ -215,8 +215,7 @@ def explain(
     >>> sorted([plan.kernel, *plan.reasons])
     ['dense', 'few_keys', 'fused', 'gather', 'native', 'one_tile', 'streaming', 'triton']
     """
-    if unknown:
-        reject_unknown(explain, unknown)
+    reject_unknown(explain, unknown)
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
     flag = check_flag("return_weights", return_weights)

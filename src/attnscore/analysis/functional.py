@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator
-from attnscore.base.arguments import check_held, check_positive, is_whole, largest_of, shown
+from attnscore.base.arguments import (
+    check_held,
+    check_positive,
+    hides_unknown,
+    is_whole,
+    largest_of,
+    reject_unknown,
+    shown,
+)
 from attnscore.base.layout import AxisLayout, ScoreShape
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.masks import Mask, as_mask
 from attnscore.problem.online_softmax import NEG_INF, safe_max, whole_rows
 
 
+@hides_unknown
 @backends.outside_graphs()
 def masked_softmax(
-    scores: Array, valid_lens: Any = None, *, mask: Any = None, axis: int = -1, temperature: float = 1.0
+    scores: Array,
+    valid_lens: Any = None,
+    *,
+    mask: Any = None,
+    axis: int = -1,
+    temperature: float = 1.0,
+    **unknown: Never,
 ) -> Array:
     """Softmax over the unmasked keys: p_j = exp(s_j / T) / sum_i exp(s_i / T); 0 for fully masked queries.
 
@@ -47,6 +62,7 @@ def masked_softmax(
     array([[1.   , 0.   , 0.   , 0.   ],
            [0.333, 0.333, 0.333, 0.   ]])
     """
+    reject_unknown(masked_softmax, unknown)
     ops = backends.of({"scores": scores})
     shape = tuple(scores.shape)
     backends.check_dense(ops, {"scores": scores})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from attnscore.analysis import topk
 from attnscore.analysis.weights import matrix_of, problem_without_value, sliced
 from attnscore.backends.base import Array, HostArray
 from attnscore.base import thresholds
-from attnscore.base.arguments import is_whole, shown
+from attnscore.base.arguments import hides_unknown, is_whole, reject_unknown, shown
 from attnscore.base.layout import is_unknown
 from attnscore.errors import ArgumentError, message
 from attnscore.kernels import tiling
@@ -33,6 +33,7 @@ class TopWeights(NamedTuple):
     """Whole numbers; -1 for a weight of 0."""
 
 
+@hides_unknown
 @backends.outside_graphs()
 def top_weights(
     query: Array,
@@ -45,6 +46,7 @@ def top_weights(
     bias: Any = None,
     sink: Any = None,
     head_axis: int = -3,
+    **unknown: Never,
 ) -> TopWeights:
     """The k largest weights of each query and their keys, in linear memory.
 
@@ -71,6 +73,7 @@ def top_weights(
     >>> found.index
     array([[1, 2]])
     """
+    reject_unknown(top_weights, unknown)
     ops = backends.of({"query": query})
     with ops.numeric_scope():
         problem = _detached(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
@@ -113,6 +116,7 @@ def _matrices(problem: Problem) -> int:
     return max(1, math.prod(1 if is_unknown(n) else n for n in problem.score_shape.rows[:-1]))
 
 
+@hides_unknown
 @backends.outside_graphs()
 def pooled_weights(
     query: Array,
@@ -125,6 +129,7 @@ def pooled_weights(
     bias: Any = None,
     sink: Any = None,
     head_axis: int = -3,
+    **unknown: Never,
 ) -> Array:
     """The map of weights summed into bins: queries down, keys across.
 
@@ -157,6 +162,7 @@ def pooled_weights(
     array([[0.5, 0.5, 0.5, 0.5],
            [0.5, 0.5, 0.5, 0.5]])
     """
+    reject_unknown(pooled_weights, unknown)
     ops = backends.of({"query": query})
     with ops.numeric_scope():
         problem = _detached(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
@@ -186,6 +192,7 @@ def pooled_weights(
         return problem.layout.scores_from_canonical(ops, sums)
 
 
+@hides_unknown
 @backends.outside_graphs()
 def key_mass(
     query: Array,
@@ -197,6 +204,7 @@ def key_mass(
     bias: Any = None,
     sink: Any = None,
     head_axis: int = -3,
+    **unknown: Never,
 ) -> Array:
     """The weight that each key receives from all queries: sum_i w_ij.
 
@@ -217,6 +225,7 @@ def key_mass(
     >>> ats.key_mass(np.zeros((6, 2)), np.zeros((4, 2)), valid_lens=3)
     array([2., 2., 2., 0.])
     """
+    reject_unknown(key_mass, unknown)
     ops = backends.of({"query": query})
     with ops.numeric_scope():
         problem = _detached(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))

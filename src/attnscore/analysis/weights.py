@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Never, final
 
 import numpy as np
 
 from attnscore import backends, kernels
 from attnscore.backends.base import FLOATING, Array, Backend
-from attnscore.base.arguments import CallArguments, is_number, is_whole, shown
+from attnscore.base.arguments import CallArguments, hides_unknown, is_number, is_whole, reject_unknown, shown
 from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 from attnscore.masks import IntervalSet, Mask
@@ -25,6 +25,7 @@ from attnscore.scores.forms import Role
 HostIndex = np.ndarray[Any, Any]
 
 
+@hides_unknown
 @backends.outside_graphs()
 def attention_weights(
     query: Array,
@@ -39,6 +40,7 @@ def attention_weights(
     normalizer: Any = "softmax",
     query_index: Any = None,
     key_index: Any = None,
+    **unknown: Never,
 ) -> Array:
     """Attention weights of some queries and keys, exactly: normalised over all unmasked keys, then the block.
 
@@ -64,6 +66,7 @@ def attention_weights(
     >>> ats.attention_weights(np.zeros((3, 2)), np.ones((4, 2)), query_index=-1, key_index=slice(0, 2))
     array([[0.25, 0.25]])
     """
+    reject_unknown(attention_weights, unknown)
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
     ops = backends.of({"query": query})
@@ -93,6 +96,7 @@ def attention_weights(
         return _from_canonical(block, ops.where(scores == NEG_INF, 0.0, weights))
 
 
+@hides_unknown
 @backends.outside_graphs()
 def attention_scores(
     query: Array,
@@ -106,6 +110,7 @@ def attention_scores(
     head_axis: int = -3,
     query_index: Any = None,
     key_index: Any = None,
+    **unknown: Never,
 ) -> Array:
     """Scores of some queries and keys before the softmax: with cap and bias, -inf where masked.
 
@@ -122,6 +127,7 @@ def attention_scores(
     array([[  2.,   2., -inf],
            [  2.,   2., -inf]])
     """
+    reject_unknown(attention_scores, unknown)
     with backends.of({"query": query}).numeric_scope():
         problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
         problem = sliced(sliced(problem, query_index, None), None, key_index)

@@ -34,7 +34,7 @@ class CallArguments(NamedTuple):
     seed: Any
 
 
-# What to write for arguments that other libraries have, or objects of this one; {} is the value.
+# What to write for arguments that other libraries have, or objects of this one; {} is the value, | parts two lines.
 _INSTEAD = {
     **dict.fromkeys(("scale", "scaling", "sm_scale", "softmax_scale"), "score=ats.ScaledDot({})"),
     **dict.fromkeys(("temperature", "T"), 'score=ats.Temperature("scaled_dot", {})'),
@@ -42,7 +42,7 @@ _INSTEAD = {
     "bandwidth": "score=ats.Gaussian({})",
     "is_causal": 'mask=ats.Causal(align="top_left")',
     **dict.fromkeys(("causal", "use_causal_mask"), "mask=ats.Causal()"),
-    **dict.fromkeys(("attn_mask", "attention_mask"), "mask={} if it is boolean, bias={} if it is added to the scores"),
+    **dict.fromkeys(("attn_mask", "attention_mask"), "mask={} if it is boolean|bias={} if it is added to the scores"),
     "key_padding_mask": "mask=ats.KeyPadding.from_ignore({})",
     **dict.fromkeys(("window", "window_size", "sliding_window"), "mask=ats.SlidingWindow(left={} - 1, right=0)"),
     **dict.fromkeys(("lens", "lengths", "key_lens", "seq_lens"), "valid_lens={}"),
@@ -51,10 +51,13 @@ _INSTEAD = {
 
 def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
     """Raise UnknownArgument for arguments that a function does not have, in Python's words and with what to write."""
+    if not unknown:
+        return
     name, x = next(iter(unknown.items()))
     names = [*inspect.signature(function).parameters]
-    if name in _INSTEAD:
-        written = _INSTEAD[name].replace("{}", repr(x) if isinstance(x, (int, float)) else name)
+    lines = [line for line in _INSTEAD.get(name, "").split("|") if line.partition("=")[0] in names]
+    if lines:
+        written = ", ".join(lines).replace("{}", repr(x) if isinstance(x, (int, float)) else name)
         hint = "leave it out" if x is None or x is False else written
     else:
         hint = did_you_mean(name, names) or f"it takes {', '.join(names)}"

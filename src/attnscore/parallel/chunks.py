@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import numpy as np
 
 from attnscore import backends, kernels
 from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base import thresholds
-from attnscore.base.arguments import check_count, is_number, shown
+from attnscore.base.arguments import check_count, hides_unknown, is_number, reject_unknown, shown
 from attnscore.base.layout import AxisLayout, check_bias_shape
 from attnscore.errors import ArgumentError, FrameworkError, message
 from attnscore.masks import Mask, as_mask
@@ -34,6 +34,7 @@ from attnscore.problem.problem import Problem, build_problem, check_arrays, chec
 from attnscore.problem.statistics import COUNTED, AttentionStats, in_whole, joinable
 
 
+@hides_unknown
 def attend_chunks(
     query: Array,
     key: Any,
@@ -49,6 +50,7 @@ def attend_chunks(
     head_axis: int = -3,
     kernel: str = "auto",
     return_stats: bool | tuple[str, ...] = False,
+    **unknown: Never,
 ) -> Any:
     """`attend` with keys and values that are larger than memory: read once, in order, one chunk of keys at a time.
 
@@ -89,6 +91,7 @@ def attend_chunks(
     8 of 8
     array([[3.5]])
     """
+    reject_unknown(attend_chunks, unknown)
     ops = backends.of({"query": query})
     files = {"key": key, "value": value}
     for name, x in files.items():

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax.numpy as jnp
 from jax import Array
 
+from attnscore.base.arguments import hides_unknown, reject_unknown
 from attnscore.base.layout import ScoreShape, check_bias_shape
 from attnscore.errors import ArgumentError, message
 from attnscore.parallel.explanation import ParallelExplanation
@@ -30,6 +31,7 @@ from attnscore.problem.results import present
 __all__ = ["attend", "explain", "gather_rows", "join_rows", "merge_over", "split_rows"]
 
 
+@hides_unknown
 def attend(
     query: Array,
     key: Any,
@@ -51,6 +53,7 @@ def attend(
     normalizer: Any = "softmax",
     kernel: str = "auto",
     return_stats: bool | tuple[str, ...] = False,
+    **unknown: Never,
 ) -> Any:
     """Attention pooling over a sequence of which each device of a mesh axis holds some rows, inside ``jax.shard_map``.
 
@@ -104,6 +107,7 @@ def attend(
     >>> bool(jnp.allclose(out, ats.attend(x, x, x, mask=ats.Causal()), atol=1e-5))
     True
     """
+    reject_unknown(attend, unknown)
     options = Options(
         queries=queries, keys=keys, mode=mode, memory=memory, score=score, mask=mask, valid_lens=valid_lens, bias=bias,
         sink=sink, dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer, kernel=kernel,

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from attnscore import backends, scores
 from attnscore.analysis.functional import merge
-from attnscore.base.arguments import check_flag, shown
+from attnscore.base.arguments import check_flag, hides_unknown, reject_unknown, shown
 from attnscore.base.layout import ScoreShape, check_bias_shape
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.masks import Mask
@@ -47,6 +47,7 @@ from attnscore.scores.base import scores_in, with_arrays
 __all__ = ["attend", "explain", "gather_rows", "merge_over"]
 
 
+@hides_unknown
 def attend(
     query: Tensor,
     key: Tensor,
@@ -71,6 +72,7 @@ def attend(
     normalizer: Any = "softmax",
     kernel: str = "auto",
     return_stats: bool | tuple[str, ...] = False,
+    **unknown: Never,
 ) -> Any:
     """Attention pooling over a sequence of which each rank of a group holds some rows: the call of all ranks together.
 
@@ -130,6 +132,7 @@ def attend(
         x = shards[rank].take(whole)
         out = attend(x, x, x, group=None, queries=shards, mask=ats.Causal())
     """
+    reject_unknown(attend, unknown)
     options = Options(
         queries=queries, keys=keys, mode=mode, gradient=gradient, memory=memory, score=score, mask=mask,
         valid_lens=valid_lens, bias=bias, sink=sink, dropout=dropout, seed=seed, head_axis=head_axis,
