@@ -221,6 +221,18 @@ WRONG_NUMBERS: dict[str, tuple[Callable[[], Any], str]] = {
     "cap 0": (lambda: ats.SoftCap("dot", 0), "cap: expected a finite number above 0, got 0"),
     "T 0": (lambda: ats.Temperature("dot", 0), "T: expected a finite number above 0, got 0"),
     "T of float32": (lambda: ats.Temperature("dot", np.float32(-1)), "T: expected a finite number above 0, got"),
+    "slope NaN": (
+        lambda: ats.Additive(np.ones(3), negative_slope=math.nan),
+        "negative_slope: expected a number (finite), got nan",
+    ),
+    "slope infinite": (
+        lambda: ats.Additive(np.ones(3), activation="leaky_relu", negative_slope=math.inf),
+        "negative_slope: expected a number (finite), got inf",
+    ),
+    "activation misspelt": (
+        lambda: ats.Additive(np.ones(3), activation="tahn"),
+        "got 'tahn'. Hint: did you mean 'tanh'?",
+    ),
     "weight NaN": (lambda: ats.Dot() * math.nan, "weights[0]: expected a number (finite), got nan"),
 }
 

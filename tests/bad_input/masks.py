@@ -140,6 +140,12 @@ _ALIGNMENT = (
         lambda x: x.attend(mask=ats.Causal("upper_left")),
     ),
     case(
+        "a misspelt alignment",
+        MaskError,
+        "align|'top_left'|got 'bottom-rigth'|Hint: did you mean 'bottom_right'?",
+        lambda x: x.attend(mask=ats.SlidingWindow(2, align="bottom-rigth")),
+    ),
+    case(
         "alignment and offset",
         MaskError,
         "Causal|align or offset, not both|align=",

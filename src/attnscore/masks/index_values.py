@@ -10,7 +10,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
-from attnscore.base.arguments import is_whole, shown
+from attnscore.base.arguments import did_you_mean, is_whole, shown
 from attnscore.base.layout import ScoreShape, entries_of, is_unknown
 from attnscore.errors import MaskError, message
 from attnscore.masks.intervals import HostArray
@@ -117,8 +117,10 @@ def window_ends(centre: Array, left: int | None, right: int | None) -> tuple[Arr
 
 def check_align(align: Any) -> None:
     """Raise MaskError unless `align` is one of the alignments, or None."""
-    if align is not None and not (isinstance(align, str) and align in ("top_left", "bottom_right")):
-        raise MaskError(message("align", "'top_left', 'bottom_right' or None", shown(align)))
+    names = ("top_left", "bottom_right")
+    if align is not None and not (isinstance(align, str) and align in names):
+        hint = did_you_mean(align, names)
+        raise MaskError(message("align", "'top_left', 'bottom_right' or None", shown(align), hint=hint))
 
 
 def check_widths(left: Any, right: Any) -> None:

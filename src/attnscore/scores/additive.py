@@ -53,6 +53,10 @@ class Additive(Score):
     activation: str = "tanh"
     negative_slope: float = 0.01
 
+    def __post_init__(self) -> None:
+        activation(self.activation, self.negative_slope)
+        check_number("negative_slope", self.negative_slope)
+
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         a, b = self._sides(ops, query, key)
         hidden = activation(self.activation, self.negative_slope).value(
@@ -86,8 +90,6 @@ class Additive(Score):
         return projected, dataclasses.replace(self, W_k=None)
 
     def check(self, dim: int, key_dim: int) -> None:
-        activation(self.activation, self.negative_slope)
-        check_number("negative_slope", self.negative_slope)
         fields = {name: getattr(self, name) for name in ("w_v", "W_q", "W_k", "bias")}
         if not backends.is_array(self.w_v) or len(self.w_v.shape) == 0:
             got = tuple(self.w_v.shape) if hasattr(self.w_v, "shape") else type(self.w_v).__name__
