@@ -44,7 +44,8 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         "wrapped",
         lambda: MultiHeadAttention(8, 2, score=ats.SoftCap("sum", 2.0)),
         ats.ArgumentError,
-        "score: expected one of dot, .*, got 'sum'",
+        r"score: expected one of dot, .*, got 'sum'. Hint: these names have parameters in the layer; any other score "
+        r"is an object, such as attnscore.Sum\(\)$",
     ),
     (
         "a class",

@@ -21,7 +21,8 @@ _WHICH = (
         case(
             f"{name!r} by name",
             ArgumentError,
-            f"score|one of|{_NAMES}|got {name!r}|Hint: a score with parameters is an object: score=ats.{made}",
+            f"score|one of|{_NAMES}|got {name!r}|"
+            f"Hint: outside of layers, a score with parameters is an object: score=ats.{made}",
             lambda x, name=name: x.attend(score=name),
         )
         for name, made in (

@@ -160,10 +160,11 @@ def check_flag(name: str, x: Any) -> bool:
     return bool(x)
 
 
-def check_choice(name: str, x: Any, choices: Sequence[str]) -> str:
-    """Return one of the names in `choices`."""
+def check_choice(name: str, x: Any, choices: Sequence[str], *, hint: str | None = None) -> str:
+    """Return one of the names in `choices`; `hint` is the one where `x` is like none of them."""
     if not isinstance(x, str) or x not in choices:
-        raise ArgumentError(message(name, "one of " + ", ".join(choices), shown(x), hint=did_you_mean(x, choices)))
+        hint = did_you_mean(x, choices) or hint
+        raise ArgumentError(message(name, "one of " + ", ".join(choices), shown(x), hint=hint))
     return x
 
 

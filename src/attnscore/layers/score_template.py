@@ -42,7 +42,8 @@ def _names_in(score: Any, known: Sequence[str]) -> Iterator[str]:
         for term in score.scores:
             yield from _names_in(term, known)
     elif isinstance(score, type) or not callable(getattr(score, "tile", None)):
-        yield check_choice("score", score, known)
+        hint = "these names have parameters in the layer; any other score is an object, such as attnscore.Sum()"
+        yield check_choice("score", score, known, hint=hint)
 
 
 def arrays_in(score: Any) -> dict[str, np.ndarray[Any, Any]]:

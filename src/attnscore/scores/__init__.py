@@ -142,7 +142,8 @@ def _from_name(name: str) -> Any:
     """Return a new score of the class or function registered under `name`; raise ArgumentError when there is none."""
     if name not in _TABLE:
         call = _CALLS.get(closest(name, (*_TABLE, *_CALLS)) or "")
-        hint = f"a score with parameters is an object: score=ats.{call}" if call else did_you_mean(name, _TABLE)
+        made = f"outside of layers, a score with parameters is an object: score=ats.{call}"
+        hint = made if call else did_you_mean(name, _TABLE)
         raise ArgumentError(message("score", "one of " + ", ".join(_TABLE), shown(name), hint=hint))
     try:
         return _TABLE[name]()
