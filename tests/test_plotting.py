@@ -480,6 +480,19 @@ def test_key_mass_names_the_heaviest_and_keeps_one_key_among_many_visible():
     assert not overlapping(figure)
 
 
+@pytest.mark.parametrize("logarithmic", [True, False])
+def test_bars_of_the_heaviest_keys_have_the_scale_of_the_line(logarithmic):
+    mass = np.array([20_000.0, 6.0, 0.2, 5.0, 0.1])
+    figure = show_key_mass(mass, heaviest=3, logarithmic=logarithmic)
+    line, bars = figure.axes
+    assert bars.get_xscale() == line.get_yscale() == ("log" if logarithmic else "linear")
+    assert bars.get_xlim()[0] == line.get_ylim()[0]
+    assert bars.get_xlabel() == ("log scale" if logarithmic else "")
+    figure.canvas.draw()
+    lengths = [bar.get_window_extent().width / bars.get_window_extent().width for bar in bars.patches]
+    assert (min(lengths) > 0.2) == logarithmic and lengths == sorted(lengths, reverse=True)
+
+
 @pytest.mark.parametrize("mass", [[np.inf, 1.0, 2.0], [np.inf] * 3, [np.inf, *np.ones(3000), np.nan]])
 @pytest.mark.parametrize("logarithmic", [True, False])
 def test_an_infinite_key_mass_sets_no_limits(mass, logarithmic):

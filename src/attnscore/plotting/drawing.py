@@ -457,7 +457,16 @@ def draw_key_mass(
     line, bars = axes
     groups = heaviest_keys(mass, heaviest)
     _draw_mass(line, mass, np.array([keys[0] for keys in groups if len(keys) == 1], np.int64), logarithmic=logarithmic)
-    _draw_heaviest(bars, mass, groups, tokens)
+    _draw_heaviest(bars, mass, groups, tokens, logarithmic=logarithmic)
+
+
+def _decades(mass: Matrix) -> Limits:
+    """Return the limits of a logarithmic axis of these masses; (0, 0) where none of them has a logarithm."""
+    drawn = mass[(mass > 0) & np.isfinite(mass)]
+    if not drawn.size:
+        return 0.0, 0.0
+    # Masked keys have no logarithm: the axis begins a little below the smallest mass above 0.
+    return max(float(drawn.min()), float(drawn.max()) * 1e-6) / 1.5, 2 * float(drawn.max())
 
 
 def _draw_mass(axis: Axes, mass: Matrix, marked: Indices, *, logarithmic: bool) -> None:
@@ -474,12 +483,10 @@ def _draw_mass(axis: Axes, mass: Matrix, marked: Indices, *, logarithmic: bool) 
             axis.stairs(largest, edges, baseline=mean, fill=True, color=_BAND, linewidth=0, label="down to its mean")
             legend(axis, loc="upper right")
         axis.plot(marked + 0.5, mass[marked], "o", color=RED, markersize=3.5, clip_on=False)
-    drawn = mass[(mass > 0) & np.isfinite(mass)]
-    if logarithmic and drawn.size:
-        # Masked keys have no logarithm: the axis ends a little below the smallest mass above 0.
-        low, high = drawn.min(), drawn.max()
+    low, high = _decades(mass)
+    if logarithmic and low:
         axis.set_yscale("log")
-        axis.set_ylim(max(low, high * 1e-6) / 1.5, high * 2)
+        axis.set_ylim(low, high)
     else:
         axis.set_ylim(bottom=0)
     axis.set_xlim(0, max(1, length))
@@ -487,7 +494,7 @@ def _draw_mass(axis: Axes, mass: Matrix, marked: Indices, *, logarithmic: bool) 
     _count_tokens(axis.xaxis)
 
 
-def _draw_heaviest(axis: Axes, mass: Matrix, groups: list[Indices], tokens: Tokens) -> None:
+def _draw_heaviest(axis: Axes, mass: Matrix, groups: list[Indices], tokens: Tokens, *, logarithmic: bool) -> None:
     """Draw the heaviest keys as bars, the heaviest on top, with their number, their token and their mass."""
     masses = np.array([mass[keys[0]] for keys in groups])
     high = float(masses.max(initial=0.0, where=np.isfinite(masses))) or 1.0
@@ -496,9 +503,16 @@ def _draw_heaviest(axis: Axes, mass: Matrix, groups: list[Indices], tokens: Toke
     bars = axis.barh(range(len(groups)), widths, color=RED, height=0.7)
     axis.set_yticks(range(len(groups)), [_key_name(keys, tokens) for keys in groups], **LITERAL)
     axis.set_ylim(max(1, len(groups)) - 0.4, -0.6)
-    axis.set_xlim(0, 1.45 * high)
+    low, _ = _decades(mass)
+    if logarithmic and low:
+        # One key often has a thousand times the mass of the next: on a linear axis its bar alone would be seen.
+        axis.set_xscale("log")
+        axis.set_xlim(low, high * (high / low) ** 0.45)
+    else:
+        axis.set_xlim(0, 1.45 * high)
     axis.bar_label(bars, [f" {short_number(float(of_key), 3)}" for of_key in masses], fontsize=7)
     axis.set_xticks([])
+    axis.minorticks_off()
     frame(axis)
     axis.spines[["top", "right", "bottom"]].set_visible(False)
 

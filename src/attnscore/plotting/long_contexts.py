@@ -166,8 +166,10 @@ def show_key_mass(
     axes = figure.subplots(count, 2, squeeze=False, width_ratios=(3, 1))
     for place, (pair, masses) in enumerate(zip(axes, panels, strict=False)):
         drawing.draw_key_mass(pair, masses, heaviest, tokens, logarithmic=logarithmic)
-        drawing.label(pair[0], titles[place] if titles else "", "keys" if place + 1 == count else "", _RECEIVED)
-        drawing.label(pair[1], "heaviest keys" if place == 0 else "")
+        is_last = place + 1 == count
+        drawing.label(pair[0], titles[place] if titles else "", "keys" if is_last else "", _RECEIVED)
+        scale = "log scale" if logarithmic and is_last else ""
+        drawing.label(pair[1], "heaviest keys" if place == 0 else "", scale)
     return figure
 
 
@@ -382,7 +384,7 @@ def show_long_attention(
     _draw_block(figure, near, exact, whole, queries, keys, cmap)
     drawing.draw_key_mass((line, bars), mass, _NAMED_KEYS, tokens)
     drawing.label(line, "", "keys", _RECEIVED)
-    drawing.label(bars, "heaviest keys")
+    drawing.label(bars, "heaviest keys", "log scale")
     dots = drawing.draw_points(points, weights, index, rows, lengths, cmap)
     strongest = f"{index.shape[1]} strongest keys of {len(rows)} queries"
     drawing.label(points, f"{strongest},\nties left out" if has_ties else strongest, "keys", "queries", title_points=9)
