@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench.reports import overview_rows, rows_of_kind
+from bench.reports import OVERVIEW, overview_rows, rows_of_kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,21 +79,28 @@ _SHADES = ("#b2182b", "#2166ac", "#4d9221", "#762a83", "#e08214", _LINE)
 
 
 def overview(documents: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Draw the rows of the page of all machines on a logarithmic axis, one mark for each machine."""
+    """Draw the rows of the page of all machines by their groups, on a logarithmic axis, one mark for each machine."""
     from matplotlib.figure import Figure
 
     rows = overview_rows(documents)
-    figure = Figure(figsize=(9, 0.6 + 0.36 * len(rows)), layout="constrained")
+    heights, names = _lines_of_groups()
+    figure = Figure(figsize=(9, 0.6 + 0.33 * (heights[-1] + 1)), layout="constrained")
     axis = figure.subplots()
     for place, (name, mark, colour) in enumerate(zip(documents, _MARKS, _SHADES, strict=False)):
         # Machines one below the other: equal ratios do not hide one another.
         offset = 0.16 * (place - (len(documents) - 1) / 2)
-        points = [(ratio, y + offset) for y, row in enumerate(rows) if (ratio := row[2][place]) is not None]
+        ratios = [row[2][place] for row in rows]
+        points = [(ratio, y + offset) for y, ratio in zip(heights, ratios, strict=True) if ratio is not None]
         axis.plot(*zip(*points, strict=True), mark, color=colour, markersize=5, alpha=0.85, label=name)
     axis.axvline(1, color=_LINE, linewidth=1.2)
     axis.set(xscale="log", xlabel="times as fast as the baseline, 2 threads")
-    axis.set_yticks(range(len(rows)), [f"{what}  |  {against}" for what, against, _ in rows], fontsize=9)
-    axis.invert_yaxis()
+    # The longest labels take two lines, which leaves the width to the ratios.
+    labels = [(" |\n" if len(what + against) > 76 else "  |  ").join((what, against)) for what, against, _ in rows]
+    axis.set_yticks(heights, labels, fontsize=9)
+    style: dict[str, Any] = {"fontsize": 9, "fontweight": "bold", "ha": "right", "va": "center"}
+    for name, y in names.items():
+        axis.text(-0.02, y, name, transform=axis.get_yaxis_transform(), **style)
+    axis.set_ylim(heights[-1] + 0.8, -0.8)
     low, high = axis.get_xlim()
     axis.set_xticks([tick for tick in _TICKS if low <= tick <= high], minor=False)
     axis.minorticks_off()
@@ -103,3 +110,13 @@ def overview(documents: Mapping[str, Mapping[str, Any]]) -> Figure:
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="lower right", frameon=False, fontsize=8)
     return figure
+
+
+def _lines_of_groups() -> tuple[list[int], dict[str, int]]:
+    """Return the line of each row and of each group's name, which stands above the rows of the group."""
+    heights: list[int] = []
+    names: dict[str, int] = {}
+    for group, members in OVERVIEW.items():
+        names[group] = len(heights) + len(names)
+        heights += range(names[group] + 1, names[group] + 1 + len(members))
+    return heights, names

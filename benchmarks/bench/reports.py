@@ -20,27 +20,35 @@ Cells = Sequence[str]
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
-# Calls on the page of all machines, on two threads: case, baseline, description.
-OVERVIEW = (
-    ("dot", "sdpa", "scaled dot, forward"),
-    ("dot", "onnxruntime", "scaled dot, forward"),
-    ("dot-backward", "sdpa", "scaled dot, forward + backward"),
-    ("dot-bfloat16", "sdpa", "scaled dot, bfloat16, forward"),
-    ("causal", "sdpa", "causal, forward"),
-    ("padded", "sdpa", "half the keys padded, forward"),
-    ("window", "sdpa-blocks", "window of 256 in 8192 tokens, forward"),
-    ("window", "sdpa", "window of 256 in 8192 tokens, forward"),
-    ("decoding", "sdpa", "1 query, 32768 keys"),
-    ("additive", "naive", "additive, 512 tokens, h 256, forward"),
-    ("additive", "compile", "additive, 512 tokens, h 256, forward"),
-    ("additive-backward", "naive", "additive, 512 tokens, h 256, forward + backward"),
-    ("additive-long", "sdpa", "additive against scaled dot, h 64, forward"),
-    ("numpy", "numpy", "scaled dot from NumPy, forward"),
-    ("jax", "jax", "scaled dot from JAX, jit, forward"),
-    ("jax", "xla", "scaled dot from JAX, jit, forward"),
-    ("tensorflow-graph", "tensorflow", "scaled dot from tf.function, forward"),
-    ("tiny", "sdpa", "a tiny call, forward"),
-)
+# Calls on the page of all machines, on two threads, by the groups of its picture: case, baseline, description.
+OVERVIEW = {
+    "Scaled dot product from PyTorch": (
+        ("dot", "sdpa", "scaled dot, forward"),
+        ("dot", "onnxruntime", "scaled dot, forward"),
+        ("dot-backward", "sdpa", "scaled dot, forward + backward"),
+        ("dot-bfloat16", "sdpa", "scaled dot, bfloat16, forward"),
+        ("decoding", "sdpa", "1 query, 32768 keys"),
+        ("tiny", "sdpa", "a tiny call, forward"),
+    ),
+    "Masks": (
+        ("causal", "sdpa", "causal, forward"),
+        ("padded", "sdpa", "half the keys padded, forward"),
+        ("window", "sdpa-blocks", "window of 256 in 8192 tokens, forward"),
+        ("window", "sdpa", "window of 256 in 8192 tokens, dense mask in torch, forward"),
+    ),
+    "Additive scores": (
+        ("additive", "naive", "additive, 512 tokens, h 256, forward"),
+        ("additive", "compile", "additive, 512 tokens, h 256, forward"),
+        ("additive-backward", "naive", "additive, 512 tokens, h 256, forward + backward"),
+        ("additive-long", "sdpa", "additive against scaled dot, h 64, forward"),
+    ),
+    "Other frameworks": (
+        ("numpy", "numpy", "scaled dot from NumPy, forward"),
+        ("jax", "jax", "scaled dot from JAX, jit, forward"),
+        ("jax", "xla", "scaled dot from JAX, jit, forward"),
+        ("tensorflow-graph", "tensorflow", "scaled dot from tf.function, forward"),
+    ),
+}
 
 
 def screen_tables(document: Row) -> Iterator[tuple[str, Cells, list[Cells]]]:
@@ -296,7 +304,8 @@ def overview_rows(documents: Mapping[str, Row], threads: int = 2) -> list[tuple[
     """Return (case, baseline, times as fast on each machine) of the rows of `OVERVIEW`; None: not measured there."""
     return [
         (what, _title(baseline), [_ratio_of(x, case, baseline, threads) for x in documents.values()])
-        for case, baseline, what in OVERVIEW
+        for rows in OVERVIEW.values()
+        for case, baseline, what in rows
     ]
 
 
