@@ -28,7 +28,8 @@ OVERVIEW = {
         ("dot-backward", "sdpa", "scaled dot, forward + backward"),
         ("dot-bfloat16", "sdpa", "scaled dot, bfloat16, forward"),
         ("decoding", "sdpa", "1 query, 32768 keys"),
-        ("tiny", "sdpa", "a tiny call, forward"),
+        ("tiny", "sdpa", "a tiny call, (2, 8, 16, 64), forward"),
+        ("tiny-backward", "sdpa", "a tiny call, (2, 8, 16, 64), forward + backward"),
     ),
     "Masks": (
         ("causal", "sdpa", "causal, forward"),
