@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -50,18 +51,23 @@ def efficiency() -> Figure:
     figure = Figure(figsize=(8, 4.8))
     figure.suptitle("Part of the time that ranks compute: ring is ahead for one sequence, gather for documents")
     axes = figure.subplots(2, 3, sharex=True, sharey=True)
+    most, line = SIZES["kv_heads"], {"marker": "o", "markersize": 4}
+    # Hollow, around the dots of the others, which would hide its one dot.
+    diamond = {"marker": "D", "markersize": 10, "markerfacecolor": "none", "markeredgewidth": 1.8, "linestyle": "none"}
+    styles: dict[str, dict[str, Any]] = {"gather": line, "ring": line, "heads": diamond}
     for row, (name, title) in zip(axes, MASKS.items(), strict=True):
         for axis, millions in zip(row, (1, 10, 100), strict=True):
             for mode, colour in COLOURS.items():
                 simulations = [(int(ranks), predicted(name, millions, int(ranks), mode)) for ranks in RANKS]
                 points = [(ranks, x.efficiency) for ranks, x in simulations if x is not None]
-                axis.plot(*zip(*points, strict=True), "o-", color=colour, label=mode, markersize=4, clip_on=False)
+                label = f"heads: {most} KV heads, so {most} ranks at most" if mode == "heads" else mode
+                axis.plot(*zip(*points, strict=True), label=label, **styles[mode], color=colour, clip_on=False)
             axis.set_xscale("log", base=2)
             style_lines(axis, f"{millions}M tokens", "ranks", f"{title}\nefficiency")
             axis.label_outer()
             axis.set_ylim(0, 1.02)
             axis.set_xticks(RANKS[::2], [str(ranks) for ranks in RANKS[::2]])
-    axes[0, 1].legend(loc="lower left")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
