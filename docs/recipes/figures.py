@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.colors import TwoSlopeNorm
+from matplotlib.colors import SymLogNorm, TwoSlopeNorm
 from matplotlib.figure import Figure
 
 import attnscore as ats
@@ -173,15 +173,19 @@ def gatv2(page: Any) -> Figure:
 def differential(page: Any) -> Figure:
     """Weights of 8 queries on 64 keys, plain and subtracted, on one diverging scale, and the needle's shares."""
     figure, (*axes, bars) = panels(3, height=2.6, width_ratios=(3, 3, 1.3))
-    for axis, (name, weights) in zip(axes, page.maps.items(), strict=True):
-        # Weights beyond the scale have its darkest colour.
-        image = axis.imshow(weights[:8, :64], cmap="RdBu_r", vmin=-0.1, vmax=0.1, aspect="auto", interpolation="none")
+    drawn = {name: weights[:8, :64] for name, weights in page.maps.items()}
+    largest = max(float(weights.abs().max()) for weights in drawn.values())
+    # Linear up to 0.02, logarithmic beyond: a linear scale up to the largest weight would leave all others white.
+    norm = SymLogNorm(0.02, vmin=-largest, vmax=largest)
+    for axis, (name, weights) in zip(axes, drawn.items(), strict=True):
+        image = axis.imshow(weights, cmap="RdBu_r", norm=norm, aspect="auto", interpolation="none")
         axis.plot(8 * np.arange(8), np.arange(8), "o", color=BLUE, markerfacecolor="none", markersize=9)
         axis.set(title=name, xlabel="key j")
     axes[0].set_ylabel("query i")
-    figure.colorbar(image, ax=axes, label="weight", extend="both")
-    drawn = bars.bar(list(page.shares), list(page.shares.values()), color=(RED, BLUE), width=0.6)
-    bars.bar_label(drawn, [f"{share:.0%}" for share in page.shares.values()])
+    ticks = (-0.1, -0.02, 0, 0.02, 0.1)
+    figure.colorbar(image, ax=axes, label="weight (log beyond ±0.02)", ticks=ticks, format="{x:g}")
+    columns = bars.bar(list(page.shares), list(page.shares.values()), color=(RED, BLUE), width=0.6)
+    bars.bar_label(columns, [f"{share:.0%}" for share in page.shares.values()])
     style_lines(bars, "On the needle", "")
     bars.set_yticks([])
     bars.margins(y=0.15)
