@@ -34,13 +34,13 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Leave padded keys out however few they are; yields how many rows each projection was applied to."""
     found: list[int] = []
 
-    def over_rows(ops: Any, x: Any, rows: Any, project: Any) -> Any:
+    def project_rows(ops: Any, x: Any, rows: Any, project: Any) -> Any:
         found.append(len(rows))
-        return padding.over_rows(ops, x, rows, project)
+        return padding.project_rows(ops, x, rows, project)
 
     monkeypatch.setattr(thresholds, "UNPADDING", -1)
     monkeypatch.setattr(thresholds, "UNPADDING_A_NUMBER", 0)
-    monkeypatch.setattr(layers, "over_rows", over_rows)
+    monkeypatch.setattr(layers, "project_rows", project_rows)
     monkeypatch.setattr(layers, "_CHECKED", type(layers._CHECKED)(256))
     yield found
 
@@ -322,9 +322,9 @@ def test_lengths_out_of_range_raise(lens: list[int]) -> None:
 def test_few_or_short_keys_are_projected_with_their_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     ops, lens = layers._OPS, torch.tensor([2, 5])
     monkeypatch.undo()
-    assert not padding.may_save(ops, torch.zeros(2, 10, 64), 64)
+    assert not padding.may_save_time(ops, torch.zeros(2, 10, 64), 64)
     large = torch.zeros(64, 32, 256)
-    assert padding.may_save(ops, large, 256)
+    assert padding.may_save_time(ops, large, 256)
     assert padding.real_rows(ops, large, torch.full((64,), 32), 256) is None
     assert padding.real_rows(ops, large, torch.full((64,), 31), 256) is None
     rows = padding.real_rows(ops, large, torch.arange(64) % 33, 256)

@@ -49,11 +49,11 @@ def test_padded_keys_are_not_projected(framework: str, dtype: str, name: str, mo
     """A planned call whose keys are projected, which a bilinear score does where there are more queries."""
     packed: list[int] = []
 
-    def over_rows(ops: Any, x: Any, rows: Any, project: Any) -> Any:
+    def project_rows(ops: Any, x: Any, rows: Any, project: Any) -> Any:
         packed.append(len(rows))
-        return padding.over_rows(ops, x, rows, project)
+        return padding.project_rows(ops, x, rows, project)
 
-    monkeypatch.setattr(lowered, "over_rows", over_rows)
+    monkeypatch.setattr(lowered, "project_rows", project_rows)
     torch.manual_seed(0)
     inputs = [torch.randn(3, n, 5, dtype=torch.float64) for n in (9, 4, 4)]
     parameters = [torch.randn(5, 5, dtype=torch.float64) for _ in range(2)]

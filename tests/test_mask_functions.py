@@ -96,7 +96,7 @@ def test_what_torch_alone_understands() -> None:
         ats.attend(*given, mask=mask) for mask in (ats.MaskFunction(mask_mod), ats.Causal() & ats.Documents(ids))
     )
     torch.testing.assert_close(out, wanted)
-    assert ats.explain(*given, mask=ats.MaskFunction(mask_mod)).plan.rest is None
+    assert ats.explain(*given, mask=ats.MaskFunction(mask_mod)).plan.remaining_mask is None
 
 
 def test_a_number_or_fewer_axes_will_do() -> None:

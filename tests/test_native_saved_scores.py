@@ -83,7 +83,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def old_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is not cleared holds NaN."""
-    aligned = marshalling.aligned
+    aligned = marshalling.allocate_aligned
 
     def dirty(make: Any, shape: Any, dtype: str) -> np.ndarray:
         x = aligned(make, shape, dtype)
@@ -92,7 +92,7 @@ def old_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return x
 
     for module in (in_memory, native_plan):
-        monkeypatch.setattr(module, "aligned", dirty)
+        monkeypatch.setattr(module, "allocate_aligned", dirty)
 
 
 def inputs(dtype: str = "f8") -> list[np.ndarray]:

@@ -113,8 +113,8 @@ def test_a_small_call_in_half_precision(dtype: str, ran: list[str], monkeypatch:
 def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Forms of the distances that were traced as products, however small."""
     forms: list[Any] = []
-    original = formula._as_product
-    monkeypatch.setattr(formula, "_as_product", lambda ops, form: (forms.append(form), original(ops, form))[1])
+    original = formula._by_expanded_square
+    monkeypatch.setattr(formula, "_by_expanded_square", lambda ops, form: (forms.append(form), original(ops, form))[1])
     monkeypatch.setattr(thresholds, "ONE_TILE_DISTANCE", (0, 2**20))
     return forms
 
@@ -163,7 +163,7 @@ def test_the_largest_norm_decides_whether_a_distance_is_a_product() -> None:
 
     def is_exact(query: float, key: float, scale: Any = 0.5) -> bool:
         x = tf.reshape(tf.constant([1.0, query, 2.0, 1.0, key, 3.0]), (2, 1, 1, 3, 1))
-        return bool(formula._as_product(ops, DistanceForm(x[:1], x[1:], scale))[1])
+        return bool(formula._by_expanded_square(ops, DistanceForm(x[:1], x[1:], scale))[1])
 
     limit = gaussian.INNER_LIMIT
     assert is_exact(5.6, -5.6) and is_exact(5.6, 5.6, tf.constant([[0.5]]))

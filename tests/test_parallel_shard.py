@@ -15,8 +15,8 @@ from attnscore.backends.jax import ffi
 from attnscore.errors import ArgumentError, ShapeError
 from attnscore.parallel import Shard, balanced_shards, consecutive_shards, exchange, shard_mask
 from attnscore.parallel.jax import join_rows, split_rows
-from attnscore.parallel.shard import cut
-from attnscore.parallel.torch_modes import Gather, without
+from attnscore.parallel.shard import balanced_boundaries
+from attnscore.parallel.torch_modes import Gather, difference
 
 N, BATCH = 37, 2
 RNG = np.random.default_rng(0)
@@ -167,11 +167,11 @@ def test_what_a_rank_receives_it_has_room_for() -> None:
     shards = [Shard.head_tail(8, rank, 2) for rank in range(2)]
     plan = exchange(mask, shards, shards)
     for rank, other in ((0, 1), (1, 0)):
-        ranks = SimpleNamespace(rank=rank, others=[other])
+        ranks = SimpleNamespace(rank=rank, peers=[other])
         call = SimpleNamespace(plan=plan, ranks=ranks, queries=shards[rank], has_relative_bias=False)
         call.outer = Gather.outer.func(call)
         found = Gather.transfers.func(call)
-        assert not len(without(found.to_receive[other], found.needed))
+        assert not len(difference(found.to_receive[other], found.needed))
 
 
 def test_queries_that_attend_keys_of_another_rank() -> None:
@@ -210,7 +210,7 @@ def test_ranks_have_as_many_rows_where_few_have_pairs() -> None:
 def test_cuts_are_where_the_sums_are_nearest(ranks: int) -> None:
     loads = RNG.integers(0, 100, 40)
     sums = np.append(0, np.cumsum(loads))
-    edges = cut(loads, ranks)
+    edges = balanced_boundaries(loads, ranks)
     assert edges[0] == 0 and edges[-1] == 40
     for part, edge in enumerate(edges[1:-1], 1):
         distance = abs(sums - sums[-1] * part / ranks)

@@ -213,7 +213,7 @@ def test_the_ends_of_an_own_mask_skip_tiles(monkeypatch: pytest.MonkeyPatch) -> 
     arrays = [RNG.normal(size=(2, 2, n, 4)) for n in (37, 41, 41)]
     given = tf.function(lambda lens, *x: ats.attend(*x, mask=Blocks(lens) & ats.Causal(offset=4), kernel="native"))
     found = given(tf.constant([5, 40], tf.int32), *map(tf.constant, arrays))
-    assert plans[-1].rest is None and plans[-1].interval_set is not None
+    assert plans[-1].remaining_mask is None and plans[-1].interval_set is not None
     wanted = ats.attend(*arrays, mask=Blocks([5, 40]) & ats.Causal(offset=4), kernel="dense")
     np.testing.assert_allclose(found, wanted, atol=1e-12)
 

@@ -108,7 +108,7 @@ def test_patterns_become_intervals_where_they_are(name: str) -> None:
     made = attention_mask(2, 10, 10, mask_function=pattern, **options)
     x = torch.zeros(2, 1, 10, 2)
     explained = ats.explain(x, x, x, mask=made.structure)
-    assert explained.plan.interval_set is not None and explained.plan.rest is None
+    assert explained.plan.interval_set is not None and explained.plan.remaining_mask is None
     assert (explained.plan.interval_set.count > 1) == (name == "user-or")
 
 

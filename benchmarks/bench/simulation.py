@@ -23,7 +23,7 @@ from attnscore.masks import Mask
 from attnscore.masks.intervals import HostArray, IntervalSet
 from attnscore.parallel.explanation import RowBytes, bytes_sent, peak_memory
 from attnscore.parallel.schedule import MODES, Counts, Phase, Step, schedule, sent
-from attnscore.parallel.shard import Shard, cut, deal
+from attnscore.parallel.shard import Shard, assign_to_least_loaded, balanced_boundaries
 
 DIVISIONS: Final = ("contiguous", "head_tail", "consecutive", "balanced")
 # Products of a backward against those of a forward: five against two.
@@ -259,7 +259,9 @@ class _Grid:
     def query_owner(self) -> HostArray:
         """The rank that holds the queries of each cell."""
         return (
-            deal(self.pairs.astype(np.int64), self.ranks) if self.queries == "balanced" else self._owner(self.queries)
+            assign_to_least_loaded(self.pairs.astype(np.int64), self.ranks)
+            if self.queries == "balanced"
+            else self._owner(self.queries)
         )
 
     @cached_property
@@ -270,7 +272,7 @@ class _Grid:
     def _owner(self, division: str) -> HostArray:
         owner = np.empty(len(self.sizes), np.int64)
         if division == "consecutive":
-            return np.repeat(np.arange(self.ranks), np.diff(cut(self.pairs, self.ranks)))
+            return np.repeat(np.arange(self.ranks), np.diff(balanced_boundaries(self.pairs, self.ranks)))
         make = Shard.contiguous if division == "contiguous" else Shard.head_tail
         for rank in range(self.ranks):
             for start, stop in make(len(owner), rank, self.ranks).ranges:

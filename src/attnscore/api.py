@@ -117,7 +117,7 @@ def attend(
     signature = plans.signature(arguments, options)
     if signature is None:
         # Neither variables nor ragged arrays have a signature.
-        arguments = plans.with_held_arrays(arguments)
+        arguments = plans.with_variable_values(arguments)
         signature, (query, key, value, *_) = plans.signature(arguments, options), arguments
         if backends.of({"query": query}).ragged(query) is not None:
             return attend_ragged(

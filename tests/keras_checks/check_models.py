@@ -421,15 +421,15 @@ def test_variables_of_a_layer_of_the_users_own_learn() -> None:
     """Eagerly, in a model that is trained, and the values are those of the arrays that they hold."""
     layer = Learned()
     found = layer(X)
-    read = [backends.held(x) for x in (layer.query, layer.w_v, layer.bias, layer.sink)]
+    read = [backends.variable_value(x) for x in (layer.query, layer.w_v, layer.bias, layer.sink)]
     x = keras.ops.convert_to_tensor(X)
     wanted = ats.attend(read[0], x, x, score=ats.Additive(read[1]), bias=read[2], sink=read[3])
     close(backends.host(found), backends.host(wanted))
     model = keras.Sequential([layer, keras.layers.Flatten(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    before = [np.array(backends.host(backends.held(x))) for x in layer.trainable_variables]
+    before = [np.array(backends.host(backends.variable_value(x))) for x in layer.trainable_variables]
     model.fit(X, np.ones((2, 1)), epochs=1, verbose=0)
-    after = [np.array(backends.host(backends.held(x))) for x in layer.trainable_variables]
+    after = [np.array(backends.host(backends.variable_value(x))) for x in layer.trainable_variables]
     changed = [not np.array_equal(old, new) for old, new in zip(before, after, strict=True)]
     # A bias of all keys alike changes no weight.
     assert changed[0] and changed[1] and changed[3]

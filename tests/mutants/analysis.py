@@ -26,7 +26,7 @@ FAULTS: list[Fault] = [
     Fault(
         "maps-bias-on-the-tape",
         "src/attnscore/analysis/summaries.py",
-        "_detached",
+        "_detach",
         '("value", "bias", "sink")',
         '("value", "sink")',
         "tests/test_maps.py -k tape",

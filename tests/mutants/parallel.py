@@ -28,7 +28,7 @@ FAULTS: list[Fault] = [
     Fault(
         "shard-mask-other-keys",
         "src/attnscore/parallel/mask.py",
-        "_graph",
+        "_restrict_graph",
         "np.append(A, -1)[B] == C",
         "np.append(A, -1)[B] >= 0",
         "tests/test_parallel_shard.py",
@@ -46,7 +46,7 @@ FAULTS: list[Fault] = [
     Fault(
         "chunks-sink-in-each",
         "src/attnscore/parallel/chunks.py",
-        "attend_chunks.computed",
+        "attend_chunks.compute_chunk",
         "dataclasses.replace(A, sink=None)",
         "dataclasses.replace(A)",
         "tests/test_parallel_chunks.py",
@@ -55,7 +55,7 @@ FAULTS: list[Fault] = [
     Fault(
         "ranks-parameters-not-reduced",
         "src/attnscore/parallel/torch_ranks.py",
-        "summed_over_ranks.total",
+        "with_summed_gradient.all_reduce",
         "dist.all_reduce(A, group=B)",
         "dist.barrier(group=B)",
         _PROCESSES,
@@ -100,7 +100,7 @@ FAULTS: list[Fault] = [
     Fault(
         "ranks-seeds-of-their-own",
         "src/attnscore/parallel/torch.py",
-        "_planned",
+        "_plan_call",
         "A.seeds[0]",
         "A.seeds[ranks.rank]",
         _PROCESSES,

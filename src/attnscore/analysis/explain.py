@@ -92,7 +92,7 @@ def cost(
     }  # fmt: skip
     for name, size in sizes.items():
         check_count(name, size)
-    score = _resolved(score, dim, key_dim, num_hiddens)
+    score = _resolve_score(score, dim, key_dim, num_hiddens)
     scores.check(score, dim, key_dim)
     pairs = query_len * key_len
     score_operations = operations_of(score, query_len, key_len, dim, key_dim)
@@ -108,7 +108,7 @@ def cost(
     )
 
 
-def _resolved(score: Any, dim: int, key_dim: int, num_hiddens: int | None) -> Any:
+def _resolve_score(score: Any, dim: int, key_dim: int, num_hiddens: int | None) -> Any:
     """Return the score object; "additive" and "bilinear", names in this function alone, get arrays of these shapes."""
     by_name = isinstance(score, str) and scores.named(score) is None
     if num_hiddens is not None and not (by_name and score == "additive"):
@@ -118,15 +118,15 @@ def _resolved(score: Any, dim: int, key_dim: int, num_hiddens: int | None) -> An
         return scores.resolve(score)
     check_choice("score", score, (*scores.registered(), "additive", "bilinear"))
     if score == "bilinear":
-        return Bilinear(_shaped(dim, key_dim))
+        return Bilinear(_shape_only(dim, key_dim))
     if num_hiddens is None:
         expected = 'a whole number, 0 or more, for score="additive"'
         raise ArgumentError(message("num_hiddens", expected, None, hint="the h of W_q (h, dim), W_k (h, key_dim), w_v"))
     h = check_count("num_hiddens", num_hiddens)
-    return Additive(_shaped(h), _shaped(h, dim), _shaped(h, key_dim))
+    return Additive(_shape_only(h), _shape_only(h, dim), _shape_only(h, key_dim))
 
 
-def _shaped(*shape: int) -> Array:
+def _shape_only(*shape: int) -> Array:
     """Return an array of this shape that takes no memory: only its shape is read."""
     try:
         return np.broadcast_to(np.int8(0), shape)
@@ -227,7 +227,7 @@ def explain(
         )  # fmt: skip
         score_shape, layout = problem.score_shape, problem.layout
         # First, because it raises for symbolic sizes.
-        whole = cost(
+        full_cost = cost(
             problem.score,
             query_len=score_shape.query_len,
             key_len=score_shape.key_len,
@@ -237,31 +237,32 @@ def explain(
             heads=score_shape.heads * score_shape.groups,
             batch=math.prod(score_shape.lead),
         )
-        chosen, plan = kernels.choose(kernel, problem), tiling.plan(problem)
-        notes, plan = chosen.notes(problem, plan), chosen.explain_tiles(problem, plan)
+        chosen_kernel, plan = kernels.choose(kernel, problem), tiling.plan(problem)
+        notes, plan = chosen_kernel.notes(problem, plan), chosen_kernel.explain_tiles(problem, plan)
         heads = math.prod(score_shape.rows[:-1])
-        if chosen.name == "native" and heads > PLANNED_HEADS:
+        if chosen_kernel.name == "native" and heads > PLANNED_HEADS:
             notes += (f"no plan is cached for {heads:,} heads of all elements of the batch, above {PLANNED_HEADS:,}",)
     size = itemsize(problem.dtype)
-    moved = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
-    moved += math.prod(score_shape.rows) * layout.value_dim
+    elements = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
+    elements += math.prod(score_shape.rows) * layout.value_dim
     weights = None
     if flag:
         pairs = math.prod(score_shape.rows) * score_shape.key_len
-        source = "a second pass over the scores" if chosen.matrix_is_second_pass else "the pass that gives the output"
+        is_second = chosen_kernel.matrix_is_second_pass
+        source = "a second pass over the scores" if is_second else "the pass that gives the output"
         weights = f"{score_shape.user_shape}, {pairs * size:,} bytes, from {source}"
-        moved += pairs
+        elements += pairs
     return Explanation(
-        kernel=chosen.name,
-        reasons=kernels.reasons(problem, chosen),
+        kernel=chosen_kernel.name,
+        reasons=kernels.reasons(problem, chosen_kernel),
         score=type(problem.score).__name__,
         form=type(problem.form).__name__,
         mask="none" if problem.mask is None else repr(problem.mask),
         remarks=notes,
         weights=weights,
         plan=plan,
-        operations=round(whole.operations * (1 - plan.fractions["skip"])),
-        bytes=moved * size,
+        operations=round(full_cost.operations * (1 - plan.fractions["skip"])),
+        bytes=elements * size,
     )
 
 

@@ -21,7 +21,7 @@ from attnscore.base.arguments import (
 from attnscore.base.layout import AxisLayout, ScoreShape
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.masks import Mask, as_mask
-from attnscore.problem.online_softmax import NEG_INF, safe_max, whole_rows
+from attnscore.problem.online_softmax import NEG_INF, safe_max, weights_of_rows
 
 
 @hides_unknown
@@ -76,29 +76,32 @@ def masked_softmax(
     with ops.numeric_scope():
         transposed = ops.swap_axes(scores, int(axis), -1)
         flat = ops.reshape(transposed, (1, *transposed.shape)) if len(shape) == 1 else transposed
-        mask = _with_keys_last(mask, int(axis) % len(shape), len(shape))
+        mask = _move_keys_last(mask, int(axis) % len(shape), len(shape))
         unmasked = _unmasked(ops, _score_shape(ops.shape(flat)), mask, valid_lens, flat)
         if flat.shape[-1] == 0:
             return scores + 0.0
-        sums = accumulator(ops.dtype(flat))
-        check_held("temperature", temperature, sums, 1 / float(temperature), 1 / largest_of(sums))
-        wide = ops.astype(flat, sums) / temperature
+        sum_dtype = accumulator(ops.dtype(flat))
+        check_held("temperature", temperature, sum_dtype, 1 / float(temperature), 1 / largest_of(sum_dtype))
+        logits = ops.astype(flat, sum_dtype) / temperature
         if unmasked is not None:
-            wide = ops.where(unmasked, wide, NEG_INF)
-        weights = ops.astype(whole_rows(ops, wide, unmasked, None), ops.dtype(scores))
+            logits = ops.where(unmasked, logits, NEG_INF)
+        weights = ops.astype(weights_of_rows(ops, logits, unmasked, None), ops.dtype(scores))
         return ops.swap_axes(ops.reshape(weights, transposed.shape), int(axis), -1)
 
 
-def _with_keys_last(mask: Any, axis: int, axes: int) -> Any:
-    """Return the array of a mask, whose keys are on `axis` of so many axes, with keys last; a mask object as it is."""
-    if mask is None or isinstance(mask, Mask) or axis == axes - 1:
+def _move_keys_last(mask: Any, axis: int, ndim: int) -> Any:
+    """Return a mask array, whose keys are on `axis` of an array of `ndim` axes, with keys last; a mask as it is.
+
+    An array of more axes is returned as it is: the checks that follow report it.
+    """
+    if mask is None or isinstance(mask, Mask) or axis == ndim - 1:
         return mask
     ops = backends.of_type(type(mask))
     if ops is None:
         ops, mask = backends.load("numpy"), np.asarray(mask)
-    if len(mask.shape) > axes:
+    if len(mask.shape) > ndim:
         return mask
-    for _ in range(axes - len(mask.shape)):
+    for _ in range(ndim - len(mask.shape)):
         mask = ops.expand_dims(mask, 0)
     return ops.swap_axes(mask, axis, -1)
 
@@ -118,15 +121,15 @@ def _score_shape(shape: tuple[int, ...]) -> ScoreShape:
 
 def _unmasked(ops: Any, score_shape: ScoreShape, mask: Any, valid_lens: Any, like: Array) -> Array | None:
     """Return the unmasked entries of scores on the caller's axes; None: all."""
-    whole = as_mask(mask, valid_lens, score_shape)
-    if whole is None:
+    combined = as_mask(mask, valid_lens, score_shape)
+    if combined is None:
         return None
-    backends.check_dense(ops, whole.arrays())
-    whole.check(ops, score_shape)
-    backends.check_devices(ops, like, whole.arrays(), host_passes=True)
+    backends.check_dense(ops, combined.arrays())
+    combined.check(ops, score_shape)
+    backends.check_devices(ops, like, combined.arrays(), host_passes=True)
     rows = ops.reshape(ops.positions(0, score_shape.query_len, like), (score_shape.query_len, 1))
     cols = ops.reshape(ops.positions(0, score_shape.key_len, like), (1, score_shape.key_len))
-    full = ops.broadcast_to(whole.visible(ops, score_shape, rows, cols), (*score_shape.rows, score_shape.key_len))
+    full = ops.broadcast_to(combined.visible(ops, score_shape, rows, cols), (*score_shape.rows, score_shape.key_len))
     return AxisLayout(0, -3, score_shape, 0, 0, 0).scores_from_canonical(ops, full)
 
 
@@ -152,10 +155,10 @@ def softmax_jacobian(weights: Array) -> Array:
     array([[ 0.25, -0.25],
            [-0.25,  0.25]])
     """
-    ops = _checked_weights({"weights": weights})
+    ops = _check_weights({"weights": weights})
     length = weights.shape[-1]
-    here = ops.positions(0, length, weights)
-    diagonal = ops.reshape(here, (length, 1)) == ops.reshape(here, (1, length))
+    positions = ops.positions(0, length, weights)
+    diagonal = ops.reshape(positions, (length, 1)) == ops.reshape(positions, (1, length))
     column, row = ops.expand_dims(weights, -1), ops.expand_dims(weights, -2)
     return ops.where(diagonal, column, 0.0) - column * row
 
@@ -181,7 +184,7 @@ def softmax_pullback(weights: Array, grad: Array) -> Array:
     >>> ats.softmax_pullback(np.array([0.5, 0.5]), np.array([1.0, 0.0]))
     array([ 0.25, -0.25])
     """
-    ops = _checked_weights({"weights": weights, "grad": grad})
+    ops = _check_weights({"weights": weights, "grad": grad})
     if tuple(weights.shape) != tuple(grad.shape):
         raise ShapeError(
             message("grad", "the shape of weights", tuple(grad.shape), shapes={"weights": tuple(weights.shape)})
@@ -191,7 +194,7 @@ def softmax_pullback(weights: Array, grad: Array) -> Array:
     return weights * (grad - ops.sum(weights * grad, axis=-1, keepdims=True))
 
 
-def _checked_weights(arrays: dict[str, Array]) -> Backend:
+def _check_weights(arrays: dict[str, Array]) -> Backend:
     """Return the backend of dense floating arrays with one axis or more, on one device."""
     ops = backends.of(arrays)
     backends.check_dense(ops, arrays)
@@ -236,8 +239,8 @@ def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, 
     if len(outs) != len(log_sum_exps) or len(outs) == 0:
         counts = (len(outs), len(log_sum_exps))
         raise ArgumentError(message("outs, log_sum_exps", "as many of one as of the other, at least one", counts))
-    named = {f"outs[{i}]": x for i, x in enumerate(outs)}
-    ops = _checked_weights(named | {f"log_sum_exps[{i}]": x for i, x in enumerate(log_sum_exps)})
+    by_name = {f"outs[{i}]": x for i, x in enumerate(outs)}
+    ops = _check_weights(by_name | {f"log_sum_exps[{i}]": x for i, x in enumerate(log_sum_exps)})
     for i, (out, lse) in enumerate(zip(outs, log_sum_exps, strict=True)):
         if tuple(out.shape) != tuple(outs[0].shape) or tuple(lse.shape) != tuple(out.shape[:-1]):
             raise ShapeError(
@@ -252,31 +255,31 @@ def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, 
         if len(dtypes := {ops.dtype(x) for x in parts}) > 1:
             raise DtypeError(message(name, "one dtype", sorted(dtypes)))
     with ops.numeric_scope():
-        shares, _, total = merged_shares(ops, log_sum_exps)
+        shares, _, total = merge_shares(ops, log_sum_exps)
         joined: Any = 0.0
-        for out, of_rows in zip(outs, shares, strict=True):
-            share = ops.expand_dims(of_rows, -1)
+        for out, row_shares in zip(outs, shares, strict=True):
+            share = ops.expand_dims(row_shares, -1)
             # The output of a fully masked part may be NaN.
             joined = joined + ops.where(share == 0, 0.0, share * ops.astype(out, ops.dtype(share)))
         return ops.astype(joined, ops.dtype(outs[0])), ops.astype(total, ops.dtype(log_sum_exps[0]))
 
 
-def merged_shares(ops: Backend, log_sum_exps: Sequence[Array]) -> tuple[list[Array], list[Array], Array]:
+def merge_shares(ops: Backend, log_sum_exps: Sequence[Array]) -> tuple[list[Array], list[Array], Array]:
     """Return the shares of parts in a softmax over all of them, the logarithms of the shares, and the log-sum-exp.
 
     The shares add up to 1: exp(lse_s - lse) would be off by the rounding of lse, which grows with the scores.
     """
-    parts = [ops.astype(x, accumulator(ops.dtype(x))) for x in log_sum_exps]
-    top = ops.stop_gradient(parts[0])
-    for part in parts[1:]:
-        top = ops.maximum(top, ops.stop_gradient(part))
-    top = safe_max(ops, top)
-    weights = [ops.exp(part - top) for part in parts]
+    logs_of_parts = [ops.astype(x, accumulator(ops.dtype(x))) for x in log_sum_exps]
+    max_log = ops.stop_gradient(logs_of_parts[0])
+    for log in logs_of_parts[1:]:
+        max_log = ops.maximum(max_log, ops.stop_gradient(log))
+    max_log = safe_max(ops, max_log)
+    weights = [ops.exp(log - max_log) for log in logs_of_parts]
     total = weights[0]
     for weight in weights[1:]:
         total = total + weight
     is_empty = total == 0
     total = ops.where(is_empty, 1.0, total)
     log_denom = ops.log(total)
-    shares, logs = [weight / total for weight in weights], [part - top - log_denom for part in parts]
-    return shares, logs, ops.where(is_empty, NEG_INF, top + log_denom)
+    shares, log_shares = [weight / total for weight in weights], [log - max_log - log_denom for log in logs_of_parts]
+    return shares, log_shares, ops.where(is_empty, NEG_INF, max_log + log_denom)

@@ -14,7 +14,7 @@ import numpy as np
 
 from attnscore import backends, kernels
 from attnscore.analysis import topk
-from attnscore.analysis.weights import matrix_of, problem_without_value, sliced
+from attnscore.analysis.weights import matrix_of, problem_without_value, slice_problem
 from attnscore.backends.base import Array, HostArray
 from attnscore.base import thresholds
 from attnscore.base.arguments import hides_unknown, is_whole, reject_unknown, shown
@@ -76,7 +76,7 @@ def top_weights(
     reject_unknown(top_weights, unknown)
     ops = backends.of({"query": query})
     with ops.numeric_scope():
-        problem = _detached(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
+        problem = _detach(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
         score_shape = problem.score_shape
         if not is_whole(k) or not 1 <= k <= score_shape.key_len:
             expected = f"a whole number from 1 to the number of keys ({score_shape.key_len})"
@@ -91,7 +91,7 @@ def top_weights(
             for first in range(0, max(1, score_shape.query_len), step):
                 rows = slice(first, first + step)
                 cols = _unmasked_keys(problem, rows, int(k))
-                block = matrix_of(sliced(sliced(problem, rows, None), None, cols), "weights")
+                block = matrix_of(slice_problem(slice_problem(problem, rows, None), None, cols), "weights")
                 weights, index = ops.top_k(block, int(k))
                 parts.append((weights, index if cols is None else index + cols.start))
             weights, index = (ops.concat(list(arrays), -2) for arrays in zip(*parts, strict=True))
@@ -165,24 +165,25 @@ def pooled_weights(
     reject_unknown(pooled_weights, unknown)
     ops = backends.of({"query": query})
     with ops.numeric_scope():
-        problem = _detached(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
+        problem = _detach(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
         if not isinstance(bins, (tuple, list)) or len(bins) != 2 or not all(is_whole(n) and n >= 1 for n in bins):
             raise ArgumentError(message("bins", "two positive whole numbers (rows, columns)", shown(bins)))
         score_shape = problem.score_shape
         query_bins, key_bins = map(bin_sizes, (score_shape.query_len, score_shape.key_len), map(int, bins))
         bin_of_query, bin_of_key = (np.repeat(np.arange(len(sizes)), sizes) for sizes in (query_bins, key_bins))
         down, across = len(query_bins), len(key_bins)
-        value = ops.asarray(_one_hot(bin_of_key, across), problem.value, problem.accumulator)
+        value = ops.asarray(_one_hot_rows(bin_of_key, across), problem.value, problem.accumulator)
         # Some queries at a time: each has as many numbers as there are bins of keys.
         step = max(thresholds.POOLED_QUERIES, thresholds.POOLED_WEIGHTS // (_matrices(problem) * across))
         sums = ops.zeros((*score_shape.rows[:-1], down, across), problem.value, problem.accumulator)
         for first in range(0, score_shape.query_len, step):
             last = min(first + step, score_shape.query_len)
-            rows = problem if last - first == score_shape.query_len else sliced(problem, slice(first, last), None)
+            has_all = last - first == score_shape.query_len
+            rows = problem if has_all else slice_problem(problem, slice(first, last), None)
             by_key_bin = _run(rows, value).out
             # Only the bins of these queries: all would be a matrix of queries x bins.
             top, bottom = bin_of_query[first], bin_of_query[last - 1]
-            members = _one_hot(bin_of_query[first:last] - top, bottom - top + 1).T.copy()
+            members = _one_hot_rows(bin_of_query[first:last] - top, bottom - top + 1).T.copy()
             members = ops.asarray(members, by_key_bin, ops.dtype(by_key_bin))
             # matmul would propagate the NaN of one query to the bins of all others: 0 * NaN is NaN.
             is_nan = ops.isnan(by_key_bin)
@@ -228,7 +229,7 @@ def key_mass(
     reject_unknown(key_mass, unknown)
     ops = backends.of({"query": query})
     with ops.numeric_scope():
-        problem = _detached(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
+        problem = _detach(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
         score_shape = problem.score_shape
         # Values for each query head, so that each head has a gradient of its own.
         ones = ops.full((*score_shape.rows[:-1], score_shape.key_len, 1), 1.0, problem.value, problem.accumulator)
@@ -240,13 +241,13 @@ def key_mass(
         return problem.layout.scores_from_canonical(ops, ops.swap_axes(mass, -1, -2))[..., 0, :]
 
 
-def _detached(problem: Problem) -> Problem:
+def _detach(problem: Problem) -> Problem:
     """Return the problem without gradients."""
     ops = problem.ops
     form = problem.form.with_arrays({name: ops.stop_gradient(x) for name, x in problem.form.arrays().items()})
     others = {name: getattr(problem, name) for name in ("value", "bias", "sink")}
-    stopped = {name: ops.stop_gradient(x) for name, x in others.items() if x is not None}
-    return dataclasses.replace(problem, form=form, **stopped)
+    detached = {name: ops.stop_gradient(x) for name, x in others.items() if x is not None}
+    return dataclasses.replace(problem, form=form, **detached)
 
 
 def _with_value(problem: Problem, value: Array) -> Problem:
@@ -262,16 +263,16 @@ def _run(problem: Problem, value: Array) -> Result:
     return kernels.choose("auto", problem).forward(problem, tiling.plan(problem))
 
 
-def bin_sizes(length: int, most: int) -> HostArray:
-    """Return the number of positions in each bin of `pooled_weights`, of which there are `most` or fewer.
+def bin_sizes(length: int, max_bins: int) -> HostArray:
+    """Return the number of positions in each bin of `pooled_weights`, of which there are `max_bins` or fewer.
 
     >>> bin_sizes(100, 7).tolist()
     [15, 15, 15, 15, 15, 15, 10]
     """
-    width = max(1, -(-length // most))
+    width = max(1, -(-length // max_bins))
     return np.diff(np.append(np.arange(0, max(1, length), width), length))
 
 
-def _one_hot(places: HostArray, count: int) -> HostArray:
-    """Return a row for each place, 1 there and 0 at the others: (places, count)."""
-    return np.asarray(places[:, None] == np.arange(count), np.float32)
+def _one_hot_rows(indices: HostArray, count: int) -> HostArray:
+    """Return a row for each index, 1 at the index and 0 elsewhere: (indices, count)."""
+    return np.asarray(indices[:, None] == np.arange(count), np.float32)

@@ -43,8 +43,8 @@ def is_profitable(problem: Problem, k: int) -> bool:
         or problem.bias is not None
     ):
         return False
-    interval_set, rest = problem.visibility
-    if rest is not None or (interval_set is not None and interval_set.single is None):
+    interval_set, remaining_mask = problem.visibility
+    if remaining_mask is not None or (interval_set is not None and interval_set.single is None):
         return False
     if kernels.choose("auto", problem).name != "native":
         return False
@@ -53,7 +53,7 @@ def is_profitable(problem: Problem, k: int) -> bool:
 
 def topk_by_blocks(problem: Problem, k: int) -> tuple[Array, Array]:
     """Return weights (*rows, k) in falling order, in the accumulator dtype, and their keys (undefined for weight 0)."""
-    parts = [_of_sequence(problem, entry, k) for entry in range(problem.score_shape.lead[0])]
+    parts = [_topk_of_sequence(problem, entry, k) for entry in range(problem.score_shape.lead[0])]
     weights, index = (problem.ops.concat(list(arrays), 0) for arrays in zip(*parts, strict=True))
     return weights, index
 
@@ -75,24 +75,26 @@ class _Blocks:
     stop: HostArray
 
 
-def _of_sequence(problem: Problem, entry: int, k: int) -> tuple[Array, Array]:
-    ops, score_shape, blocks = problem.ops, problem.score_shape, _in_blocks(problem, entry)
+def _topk_of_sequence(problem: Problem, entry: int, k: int) -> tuple[Array, Array]:
+    """Return `topk_by_blocks` of one entry of the batch, some queries at a time."""
+    ops, score_shape, blocks = problem.ops, problem.score_shape, _split_into_blocks(problem, entry)
     matrices = max(1, math.prod(score_shape.rows[1:-1]))
     rows = max(_BLOCK, thresholds.BLOCKWISE_NUMBERS // (matrices * blocks.count))
-    few = max(1, thresholds.BLOCKWISE_NUMBERS // (matrices * k * _BLOCK * max(blocks.widths.values())))
+    step = max(1, thresholds.BLOCKWISE_NUMBERS // (matrices * k * _BLOCK * max(blocks.widths.values())))
     parts = []
     for first in range(0, score_shape.query_len, rows):
         count = min(rows, score_shape.query_len - first)
         index, log_denom = _best_blocks(blocks, first, count, k)
-        for at in range(0, count, few):
-            part = min(few, count - at)
-            best, total = (ops.slice_axis(x, -2, at, part) for x in (index, log_denom))
-            parts.append(_best_keys(blocks, first + at, part, best, total, k))
+        for offset in range(0, count, step):
+            size = min(step, count - offset)
+            best, total = (ops.slice_axis(x, -2, offset, size) for x in (index, log_denom))
+            parts.append(_best_keys(blocks, first + offset, size, best, total, k))
     weights, keys = (ops.expand_dims(ops.concat(list(arrays), -2), 0) for arrays in zip(*parts, strict=True))
     return weights, keys
 
 
-def _in_blocks(problem: Problem, entry: int) -> _Blocks:
+def _split_into_blocks(problem: Problem, entry: int) -> _Blocks:
+    """Return one entry of the batch with its keys in blocks, the last one padded."""
     ops, score_shape, form = problem.ops, problem.score_shape, problem.form
     count = -(-score_shape.key_len // _BLOCK)
     flat, widths, matrices, arrays = {}, {}, {}, {}
@@ -102,17 +104,17 @@ def _in_blocks(problem: Problem, entry: int) -> _Blocks:
         if role == "shared":
             arrays[name] = array
             continue
-        of_entry = array[entry if array.shape[0] > 1 else 0]
+        entry_array = array[entry if array.shape[0] > 1 else 0]
         if role == "query":
-            arrays[name] = ops.expand_dims(of_entry, 0)
+            arrays[name] = ops.expand_dims(entry_array, 0)
             continue
-        before, width = tuple(of_entry.shape[:-2]), of_entry.shape[-1]
-        padding = ops.zeros((*before, count * _BLOCK - score_shape.key_len, width), of_entry, ops.dtype(of_entry))
-        padded = ops.concat([of_entry, padding], -2) if count * _BLOCK > score_shape.key_len else of_entry
-        in_blocks = ops.reshape(padded, (1, *before, count, _BLOCK, width))
-        arrays[name] = ops.swap_axes(in_blocks, 0, -3)[..., 0, :, :]
+        shape, width = tuple(entry_array.shape[:-2]), entry_array.shape[-1]
+        padding = ops.zeros((*shape, count * _BLOCK - score_shape.key_len, width), entry_array, ops.dtype(entry_array))
+        padded = ops.concat([entry_array, padding], -2) if count * _BLOCK > score_shape.key_len else entry_array
+        blocked = ops.reshape(padded, (1, *shape, count, _BLOCK, width))
+        arrays[name] = ops.swap_axes(blocked, 0, -3)[..., 0, :, :]
         flat[name], widths[name] = ops.reshape(padded, (-1, _BLOCK * width)), width
-        matrices[name] = np.broadcast_to(np.arange(math.prod(before)).reshape(before), lead)
+        matrices[name] = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), lead)
     interval_set = problem.visibility[0]
     if interval_set is None:
         start, stop = np.zeros((2, score_shape.query_len), np.int64)
@@ -133,18 +135,18 @@ def _best_blocks(blocks: _Blocks, first: int, count: int, k: int) -> tuple[Array
     low = min(low, blocks.count - k)
     high = max(high, low + k)
 
-    def cut(x: Array, role: Role) -> Array:
+    def slice_operand(x: Array, role: Role) -> Array:
         if role == "shared":
             return x
         return ops.slice_axis(x, -2, first, count) if role == "query" else ops.slice_axis(x, 0, low, high - low)
 
-    form = blocks.form.part(cut)
+    form = blocks.form.part(slice_operand)
     edges = np.arange(low, high)[:, None] * _BLOCK
     mask = _BlockMask(*(np.clip(x[None] - edges, 0, _BLOCK) for x in (start, stop)))
     lead = problem.score_shape.lead[1:]
     score_shape = dataclasses.replace(problem.score_shape, lead=(high - low, *lead), query_len=count, key_len=_BLOCK)
     arrays = form.arrays()
-    part = dataclasses.replace(
+    blocks_problem = dataclasses.replace(
         problem,
         layout=dataclasses.replace(problem.layout, score_shape=score_shape, value_dim=0),
         query=arrays["query"],
@@ -155,7 +157,7 @@ def _best_blocks(blocks: _Blocks, first: int, count: int, k: int) -> tuple[Array
         sink=None,
         statistics=("max_score",),
     )
-    result = kernels.choose("auto", part).forward(part, tiling.plan(part))
+    result = kernels.choose("auto", blocks_problem).forward(blocks_problem, tiling.plan(blocks_problem))
 
     def by_row(x: Array) -> Array:
         """Reshape (block, ..., query, 1) to (..., query, block)."""
@@ -188,8 +190,8 @@ def _best_keys(blocks: _Blocks, first: int, count: int, best: Array, log_denom: 
             arrays[name] = ops.expand_dims(ops.slice_axis(x[0], -2, first, count), -2)
         else:
             offset = ops.asarray(blocks.matrices[name][..., None, None] * blocks.count, like)
-            taken = ops.take(blocks.flat[name], ops.reshape(best + offset, (-1,)), 0)
-            arrays[name] = ops.reshape(taken, (*lead, count, width, blocks.widths[name]))
+            rows = ops.take(blocks.flat[name], ops.reshape(best + offset, (-1,)), 0)
+            arrays[name] = ops.reshape(rows, (*lead, count, width, blocks.widths[name]))
         if ops.dtype(arrays[name]) in HALF_PRECISION:
             arrays[name] = ops.astype(arrays[name], dtype)
     scores = ops.astype(blocks.form.with_arrays(arrays).scores(ops), dtype)[..., 0, :]
@@ -197,14 +199,14 @@ def _best_keys(blocks: _Blocks, first: int, count: int, best: Array, log_denom: 
     cols = ops.reshape(ops.expand_dims(best, -1) * _BLOCK + inside, (*lead, count, width))
     start, stop = (ops.asarray(x[first : first + count, None], like) for x in (blocks.start, blocks.stop))
     scores = ops.where(ops.logical_and(cols >= start, cols < stop), scores, NEG_INF)
-    largest, place = ops.top_k(ops.broadcast_to(scores, (*lead, count, width)), k)
+    best_scores, position = ops.top_k(ops.broadcast_to(scores, (*lead, count, width)), k)
     # The maximum is among these. Subtracting it as recomputed here keeps weights at 1 or less at any scale of scores.
-    top = largest[..., :1]
-    weights = ops.exp(largest - ops.where(top == NEG_INF, 0.0, top) - log_denom)
-    rank = ops.shift_right(place, _BLOCK_BITS)
+    row_max = best_scores[..., :1]
+    weights = ops.exp(best_scores - ops.where(row_max == NEG_INF, 0.0, row_max) - log_denom)
+    rank = ops.shift_right(position, _BLOCK_BITS)
     ranks = ops.reshape(ops.positions(0, k, like), (1, k))
     block_of = ops.sum(ops.where(ops.expand_dims(rank, -1) == ranks, ops.expand_dims(best, -2), 0), axis=-1)
-    return weights, block_of * _BLOCK + place - rank * _BLOCK
+    return weights, block_of * _BLOCK + position - rank * _BLOCK
 
 
 @final
@@ -216,6 +218,6 @@ class _BlockMask(IntervalMask):
     stop: HostArray
 
     def ends(self, ops: Backend, score_shape: ScoreShape, rows: Array) -> tuple[Array, Array]:
-        at = ops.reshape(rows, (-1,))
-        start, stop = (ops.take(ops.asarray(x, rows), at, 1) for x in (self.start, self.stop))
+        indices = ops.reshape(rows, (-1,))
+        start, stop = (ops.take(ops.asarray(x, rows), indices, 1) for x in (self.start, self.stop))
         return start, stop

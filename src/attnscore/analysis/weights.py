@@ -81,12 +81,12 @@ def attention_weights(
         return plan.run(arguments)[1]
     with ops.numeric_scope():
         problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis, normalizer)
-        rows = sliced(problem, query_index, None)
+        rows = slice_problem(problem, query_index, None)
         if key_index is None:
             return _from_canonical(rows, matrix_of(rows, "weights"))
         # Normalised over all keys, then sliced.
         result = kernels.single_plan(rows)()
-        block = sliced(rows, None, key_index)
+        block = slice_problem(rows, None, key_index)
         scores = matrix_of(block, "scores")
         if problem.normalizer is None:
             weights = ops.exp(log_weights(ops, scores, result.row_max, result.log_denom))
@@ -130,7 +130,7 @@ def attention_scores(
     reject_unknown(attention_scores, unknown)
     with backends.of({"query": query}).numeric_scope():
         problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
-        problem = sliced(sliced(problem, query_index, None), None, key_index)
+        problem = slice_problem(slice_problem(problem, query_index, None), None, key_index)
         return _from_canonical(problem, matrix_of(problem, "scores"))
 
 
@@ -161,13 +161,13 @@ def _from_canonical(problem: Problem, block: Array) -> Array:
     return problem.layout.scores_from_canonical(problem.ops, problem.ops.astype(block, problem.dtype))
 
 
-def sliced(problem: Problem, query_index: Any, key_index: Any) -> Problem:
+def slice_problem(problem: Problem, query_index: Any, key_index: Any) -> Problem:
     """Slice a problem to some of its queries or keys, whose mask still reads their positions in the whole."""
     if query_index is None and key_index is None:
         return problem
     ops, score_shape = problem.ops, problem.score_shape
-    rows = _index("query_index", query_index, score_shape.query_len)
-    cols = _index("key_index", key_index, score_shape.key_len)
+    rows = _positions_of_index("query_index", query_index, score_shape.query_len)
+    cols = _positions_of_index("key_index", key_index, score_shape.key_len)
     like = problem.value
     index = {
         "query": None if rows is None else ops.asarray(rows, like),
@@ -175,16 +175,17 @@ def sliced(problem: Problem, query_index: Any, key_index: Any) -> Problem:
     }
 
     def take(x: Array, role: Role) -> Array:
-        at = index.get(role)
-        return x if at is None else ops.take(x, at, -2)
+        indices = index.get(role)
+        return x if indices is None else ops.take(x, indices, -2)
 
     bias = problem.bias
     if bias is not None and problem.has_relative_bias and (rows is not None or cols is not None):
         # The block is small: its pairs, of which it has one each.
-        at = np.arange(score_shape.key_len) if cols is None else cols
-        at = at - (np.arange(score_shape.query_len) if rows is None else rows)[:, None] + (score_shape.query_len - 1)
-        pairs = ops.take(bias, ops.asarray(at.reshape(-1), like), -1)
-        bias = ops.reshape(pairs, (*bias.shape[:-2], *at.shape))
+        key = np.arange(score_shape.key_len) if cols is None else cols
+        query = np.arange(score_shape.query_len) if rows is None else rows
+        offsets = key - query[:, None] + (score_shape.query_len - 1)
+        pairs = ops.take(bias, ops.asarray(offsets.reshape(-1), like), -1)
+        bias = ops.reshape(pairs, (*bias.shape[:-2], *offsets.shape))
     elif bias is not None:
         for axis, name in ((-2, "query"), (-1, "key")):
             if index[name] is not None and bias.shape[axis] > 1:
@@ -224,10 +225,12 @@ class SlicedMask(IntervalSetMask):
         return self.mask.visible(ops, self.score_shape, rows, cols)
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        whole = self.mask.interval_set(self.score_shape.query_len, self.score_shape.key_len, batch)
-        if whole is None or self.cols is not None or (whole.count > 1 and self.mask.is_array):
+        interval_set = self.mask.interval_set(self.score_shape.query_len, self.score_shape.key_len, batch)
+        if interval_set is None or self.cols is not None or (interval_set.count > 1 and self.mask.is_array):
             return None
-        return whole if self.rows is None else IntervalSet(whole.start[..., self.rows], whole.stop[..., self.rows])
+        if self.rows is None:
+            return interval_set
+        return IntervalSet(interval_set.start[..., self.rows], interval_set.stop[..., self.rows])
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         self.mask.check(ops, self.score_shape)
@@ -240,7 +243,7 @@ class SlicedMask(IntervalSetMask):
         return dataclasses.replace(self, mask=self.mask.map_leaves(change))
 
 
-def _index(name: str, index: Any, length: int) -> HostIndex | None:
+def _positions_of_index(name: str, index: Any, length: int) -> HostIndex | None:
     """Return the positions in [0, length) of a slice, a number or numbers; None for None."""
     if index is None:
         return None

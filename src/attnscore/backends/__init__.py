@@ -185,7 +185,7 @@ def is_array(x: object) -> bool:
 # Readers of the variables of a package: TensorFlow's on the tapes that record, and Flax's of nnx and linen.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "tensorflow": lambda x: load("tensorflow").asarray(x, x),
-    "keras": lambda x: held(x.value),
+    "keras": lambda x: variable_value(x.value),
     "flax": lambda x: x.get_value() if hasattr(x, "get_value") else x.value,
 }
 _READER_OF: dict[type, Callable[[Any], Any] | None] = {}
@@ -202,7 +202,7 @@ def _reader(kind: type) -> Callable[[Any], Any] | None:
 _reader._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def held(x: Any) -> Any:
+def variable_value(x: Any) -> Any:
     """Return the array that a variable of TensorFlow, Keras or Flax holds; anything else as it is."""
     reader = _reader(type(x))
     return x if reader is None else reader(x)

@@ -178,29 +178,32 @@ class SinglePlan(Plan, DifferentiableOp):
         return () if self.problem.mask is None else tuple(self.problem.mask.arrays().values())
 
     def variables(self) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], SinglePlan]]:
-        mask, rest, dropout = self.problem.mask, self.tiles.rest, self.problem.dropout
+        mask, remaining_mask, dropout = self.problem.mask, self.tiles.remaining_mask, self.problem.dropout
         seed = () if dropout is None or not isinstance(dropout.seed, SeedHalves) else tuple(dropout.seed)
-        of_pairs = dropout if isinstance(dropout, PairDropout) else None
-        pairs = () if of_pairs is None else (of_pairs.row, of_pairs.key)
-        arrays_now = [*(() if mask is None else mask.leaves()), *(() if rest is None else rest.leaves()), *pairs, *seed]
+        pair_dropout = dropout if isinstance(dropout, PairDropout) else None
+        pairs = () if pair_dropout is None else (pair_dropout.row, pair_dropout.key)
+        leaves = [leaf for x in (mask, remaining_mask) if x is not None for leaf in x.leaves()]
+        variable_arrays = (*leaves, *pairs, *seed)
 
         def with_variables(arrays: Sequence[Array]) -> SinglePlan:
             """Return this plan with other arrays of mask, dropout and seed.
 
             A gradient hook passes them as inputs, as it must not close over traced arrays.
             """
-            if all(map(operator.is_, arrays, arrays_now)):
+            if all(map(operator.is_, arrays, variable_arrays)):
                 return self
-            left = iter(arrays)
-            changes: dict[str, Any] = {"mask": None if mask is None else mask.with_leaves(left)}
-            tiles = self.tiles if rest is None else dataclasses.replace(self.tiles, rest=rest.with_leaves(left))
-            if of_pairs is not None:
-                changes["dropout"] = dataclasses.replace(of_pairs, row=next(left), key=next(left))
+            remaining = iter(arrays)
+            changes: dict[str, Any] = {"mask": None if mask is None else mask.with_leaves(remaining)}
+            tiles = self.tiles
+            if remaining_mask is not None:
+                tiles = dataclasses.replace(tiles, remaining_mask=remaining_mask.with_leaves(remaining))
+            if pair_dropout is not None:
+                changes["dropout"] = dataclasses.replace(pair_dropout, row=next(remaining), key=next(remaining))
             if dropout is not None and seed:
-                changes["dropout"] = dataclasses.replace(changes.get("dropout", dropout), seed=SeedHalves(*left))
+                changes["dropout"] = dataclasses.replace(changes.get("dropout", dropout), seed=SeedHalves(*remaining))
             return dataclasses.replace(self, problem=dataclasses.replace(self.problem, **changes), tiles=tiles)
 
-        return tuple(arrays_now), with_variables
+        return variable_arrays, with_variables
 
     def streaming(self) -> SinglePlan:
         return dataclasses.replace(self, kernel=self.kernel.differentiable)
@@ -209,30 +212,31 @@ class SinglePlan(Plan, DifferentiableOp):
         """Return the arrays that the op is a function of, by name."""
         return self.problem.operands()
 
-    def _with(self, arrays: Sequence[Array]) -> Problem:
+    def _problem_with(self, arrays: Sequence[Array]) -> Problem:
+        """Return the problem with other arrays for its operands, in their order."""
         operands = self.operands()
         if all(map(operator.is_, arrays, operands.values())):
             # The common case; a new problem would cost 15 us.
             return self.problem
-        named = dict(zip(operands, arrays, strict=True))
-        fields = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
-        return dataclasses.replace(self.problem, form=self.problem.form.with_arrays(named), **fields)
+        by_name = dict(zip(operands, arrays, strict=True))
+        fields = {name: by_name.pop(name) for name in ("value", "bias", "sink") if name in by_name}
+        return dataclasses.replace(self.problem, form=self.problem.form.with_arrays(by_name), **fields)
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         # A framework may call this when it differentiates a program, outside the scope of the call.
         with self.problem.ops.numeric_scope():
-            result = self.kernel.forward(self._with(arrays), self.tiles)
+            result = self.kernel.forward(self._problem_with(arrays), self.tiles)
         outputs = {**vars(result), **result.statistics}
         return tuple(outputs[name] for name in self._outputs)
 
     def result(self, outputs: Sequence[Array]) -> Result:
         """Return all outputs by name, or the saved ones."""
-        named = dict(zip(self._outputs, outputs, strict=False))
-        statistics = {name: named[name] for name in self.problem.statistics if name in named}
+        by_name = dict(zip(self._outputs, outputs, strict=False))
+        statistics = {name: by_name[name] for name in self.problem.statistics if name in by_name}
         if "log_sum_exp" in self.problem.statistics:
-            statistics["log_sum_exp"] = named["row_max"] + named["log_denom"]
-        others = {name: named.get(name) for name in ("matrix", "scores")}
-        return Result(named["out"], named["row_max"], named["log_denom"], statistics, **others)
+            statistics["log_sum_exp"] = by_name["row_max"] + by_name["log_denom"]
+        others = {name: by_name.get(name) for name in ("matrix", "scores")}
+        return Result(by_name["out"], by_name["row_max"], by_name["log_denom"], statistics, **others)
 
     def backward(
         self,
@@ -242,14 +246,15 @@ class SinglePlan(Plan, DifferentiableOp):
         requested: Sequence[bool] | None = None,
     ) -> tuple[Array | None, ...]:
         ops, names = self.problem.ops, tuple(self.operands())
-        chosen = frozenset(names if requested is None else itertools.compress(names, requested))
+        requested_names = frozenset(names if requested is None else itertools.compress(names, requested))
         with ops.numeric_scope():
             result = self.result(outputs)
             incoming = dict(zip(self._differentiable, grads, strict=False))
             row_gradients = RowGradients(*map(incoming.get, ("out", "log_denom", "entropy", "matrix")))
-            gradients = self.kernel.backward(self._with(arrays), self.tiles, result, row_gradients, chosen)
+            problem = self._problem_with(arrays)
+            gradients = self.kernel.backward(problem, self.tiles, result, row_gradients, requested_names)
             return tuple(
-                ops.astype(gradients[name], ops.dtype(x)) if name in chosen else None
+                ops.astype(gradients[name], ops.dtype(x)) if name in requested_names else None
                 for name, x in zip(names, arrays, strict=True)
             )
 
@@ -266,10 +271,10 @@ class SinglePlan(Plan, DifferentiableOp):
     def with_saved_mask(self) -> SinglePlan:
         """Return the op with copies of the arrays in its mask to which a caller might write unnoticed."""
         arrays, with_variables = self.variables()
-        return with_variables([saved(x) for x in arrays])
+        return with_variables([snapshot(x) for x in arrays])
 
 
-def saved(x: Array) -> Array:
-    """Return an array as the backward may read it: a copy, unless its framework counts writes, or has none."""
+def snapshot(x: Array) -> Array:
+    """Return a copy of an array, or the array itself where its framework counts writes, or allows none."""
     ops = backends.of_type(type(x))
     return x if ops is None or ops.version(x) is not None else ops.copy(x)

@@ -40,7 +40,7 @@ _FORMS = (InnerForm, AdditiveForm, DistanceForm)
 
 
 class _Formula(Kernel):
-    """What both kernels share: their derivatives of derivatives, and their backward of a gradient of the output."""
+    """Base of both kernels, which differentiate a gradient of the output; tiled attention does the rest."""
 
     needs = frozenset(("staged",))
     has_vjp = True
@@ -74,7 +74,7 @@ def _has_scores_and_mask_alone(problem: Problem) -> bool:
     return problem.mask is None or all(spec.is_known for spec in problem.mask.shapes(problem.score_shape))
 
 
-def _row_numbers(ops: Backend, scores: Array) -> tuple[Array, Array]:
+def _max_and_log_denom(ops: Backend, scores: Array) -> tuple[Array, Array]:
     """Return the largest score of each row and the log of its denominator; a program without a use drops them."""
     row_max = online_softmax.safe_max(ops, ops.max(scores, axis=-1, keepdims=True))
     return row_max, ops.log(ops.sum(ops.exp(scores - row_max), axis=-1, keepdims=True))
@@ -99,7 +99,7 @@ class OneTile(_Formula):
             and _has_scores_and_mask_alone(problem)
         ):
             tiles = tiling.plan(problem)
-            if (tiles.query_tile >= shape.query_len and tiles.key_tile >= shape.key_len) or _is_product(problem):
+            if (tiles.query_tile >= shape.query_len and tiles.key_tile >= shape.key_len) or _expands_square(problem):
                 return ()
         return ("no small call of a graph",)
 
@@ -111,7 +111,7 @@ class OneTile(_Formula):
             math.prod(problem.score_shape.rows) * problem.score_shape.key_len,
             problem.form.values_per_pair(),
         )
-        if per_pair == 1 or _is_product(problem):
+        if per_pair == 1 or _expands_square(problem):
             is_small = pairs * problem.form.query.shape[-1] <= thresholds.ONE_TILE_PRODUCTS
         else:
             is_small = pairs * per_pair <= thresholds.ONE_TILE_VALUES
@@ -120,32 +120,34 @@ class OneTile(_Formula):
         return ("a call for which the callback to the native kernel takes less time",)
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
-        return self._forward(problem, tiles, _is_product(problem))
+        return self._forward(problem, tiles, _expands_square(problem))
 
-    def _forward(self, problem: Problem, tiles: TilePlan, is_product: bool) -> Result:
-        ops, tile = problem.ops, _tile(problem, tiles, is_product, with_vjp=False)
+    def _forward(self, problem: Problem, tiles: TilePlan, expands_square: bool) -> Result:
+        """Run the forward in one tile; a branch of the program, rarely taken, computes it again by a slower way."""
+        ops, tile = problem.ops, _tile(problem, tiles, expands_square, with_vjp=False)
         matrix = () if problem.matrix is None else (tile.weights,)
         out = ops.matmul(tile.dropped_weights, tile.value)
         outputs: tuple[Array, ...] = (ops.astype(out, problem.dtype), *matrix)
 
-        def otherwise(_: Any) -> tuple[Array, ...]:
-            result = self._forward(problem, tiles, False) if is_product else tiled.forward(problem, tiles)
+        def recompute(_: Any) -> tuple[Array, ...]:
+            result = self._forward(problem, tiles, False) if expands_square else tiled.forward(problem, tiles)
             return (result.out,) if problem.matrix is None else (result.out, result.matrix)
 
-        if (is_wrong := _is_wrong(ops, tile, out)) is not None:
-            outputs = ops.cond_rarely(is_wrong, otherwise, outputs)
+        if (needs_recomputing := _needs_recomputing(ops, tile, out)) is not None:
+            outputs = ops.cond_rarely(needs_recomputing, recompute, outputs)
         return Result(
-            outputs[0], *_row_numbers(ops, tile.scores), {}, outputs[1] if problem.matrix is not None else None
+            outputs[0], *_max_and_log_denom(ops, tile.scores), {}, outputs[1] if problem.matrix is not None else None
         )
 
     def gradients(self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
-        return self._gradients(problem, tiles, result, grads, _is_product(problem))
+        return self._gradients(problem, tiles, result, grads, _expands_square(problem))
 
     def _gradients(
-        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, is_product: bool
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, expands_square: bool
     ) -> dict[str, Array]:
+        """Run the backward in one tile; as in `_forward` a branch of the program computes it again."""
         ops, dtype = problem.ops, problem.accumulator
-        tile = _tile(problem, tiles, is_product, with_vjp=True)
+        tile = _tile(problem, tiles, expands_square, with_vjp=True)
         grad_out, out = (ops.astype(x, dtype) for x in (grads.out, result.out))
         # Forward: out = (p * dropout_factors) @ value
         grad_weights = ops.matmul(grad_out, ops.matrix_transpose(tile.value))
@@ -162,22 +164,24 @@ class OneTile(_Formula):
         grad_scores = tile.weights * (grad_weights - total)
         if tile.unmasked is not None:
             grad_scores = ops.where(tile.unmasked, grad_scores, 0.0)
-        of_form = tile.scores_vjp(sum_to(ops, grad_scores, tuple(tile.raw.shape)))
-        gradients = {**dict(zip(problem.form.arrays(), of_form, strict=True)), "value": grad_value}
+        form_gradients = tile.scores_vjp(sum_to(ops, grad_scores, tuple(tile.raw.shape)))
+        gradients = {**dict(zip(problem.form.arrays(), form_gradients, strict=True)), "value": grad_value}
         # In the dtype of sums, like the gradients of the other branch.
         gradients = {
             name: ops.astype(sum_to(ops, gradients[name], tuple(x.shape)), dtype)
             for name, x in problem.operands().items()
         }
 
-        def otherwise(_: Any) -> dict[str, Array]:
-            if is_product:
+        def recompute(_: Any) -> dict[str, Array]:
+            if expands_square:
                 return self._gradients(problem, tiles, result, grads, False)
             # The statistics of queries that `forward` returned are those of the formula.
             return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
 
-        is_wrong = _is_wrong(ops, tile, grad_weights)
-        return gradients if is_wrong is None else dict(ops.cond_rarely(is_wrong, otherwise, gradients))
+        needs_recomputing = _needs_recomputing(ops, tile, grad_weights)
+        return (
+            gradients if needs_recomputing is None else dict(ops.cond_rarely(needs_recomputing, recompute, gradients))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,8 +211,8 @@ def _no_gradients(_: Array) -> tuple[Array, ...]:
     return ()
 
 
-def _is_product(problem: Problem) -> bool:
-    """Whether a distance is computed as a product, which takes a pass over query and key, not over all terms."""
+def _expands_square(problem: Problem) -> bool:
+    """Whether a distance is computed as |q|^2 + |k|^2 - 2 q.k: a matrix product in place of a pass over all terms."""
     form = problem.form
     if not isinstance(form, DistanceForm) or form.caps:
         return False
@@ -218,32 +222,33 @@ def _is_product(problem: Problem) -> bool:
     return pairs <= thresholds.TILE_SCORES and fewest < terms <= limit and pairs > vectors
 
 
-def _tile(problem: Problem, tiles: TilePlan, is_product: bool, with_vjp: bool) -> _Tile:
+def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: bool) -> _Tile:
+    """Compute scores and weights of all pairs; `expands_square`: a distance as |q|^2 + |k|^2 - 2 q.k."""
     ops, dtype, score_shape = problem.ops, problem.accumulator, problem.score_shape
     spans = (0, score_shape.query_len), (0, score_shape.key_len)
     form, names = problem.form, tuple(problem.form.arrays())
 
     def scores_of(*arrays: Array) -> Array:
-        in_sums = {name: ops.astype(x, dtype) for name, x in zip(names, arrays, strict=True)}
-        return ops.astype(form.with_arrays(in_sums).scores(ops), dtype)
+        in_accumulator = {name: ops.astype(x, dtype) for name, x in zip(names, arrays, strict=True)}
+        return ops.astype(form.with_arrays(in_accumulator).scores(ops), dtype)
 
     vjp: Callable[[Array], tuple[Array, ...]] = _no_gradients
     is_exact = None
-    if is_product or (with_vjp and isinstance(form, InnerForm)):
+    if expands_square or (with_vjp and isinstance(form, InnerForm)):
         # The framework's own would transpose the gradient of the keys.
-        form_in_sums: Any = form.part(lambda x, _: ops.astype(x, dtype))
-        if is_product:
-            raw, is_exact, of_form = _as_product(ops, form_in_sums)
+        form_in_accumulator: Any = form.part(lambda x, _: ops.astype(x, dtype))
+        if expands_square:
+            raw, is_exact, form_vjp = _by_expanded_square(ops, form_in_accumulator)
         else:
-            raw, of_form = form_in_sums.scores_and_pullback(ops)
-        vjp = lambda grad: tuple(map(of_form(grad).__getitem__, names))  # noqa: E731
+            raw, form_vjp = form_in_accumulator.scores_and_pullback(ops)
+        vjp = lambda grad: tuple(map(form_vjp(grad).__getitem__, names))  # noqa: E731
     elif with_vjp:
         raw, vjp = ops.vjp(scores_of, tuple(form.arrays().values()))
     else:
         raw = scores_of(*form.arrays().values())
-    whole = (*score_shape.rows, score_shape.key_len)
+    shape = (*score_shape.rows, score_shape.key_len)
     # Heads that share query and key.
-    scores = raw if tuple(raw.shape) == whole else ops.broadcast_to(raw, whole)
+    scores = raw if tuple(raw.shape) == shape else ops.broadcast_to(raw, shape)
     unmasked = None
     if problem.mask is not None:
         unmasked = tiles.visible(ops, score_shape, problem.value, *spans)
@@ -258,8 +263,8 @@ def _tile(problem: Problem, tiles: TilePlan, is_product: bool, with_vjp: bool) -
     return _Tile(raw, scores, is_exact, unmasked, weights, dropout_factors, value, vjp)
 
 
-def _is_wrong(ops: Backend, tile: _Tile, result: Array) -> Array | None:
-    """Return whether a call needs another branch; None where none does."""
+def _needs_recomputing(ops: Backend, tile: _Tile, result: Array) -> Array | None:
+    """Return whether `result` is not as accurate as the slower way, or not finite; None where it never is."""
     if tile.is_exact is not None and tile.unmasked is None:
         return ~tile.is_exact
     if tile.unmasked is None:
@@ -272,8 +277,8 @@ def _is_wrong(ops: Backend, tile: _Tile, result: Array) -> Array | None:
     return ~(is_right if tile.is_exact is None else ops.logical_and(is_right, tile.is_exact))
 
 
-def _as_product(ops: Backend, form: DistanceForm) -> tuple[Array, Array, FormPullback]:
-    """Return the scores of a distance, whether they are finite and do not cancel, and their VJP."""
+def _by_expanded_square(ops: Backend, form: DistanceForm) -> tuple[Array, Array, FormPullback]:
+    """Return the scores of a distance by |q|^2 + |k|^2 - 2 q.k, whether they are finite and exact, and their VJP."""
     query, key, scale = form.query, form.key, form.scale
     norms = [ops.sum(x * x, axis=-1, keepdims=True) for x in (query, key)]
     squared = norms[0] + ops.matrix_transpose(norms[1]) - 2 * ops.matmul(query, ops.matrix_transpose(key))
@@ -311,7 +316,7 @@ class FewKeys(_Formula):
         ops, rows = problem.ops, problem.score_shape.rows
         scores, unmasked, weights, _ = _weights(problem, tiles)
         out = _weighted_sum(ops, unmasked, weights, _by_rows(problem, problem.value, "key"))
-        outputs = (ops.astype(out, problem.dtype), *_row_numbers(ops, scores), weights)
+        outputs = (ops.astype(out, problem.dtype), *_max_and_log_denom(ops, scores), weights)
         out, row_max, log_denom, matrix = (ops.reshape(x, (*rows, x.shape[-1])) for x in outputs)
         return Result(out, row_max, log_denom, {}, None if problem.matrix is None else matrix)
 
@@ -325,8 +330,8 @@ class FewKeys(_Formula):
         if grads.matrix is not None:
             grad_weights = grad_weights + ops.reshape(ops.astype(grads.matrix, problem.accumulator), weights.shape)
         # Forward: p = softmax(where(unmasked, scores, -inf))
-        total = ops.sum(_isolated(ops, unmasked, weights * grad_weights), axis=-1, keepdims=True)
-        grad_scores = _isolated(ops, unmasked, weights * (grad_weights - total))
+        total = ops.sum(_zero_where_masked(ops, unmasked, weights * grad_weights), axis=-1, keepdims=True)
+        grad_scores = _zero_where_masked(ops, unmasked, weights * (grad_weights - total))
         gradients = {**scores_vjp(grad_scores), "value": _times(ops, unmasked, weights, grad_out)}
         if query_len > 1:
             for name in ("key", "value"):
@@ -369,7 +374,7 @@ def _weights(problem: Problem, tiles: TilePlan) -> tuple[Array, Array | None, Ar
     scores, vjp = _scores(ops, form, unmasked)
     if unmasked is not None:
         scores = ops.where(unmasked, scores, NEG_INF)
-    return scores, unmasked, online_softmax.whole_rows(ops, scores, unmasked, None), vjp
+    return scores, unmasked, online_softmax.weights_of_rows(ops, scores, unmasked, None), vjp
 
 
 def _scores(
@@ -381,28 +386,28 @@ def _scores(
         query = query * form.scale
 
         def inner_vjp(grad: Array) -> dict[str, Array]:
-            of_query = _weighted_sum(ops, unmasked, grad, key) * form.scale
-            return {"query": of_query, "key": _times(ops, unmasked, grad, query)}
+            grad_query = _weighted_sum(ops, unmasked, grad, key) * form.scale
+            return {"query": grad_query, "key": _times(ops, unmasked, grad, query)}
 
         return _inner_products(ops, query, key), inner_vjp
     if isinstance(form, AdditiveForm):
         # Zeros for masked pairs keep NaN out of the product that is the gradient of w_v.
-        hidden = _isolated(ops, _by_dims(unmasked), query + key)
+        hidden = _zero_where_masked(ops, _by_dims(unmasked), query + key)
         activated = form.activation.value(ops, hidden)
 
         def additive_vjp(grad: Array) -> dict[str, Array]:
-            of_key = grad[..., None] * form.activation.slope(ops, hidden, activated) * form.w_v
-            of_vector = ops.matmul(ops.reshape(grad, (-1,)), ops.reshape(activated, (-1, activated.shape[-1])))
-            return {"query": _sum_over_keys(of_key), "key": of_key, "w_v": of_vector}
+            grad_key = grad[..., None] * form.activation.slope(ops, hidden, activated) * form.w_v
+            grad_w_v = ops.matmul(ops.reshape(grad, (-1,)), ops.reshape(activated, (-1, activated.shape[-1])))
+            return {"query": _sum_over_keys(grad_key), "key": grad_key, "w_v": grad_w_v}
 
         return ops.matmul(activated, form.w_v), additive_vjp
     difference = query - key
     squares = ops.sum(difference * difference, axis=-1)
 
     def distance_vjp(grad: Array) -> dict[str, Array]:
-        of_key = _times(ops, unmasked, 2 * form.scale * grad, difference)
-        of_scale = -ops.sum(_isolated(ops, unmasked, grad * squares), axis=(0, 1))
-        return {"query": -_sum_over_keys(of_key), "key": of_key, "scale": of_scale}
+        grad_key = _times(ops, unmasked, 2 * form.scale * grad, difference)
+        grad_scale = -ops.sum(_zero_where_masked(ops, unmasked, grad * squares), axis=(0, 1))
+        return {"query": -_sum_over_keys(grad_key), "key": grad_key, "scale": grad_scale}
 
     return -form.scale * squares, distance_vjp
 
@@ -422,27 +427,28 @@ def _inner_products(ops: Backend, query: Array, key: Array) -> Array:
 
 def _sum_over_keys(x: Array) -> Array:
     """Sum (row, key, dim) over the keys: XLA's sum over an axis that is not the last is slower."""
-    return functools.reduce(operator.add, (x[:, at] for at in range(x.shape[1])))
+    return functools.reduce(operator.add, (x[:, j] for j in range(x.shape[1])))
 
 
 def _weighted_sum(ops: Backend, unmasked: Array | None, weights: Array, x: Array) -> Array:
     """Return weights @ x, (row, dim), from `x` (row, key, dim) of unmasked pairs alone."""
 
     # Products of slices: before slices of products XLA computes all products, from 16 keys on.
-    def term(at: int) -> Array:
-        return _times(ops, None if unmasked is None else unmasked[:, at], weights[:, at], x[:, at])
+    def term(j: int) -> Array:
+        return _times(ops, None if unmasked is None else unmasked[:, j], weights[:, j], x[:, j])
 
     return functools.reduce(operator.add, map(term, range(x.shape[1])))
 
 
 def _times(ops: Backend, unmasked: Array | None, by_pairs: Array, x: Array) -> Array:
     """Return the products of each pair's number with a row of `x` (row, 1 or key, dim); 0 where masked."""
-    return _isolated(ops, _by_dims(unmasked), by_pairs[..., None] * x)
+    return _zero_where_masked(ops, _by_dims(unmasked), by_pairs[..., None] * x)
 
 
 def _by_dims(unmasked: Array | None) -> Array | None:
     return None if unmasked is None else unmasked[..., None]
 
 
-def _isolated(ops: Backend, unmasked: Array | None, x: Array) -> Array:
+def _zero_where_masked(ops: Backend, unmasked: Array | None, x: Array) -> Array:
+    """Return `x` with 0 for masked pairs; `unmasked` is None where there are none."""
     return x if unmasked is None else ops.where(unmasked, x, 0.0)

@@ -142,8 +142,8 @@ def _is_unmasked(problem: Problem) -> bool:
     """Return whether each query attends to all keys."""
     if problem.mask is None:
         return True
-    interval_set, rest = problem.visibility
-    if interval_set is None or rest is not None or interval_set.single is None:
+    interval_set, remaining_mask = problem.visibility
+    if interval_set is None or remaining_mask is not None or interval_set.single is None:
         return False
     return not np.any(interval_set.start) and bool(np.all(interval_set.stop == problem.score_shape.key_len))
 

@@ -30,7 +30,7 @@ from attnscore.base.layout import CanonicalLayout, is_unknown
 from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.native.kernel import Native
-from attnscore.kernels.native.marshalling import aligned
+from attnscore.kernels.native.marshalling import allocate_aligned
 from attnscore.kernels.streaming import Streaming
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import CachedMask, Dense, Mask, Neighbours, parts_of
@@ -41,7 +41,7 @@ from attnscore.problem.dropout import PairDropout
 from attnscore.problem.online_softmax import NEG_INF
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
-from attnscore.problem.statistics import KEYS, in_whole
+from attnscore.problem.statistics import KEYS, with_global_keys
 from attnscore.scores.forms import Role
 
 
@@ -62,7 +62,7 @@ class Gather(Kernel):
         return Gather((Streaming(),))
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
-        neighbours, rest = (None, None) if problem.mask is None else _parted(problem.mask)
+        neighbours, remaining_mask = (None, None) if problem.mask is None else _split_neighbours(problem.mask)
         if neighbours is None:
             return ("the mask has no Neighbours",)
         score_shape = problem.score_shape
@@ -75,25 +75,28 @@ class Gather(Kernel):
         if neighbours.table(score_shape.key_len) is None:
             return ("neighbours that the host cannot read",)
         if (
-            rest is not None
-            and rest.interval_set(score_shape.query_len, score_shape.key_len, score_shape.batch) is None
+            remaining_mask is not None
+            and remaining_mask.interval_set(score_shape.query_len, score_shape.key_len, score_shape.batch) is None
         ):
-            return (f"{rest!r} beside the neighbours, whose keys are no intervals",)
+            return (f"{remaining_mask!r} beside the neighbours, whose keys are no intervals",)
         return ()
 
     def explain_tiles(self, problem: Problem, tiles: TilePlan) -> TilePlan:
         fields = {field.name: getattr(tiles, field.name) for field in dataclasses.fields(tiles)}
-        return _GatheredPlan(**fields, call=self._call(problem))
+        return _GatheredPlan(**fields, call=self._gather_call(problem))
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
-        call = self._call(problem)
-        results = [kernel.forward(part, part_tiles) for _, part, part_tiles, kernel in self._parts(call)]
-        of_blocks = [
+        call = self._gather_call(problem)
+        results = [
+            kernel.forward(block_problem, block_tiles)
+            for _, block_problem, block_tiles, kernel in self._block_problems(call)
+        ]
+        block_rows = [
             {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
             | call.with_key_indices(result.statistics, block)
             for result, block in zip(results, call.blocks, strict=True)
         ]
-        rows = {name: call.join_rows([x[name] for x in of_blocks]) for name in of_blocks[0]}
+        rows = {name: call.join_rows([x[name] for x in block_rows]) for name in block_rows[0]}
         matrix = None
         if problem.matrix is not None:
             outside = 0.0 if problem.matrix == "weights" else NEG_INF
@@ -103,37 +106,39 @@ class Gather(Kernel):
     def backward(
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
-        call = self._call(problem)
+        call = self._gather_call(problem)
         saved = {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
-        incoming = {"grad_out": grads.out, "grad_log_sum_exp": grads.log_sum_exp, "grad_entropy": grads.entropy}
-        rows = {**saved, **incoming, "entropy": result.statistics.get("entropy")}
+        output_grads = {"grad_out": grads.out, "grad_log_sum_exp": grads.log_sum_exp, "grad_entropy": grads.entropy}
+        rows = {**saved, **output_grads, "entropy": result.statistics.get("entropy")}
         matrices = {"matrix": result.matrix, "grad_matrix": grads.matrix}
-        cuts = {name: call.rows_of(x) for name, x in rows.items() if x is not None}
-        cuts |= {name: call.matrix_of(x) for name, x in matrices.items() if x is not None}
+        readers = {name: call.rows_of(x) for name, x in rows.items() if x is not None}
+        readers |= {name: call.matrix_of(x) for name, x in matrices.items() if x is not None}
         gradients: list[dict[str, Array]] = []
-        memory = _KeyMemory(call)
-        for block, part, part_tiles, kernel in self._parts(call):
-            arrays = {name: cut(block) for name, cut in cuts.items()}
+        memory = _KeyGradientMemory(call)
+        for block, block_problem, block_tiles, kernel in self._block_problems(call):
+            arrays = {name: read(block) for name, read in readers.items()}
             statistics = {"entropy": arrays["entropy"]} if "entropy" in arrays else {}
             out, row_max, log_denom = (arrays[name] for name in saved)
-            part_result = Result(out, row_max, log_denom, statistics, arrays.get("matrix"))
-            part_grads = RowGradients(*(arrays.get(name) for name in (*incoming, "grad_matrix")))
+            block_result = Result(out, row_max, log_denom, statistics, arrays.get("matrix"))
+            block_grads = RowGradients(*(arrays.get(name) for name in (*output_grads, "grad_matrix")))
             if isinstance(kernel, Native):
-                of_block = kernel.backward(part, part_tiles, part_result, part_grads, requested, memory.zeros)
+                block_gradients = kernel.backward(
+                    block_problem, block_tiles, block_result, block_grads, requested, memory.zeros
+                )
             else:
-                of_block = kernel.backward(part, part_tiles, part_result, part_grads, requested)
-            gradients.append(of_block)
+                block_gradients = kernel.backward(block_problem, block_tiles, block_result, block_grads, requested)
+            gradients.append(block_gradients)
         return call.join_gradients({name: [x[name] for x in gradients] for name in requested}, memory)
 
-    def _call(self, problem: Problem) -> _GatheredCall:
-        # Its problem stands for those of the blocks, which are not gathered yet.
+    def _gather_call(self, problem: Problem) -> _GatheredCall:
+        # The kernel of the blocks, which are not gathered yet, is chosen by the problem of the call.
         return _GatheredCall(problem, self._kernel_of(problem))
 
-    def _parts(self, call: _GatheredCall) -> Iterator[tuple[_Block, Problem, TilePlan, Kernel]]:
+    def _block_problems(self, call: _GatheredCall) -> Iterator[tuple[_Block, Problem, TilePlan, Kernel]]:
         """Yield each block with its problem, the tiles of that and the kernel that runs it."""
         for block in call.blocks:
-            part = call.problem_of(block)
-            yield block, part, tiling.plan(part), self._kernel_of(part)
+            block_problem = call.problem_of(block)
+            yield block, block_problem, tiling.plan(block_problem), self._kernel_of(block_problem)
 
     def _kernel_of(self, problem: Problem) -> Kernel:
         """Return the first kernel of blocks that can run `problem` and is not slower there than a later one."""
@@ -144,8 +149,8 @@ class Gather(Kernel):
         )
 
 
-def _parted(mask: Mask | None) -> tuple[Neighbours | None, Mask | None]:
-    """Return `mask` as neighbours AND a rest; either may be None."""
+def _split_neighbours(mask: Mask | None) -> tuple[Neighbours | None, Mask | None]:
+    """Return the neighbours and the remaining mask whose conjunction is `mask`; either may be None."""
     parts = [] if mask is None else parts_of(mask)
     neighbours = next((part for part in parts if isinstance(part, Neighbours)), None)
     return neighbours, all_of([part for part in parts if part is not neighbours])
@@ -153,7 +158,7 @@ def _parted(mask: Mask | None) -> tuple[Neighbours | None, Mask | None]:
 
 @dataclass(frozen=True, eq=False)
 class _GatheredPlan(TilePlan):
-    """What is gathered, for `explain`."""
+    """Description of the gathered blocks, for `explain`."""
 
     call: _GatheredCall
 
@@ -168,7 +173,7 @@ class _GatheredPlan(TilePlan):
         edges, entries = int(lens.sum()), sum(block.slots.size for block in blocks)
         return (
             f"{edges:,} edges, up to {lens.max()} a query, gathered as {entries:,} in blocks of "
-            f"{'neighbouring queries' if self.call.split is _in_edge_order else 'similar degree'} ({len(blocks)})"
+            f"{'neighbouring queries' if self.call.split is _edge_order_blocks else 'similar degree'} ({len(blocks)})"
         )
 
 
@@ -190,7 +195,7 @@ class _Block(NamedTuple):
         return has_edge
 
 
-def _in_edge_order(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
+def _edge_order_blocks(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
     """Return neighbouring queries in blocks of one batch row, each of at most `limit` edges or a single query."""
     stop, blocks, first = start + lens, [], 0
     while first < len(lens):
@@ -201,18 +206,18 @@ def _in_edge_order(start: HostArray, lens: HostArray, limit: int) -> list[_Block
     return blocks
 
 
-def _by_degree(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
+def _degree_blocks(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
     """Return queries of similar degree in blocks of one query a batch row, of at most `limit` entries or one query."""
     order = np.argsort(-lens, kind="stable")
-    falling, blocks, first = lens[order], [], 0
-    used = np.append(0, np.cumsum(falling))
+    degrees_falling, blocks, first = lens[order], [], 0
+    edge_counts = np.append(0, np.cumsum(degrees_falling))
     while first < len(order):
-        longest = int(falling[first])
+        longest = int(degrees_falling[first])
         count = max(1, min(len(order) - first, limit // max(1, longest)))
-        edges = used[first + 1 : first + count + 1] - used[first]
-        padded = longest * np.arange(1, count + 1) - edges
+        edges = edge_counts[first + 1 : first + count + 1] - edge_counts[first]
+        padding = longest * np.arange(1, count + 1) - edges
         # The first query has no padding; from the first one with too much on, the block ends.
-        too_much = padded > thresholds.PADDED_SHARE * edges + thresholds.PADDED_ENTRIES
+        too_much = padding > thresholds.PADDED_SHARE * edges + thresholds.PADDED_ENTRIES
         members = order[first : first + (int(too_much.argmax()) if too_much.any() else count), None]
         slots = start[members] + np.arange(longest)
         degrees = lens[members]
@@ -223,7 +228,7 @@ def _by_degree(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
 
 
 def _inverse(blocks: Sequence[_Block]) -> HostArray:
-    """Return the place of each query among the members of all blocks."""
+    """Return the position of each query among the members of all blocks."""
     return np.argsort(np.concatenate([block.members.reshape(-1) for block in blocks]), kind="stable")
 
 
@@ -233,43 +238,43 @@ class _Sums:
 
     ends: HostArray
     """Cumulative number of entries of the ids, from 0."""
-    places: HostArray
-    """The entries in the order of their ids."""
+    order: HostArray
+    """The entries, sorted by their ids."""
     gathered: Sequence[_Block]
     """The blocks of the entries."""
     limit: int
-    _of_matrices: dict[int, tuple[HostArray, HostArray]] = field(default_factory=dict)
+    _orders_by_matrix: dict[int, tuple[HostArray, HostArray]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, edges: tuple[HostArray, HostArray], count: int, gathered: Sequence[_Block], limit: int) -> _Sums:
-        """Plan the sums from the ids of edges, each below `count`, and their places among the entries of the blocks."""
-        ids, places = edges
+        """Plan the sums from the ids of edges, each below `count`, and their indices in the entries of the blocks."""
+        ids, entries = edges
         ends = np.append(0, np.cumsum(np.bincount(ids, minlength=count)))
-        return cls(ends, places[np.argsort(ids, kind="stable")], gathered, limit)
+        return cls(ends, entries[np.argsort(ids, kind="stable")], gathered, limit)
 
     @cached_property
     def blocks(self) -> list[_Block]:
         """Blocks of the ids."""
-        return _by_degree(self.ends[:-1], np.diff(self.ends), self.limit)
+        return _degree_blocks(self.ends[:-1], np.diff(self.ends), self.limit)
 
     @cached_property
     def inverse(self) -> HostArray:
         return _inverse(self.blocks)
 
-    def of_matrices(self, count: int) -> tuple[HostArray, HostArray]:
-        """Return places and ends of the same sums for each of `count` matrices, in blocks (batch, matrix, entry)."""
-        if count not in self._of_matrices:
+    def order_by_matrix(self, count: int) -> tuple[HostArray, HostArray]:
+        """Return `order` and `ends` of the same sums for each of `count` matrices, in blocks (batch, matrix, entry)."""
+        if count not in self._orders_by_matrix:
             sizes = np.array([block.slots.shape for block in self.gathered])
             firsts = np.append(0, np.cumsum(sizes.prod(1)))
-            block = np.searchsorted(firsts, self.places, "right") - 1
+            block = np.searchsorted(firsts, self.order, "right") - 1
             entries = sizes[block, 1]
-            entry = (self.places - firsts[block]) % entries
-            matrix, total = np.arange(count)[:, None], len(self.places)
-            places = (count * (self.places - entry) + entry + matrix * entries).reshape(-1)
+            entry = (self.order - firsts[block]) % entries
+            matrix, total = np.arange(count)[:, None], len(self.order)
+            order = (count * (self.order - entry) + entry + matrix * entries).reshape(-1)
             ends = np.append((self.ends[:-1] + matrix * total).reshape(-1), count * total)
             dtype = np.int32 if count * firsts[-1] < 2**31 else np.int64
-            self._of_matrices[count] = places.astype(dtype), ends.astype(dtype)
-        return self._of_matrices[count]
+            self._orders_by_matrix[count] = order.astype(dtype), ends.astype(dtype)
+        return self._orders_by_matrix[count]
 
     def run(self, ops: Backend, x: Array) -> Array:
         """Return the sums (ids, width) of the rows of `x`, the last of which is 0."""
@@ -279,12 +284,12 @@ class _Sums:
             if not slots.size:
                 sums.append(ops.zeros((len(slots), x.shape[1]), x))
                 continue
-            rows = _take(ops, x, np.where(block.has_edge, self.places[slots], x.shape[0] - 1).reshape(-1))
+            rows = _take(ops, x, np.where(block.has_edge, self.order[slots], x.shape[0] - 1).reshape(-1))
             sums.append(ops.sum(ops.reshape(rows, (*slots.shape, x.shape[1])), axis=1))
         return _take(ops, ops.concat(sums, 0), self.inverse)
 
 
-class _KeyMemory:
+class _KeyGradientMemory:
     """Memory of gradients with an axis of keys: those of all blocks are one array, which is summed as it is."""
 
     def __init__(self, call: _GatheredCall) -> None:
@@ -297,16 +302,16 @@ class _KeyMemory:
         """Return zeros for a gradient of the next block."""
         # A framework that copies what is not aligned would copy each block.
         if self.call.ops.wants_aligned or name not in ("key", "value"):
-            return aligned(np.zeros, shape, dtype)
+            return allocate_aligned(np.zeros, shape, dtype)
         matrices, dim = math.prod(shape[1:-2]), shape[-1]
         if name not in self._rows:
-            self._rows[name], self._shapes[name] = aligned(np.zeros, (self.entries * matrices, dim), dtype), []
+            self._rows[name], self._shapes[name] = allocate_aligned(np.zeros, (self.entries * matrices, dim), dtype), []
             self._used[name] = 0
         first, self._used[name] = self._used[name], self._used[name] + math.prod(shape[:-1])
         self._shapes[name].append(shape)
         return self._rows[name][first : self._used[name]].reshape(shape)
 
-    def whole(self, name: str, parts: Sequence[Array]) -> Array | None:
+    def joined_rows(self, name: str, parts: Sequence[Array]) -> Array | None:
         """Return the rows of all blocks, where the gradients `parts` are those that were computed in this memory."""
         if self._shapes.get(name) != [tuple(x.shape) for x in parts]:
             return None
@@ -314,45 +319,50 @@ class _KeyMemory:
 
 
 class _GatheredCall:
-    """A problem, the blocks of its queries, and the way of arrays into the blocks and back."""
+    """A problem, the blocks of its queries, and the functions that move arrays into the blocks and back."""
 
     def __init__(self, problem: Problem, block_kernel: Kernel) -> None:
         self.problem, self.ops, self.score_shape = problem, problem.ops, problem.score_shape
-        neighbours, rest = _parted(problem.mask)
+        neighbours, remaining_mask = _split_neighbours(problem.mask)
         self.table = cast(NeighbourTable, cast(Neighbours, neighbours).table(self.score_shape.key_len))
         if {*problem.statistics} & {*KEYS}:
             # Of equal scores the first entry has to be the first key.
             self.table = self.table.in_key_order
         sizes = (self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
-        self.intervals = None if rest is None else rest.interval_set(*sizes)
+        self.intervals = None if remaining_mask is None else remaining_mask.interval_set(*sizes)
         width = problem.form.key.shape[-1] + problem.value.shape[-1]
         self.limit = max(1, thresholds.GATHERED_NUMBERS // max(1, math.prod(self.score_shape.rows[:-1]) * width))
         # A matrix or a further mask of all pairs of a block in edge order would have the square of its edges.
         in_order = (
-            isinstance(block_kernel, Native) and problem.matrix is None and problem.dropout is None and rest is None
+            isinstance(block_kernel, Native)
+            and problem.matrix is None
+            and problem.dropout is None
+            and remaining_mask is None
         )
-        self.split = _in_edge_order if in_order else _by_degree
-        self.blocks: list[_Block] = self.table.planned(
+        self.split = _edge_order_blocks if in_order else _degree_blocks
+        self.blocks: list[_Block] = self.table.get_or_compute(
             ("blocks", self.split, self.limit), lambda: self.split(self.table.start, self.table.lens, self.limit)
         )
 
     # The problem of a block
 
     @cached_property
-    def _cuts(self) -> dict[str, Callable[[_Block], Array]]:
+    def _readers(self) -> dict[str, Callable[[_Block], Array]]:
         """For each operand except the sink, the bias included: the function that gives its entries in a block."""
         problem, form = self.problem, self.problem.form
-        into: dict[Role, Callable[[Array], Callable[[_Block], Array]]] = {
+        reader_of: dict[Role, Callable[[Array], Callable[[_Block], Array]]] = {
             "query": self.rows_of,
             "key": self.keys_of,
             "shared": lambda x: lambda _: x,
         }
-        cuts = {name: into[form.role(name)](x) for name, x in form.arrays().items()}
+        readers = {name: reader_of[form.role(name)](x) for name, x in form.arrays().items()}
         # Attention to the keys themselves, as in a graph network, gathers them once.
         keys = (name for name, x in form.arrays().items() if form.role(name) == "key")
-        same = next((name for name in keys if _is_same(self.ops, form.arrays()[name], problem.value)), None)
-        cuts["value"] = self.keys_of(problem.value) if same is None else cuts[same]
-        return cuts if problem.bias is None else {**cuts, "bias": self.pairs_of(problem.bias)}
+        same_as_value = next(
+            (name for name in keys if _share_memory(self.ops, form.arrays()[name], problem.value)), None
+        )
+        readers["value"] = self.keys_of(problem.value) if same_as_value is None else readers[same_as_value]
+        return readers if problem.bias is None else {**readers, "bias": self.pairs_of(problem.bias)}
 
     def problem_of(self, block: _Block) -> Problem:
         """Return the problem of a block: the queries against the gathered keys."""
@@ -361,8 +371,8 @@ class _GatheredCall:
             self.score_shape, lead=(batch, *self.score_shape.lead), query_len=queries, key_len=block.slots.shape[1],
             has_batch=True, has_heads=True,
         )  # fmt: skip
-        cuts = {id(cut): cut(block) for cut in self._cuts.values()}
-        arrays = {name: cuts[id(cut)] for name, cut in self._cuts.items()}
+        entries = {id(read): read(block) for read in self._readers.values()}
+        arrays = {name: entries[id(read)] for name, read in self._readers.items()}
         value, bias = arrays.pop("value"), arrays.pop("bias", None)
         form = problem.form.with_arrays(arrays)
         return dataclasses.replace(
@@ -372,13 +382,13 @@ class _GatheredCall:
             key=form.key,
             value=value,
             form=form,
-            mask=self._mask(block),
+            mask=self._block_mask(block),
             bias=bias,
-            dropout=self._dropout(block),
+            dropout=self._block_dropout(block),
         )
 
-    def _mask(self, block: _Block) -> Mask | None:
-        """Return what masks the padding, and the keys outside the intervals of the rest of the mask."""
+    def _block_mask(self, block: _Block) -> Mask | None:
+        """Return the mask of a block: it masks the padding, and keys outside the intervals of the remaining mask."""
         if self.intervals is None:
             is_full = not block.start.any() and (block.stop == block.slots.shape[1]).all()
             return None if is_full else CachedMask(block.start, block.stop, "the neighbours of each query")
@@ -390,7 +400,8 @@ class _GatheredCall:
         between = tuple(range(2, 3 + len(self.score_shape.lead)))
         return Dense(np.expand_dims(unmasked, between))
 
-    def _dropout(self, block: _Block) -> PairDropout | None:
+    def _block_dropout(self, block: _Block) -> PairDropout | None:
+        """Return the dropout of a block, which drops the pairs that the dropout of the whole call drops."""
         ops, like, dropout = self.ops, self.problem.value, self.problem.dropout
         if dropout is None:
             return None
@@ -408,7 +419,7 @@ class _GatheredCall:
 
     def rows_of(self, x: Array) -> Callable[[_Block], Array]:
         """Return the entries of the queries of a block, of an array (*lead, head, group, query, dim)."""
-        if self.split is _in_edge_order:
+        if self.split is _edge_order_blocks:
             return lambda block: self._slice(x, block)
         rows = _rows_first(self.ops, x)
         return lambda block: self._entries(rows, block.members, tuple(x.shape[:-2]), x.shape[-1])
@@ -428,14 +439,14 @@ class _GatheredCall:
         """Return `pairs_of` of a matrix of weights or its gradient, with 0 for the padding, which has no weight."""
         pairs, ones = self.pairs_of(x), (1,) * (len(x.shape) - 1)
 
-        def cut(block: _Block) -> Array:
-            of_block = pairs(block)
-            has_edge = self.ops.asarray(block.has_edge, of_block)
+        def read(block: _Block) -> Array:
+            values = pairs(block)
+            has_edge = self.ops.asarray(block.has_edge, values)
             return self.ops.where(
-                self.ops.reshape(has_edge, (has_edge.shape[0], *ones, has_edge.shape[1])), of_block, 0.0
+                self.ops.reshape(has_edge, (has_edge.shape[0], *ones, has_edge.shape[1])), values, 0.0
             )
 
-        return cut
+        return read
 
     def pairs_of(self, x: Array) -> Callable[[_Block], Array]:
         """Return the entries of the pairs of a block, of an array of all pairs or a relative bias."""
@@ -445,10 +456,10 @@ class _GatheredCall:
             ops.matrix_transpose(self._entries(rows, self._pair_ids(x, block), lead, 1))
         )
 
-    def _entries(self, rows: Array, at: HostArray, lead: tuple[int, ...], width: int) -> Array:
+    def _entries(self, rows: Array, indices: HostArray, lead: tuple[int, ...], width: int) -> Array:
         """Return the rows at (batch, entry) as (batch, *lead, entry, width)."""
-        x = self.ops.reshape(_take(self.ops, rows, at.reshape(-1)), (*at.shape, math.prod(lead), width))
-        return self.ops.reshape(self.ops.swap_axes(x, 1, 2), (len(at), *lead, at.shape[1], width))
+        x = self.ops.reshape(_take(self.ops, rows, indices.reshape(-1)), (*indices.shape, math.prod(lead), width))
+        return self.ops.reshape(self.ops.swap_axes(x, 1, 2), (len(indices), *lead, indices.shape[1], width))
 
     def _pair_ids(self, x: Array, block: _Block) -> HostArray:
         """Return where the pairs of a block are in the last two axes of `x`, taken as one; broadcast axes are 1."""
@@ -474,31 +485,33 @@ class _GatheredCall:
             return ops.where(x < 0, x, x + ops.reshape(offsets, (-1, *(1 for _ in x.shape[1:]))))
 
         in_block = {name: with_offsets(x) if name in KEYS else x for name, x in statistics.items()}
-        return in_whole(ops, in_block, lambda: ops.asarray(keys.reshape(-1), self.problem.value))
+        return with_global_keys(ops, in_block, lambda: ops.asarray(keys.reshape(-1), self.problem.value))
 
     def join_rows(self, parts: Sequence[Array]) -> Array:
         """Return an array with an axis of queries from those of the blocks."""
-        rows = self.ops.concat([_flat(self.ops, x) for x in parts], 0)
-        if self.split is not _in_edge_order:
-            inverse = self.table.planned(("inverse", self.limit), lambda: _inverse(self.blocks))
-            rows = _take(self.ops, rows, inverse)
+        rows = self.ops.concat([_flatten_entries(self.ops, x) for x in parts], 0)
+        if self.split is not _edge_order_blocks:
+            order = self.table.get_or_compute(("inverse", self.limit), lambda: _inverse(self.blocks))
+            rows = _take(self.ops, rows, order)
         return _rows_back(self.ops, rows, tuple(parts[0].shape[1:-2]), parts[0].shape[-1])
 
-    def join_keys(self, parts: Sequence[Array], whole: Array | None = None) -> Array:
-        """Return an array with an axis of keys as the sum over the entries of the blocks; `whole`: see `_summed`."""
+    def join_keys(self, parts: Sequence[Array], joined_rows: Array | None = None) -> Array:
+        """Return an array with an axis of keys as the sum over the entries of the blocks, by `_sum_entries`."""
         key_len = self.score_shape.key_len
         plan = ("sums", self.split, self.limit)
-        return self._summed(
+        return self._sum_entries(
             parts,
-            self.table.planned(plan, lambda: _Sums.of(self._edge_ids(self._keys), key_len, self.blocks, self.limit)),
-            whole,
+            self.table.get_or_compute(
+                plan, lambda: _Sums.of(self._edge_ids(self._keys), key_len, self.blocks, self.limit)
+            ),
+            joined_rows,
         )
 
     def join_pairs(self, parts: Sequence[Array], like: Array) -> Array:
         """Return an array of pairs, of the shape of `like` but for its leading axes, as the sum over the blocks."""
         size = like.shape[-2] * like.shape[-1]
         sums = _Sums.of(self._edge_ids(lambda block: self._pair_ids(like, block)), size, self.blocks, self.limit)
-        totals = self._summed([self.ops.matrix_transpose(x) for x in parts], sums)
+        totals = self._sum_entries([self.ops.matrix_transpose(x) for x in parts], sums)
         return self.ops.reshape(totals, (*totals.shape[:-2], *like.shape[-2:]))
 
     def join_matrix(self, parts: Sequence[Array], outside: float) -> Array:
@@ -509,11 +522,11 @@ class _GatheredCall:
         # -inf in a block, from its rest of the mask, may be added to the zeros of other edges alone.
         ids = self._edge_ids(lambda block: block.members * shape[1] + self._keys(block))
         sums = _Sums.of(ids, math.prod(shape), self.blocks, self.limit)
-        totals = self._summed([ops.matrix_transpose(x) for x in parts], sums)
+        totals = self._sum_entries([ops.matrix_transpose(x) for x in parts], sums)
         matrix = ops.reshape(totals, (*totals.shape[:-2], *shape))
         return matrix if outside == 0 else ops.where(ops.asarray(is_edge, matrix), matrix, outside)
 
-    def join_gradients(self, parts: dict[str, list[Array]], memory: _KeyMemory) -> dict[str, Array]:
+    def join_gradients(self, parts: dict[str, list[Array]], memory: _KeyGradientMemory) -> dict[str, Array]:
         """Return the gradients of the operands from those of the blocks, some of which are in `memory`."""
         ops, operands = self.ops, self.problem.operands()
         joined: dict[str, Array] = {}
@@ -524,8 +537,10 @@ class _GatheredCall:
             elif role == "shared":
                 joined[name] = reduce(operator.add, grads)
             else:
-                whole = self.join_rows(grads) if role == "query" else self.join_keys(grads, memory.whole(name, grads))
-                joined[name] = sum_to(ops, whole, operands[name].shape)
+                gradient = (
+                    self.join_rows(grads) if role == "query" else self.join_keys(grads, memory.joined_rows(name, grads))
+                )
+                joined[name] = sum_to(ops, gradient, operands[name].shape)
         return joined
 
     def role(self, name: str) -> Role:
@@ -534,25 +549,27 @@ class _GatheredCall:
         return "key" if name == "value" else form.role(name) if name in form.arrays() else "shared"
 
     def _edge_ids(self, ids: Callable[[_Block], HostArray]) -> tuple[HostArray, HostArray]:
-        """Return the ids of all edges, block after block, and their places among the entries of the blocks."""
+        """Return the ids of all edges, block after block, and their indices among the entries of the blocks."""
         has_edge = np.concatenate([block.has_edge.reshape(-1) for block in self.blocks])
-        every = np.concatenate([np.broadcast_to(ids(block), block.slots.shape).reshape(-1) for block in self.blocks])
-        return every[has_edge], np.flatnonzero(has_edge)
+        entry_ids = np.concatenate(
+            [np.broadcast_to(ids(block), block.slots.shape).reshape(-1) for block in self.blocks]
+        )
+        return entry_ids[has_edge], np.flatnonzero(has_edge)
 
-    def _summed(self, parts: Sequence[Array], sums: _Sums, whole: Array | None = None) -> Array:
-        """Return (*lead, id, dim) from blocks (batch, *lead, entry, dim), all rows of which are `whole` if given."""
+    def _sum_entries(self, parts: Sequence[Array], sums: _Sums, joined_rows: Array | None = None) -> Array:
+        """Return (*lead, id, dim) from blocks (batch, *lead, entry, dim); `joined_rows` has the rows of all."""
         ops, lead, dim = self.ops, tuple(parts[0].shape[1:-2]), parts[0].shape[-1]
-        if dim and sums.places.size and ops.can_sum_rows(*parts):
-            if whole is None:
-                whole = ops.concat([ops.reshape(x, (-1, dim)) for x in parts], 0)
-            totals = ops.sums_of_rows(whole, *sums.of_matrices(math.prod(lead)))
+        if dim and sums.order.size and ops.can_sum_rows(*parts):
+            if joined_rows is None:
+                joined_rows = ops.concat([ops.reshape(x, (-1, dim)) for x in parts], 0)
+            totals = ops.sums_of_rows(joined_rows, *sums.order_by_matrix(math.prod(lead)))
             return ops.reshape(totals, (*lead, len(sums.ends) - 1, dim))
-        rows = [_flat(ops, x) for x in parts]
+        rows = [_flatten_entries(ops, x) for x in parts]
         rows.append(ops.zeros((1, rows[0].shape[1]), rows[0]))
         return _rows_back(ops, sums.run(ops, ops.concat(rows, 0)), lead, dim)
 
 
-def _is_same(ops: Backend, x: Array, y: Array) -> bool:
+def _share_memory(ops: Backend, x: Array, y: Array) -> bool:
     """Return whether two arrays are known to be the same memory in the same shape."""
     if x is y:
         return True
@@ -567,7 +584,7 @@ def _is_same(ops: Backend, x: Array, y: Array) -> bool:
     return first.ctypes.data == second.ctypes.data and (first.strides, first.dtype) == (second.strides, second.dtype)
 
 
-def _flat(ops: Backend, x: Array) -> Array:
+def _flatten_entries(ops: Backend, x: Array) -> Array:
     """Return (batch, *lead, entry, dim) as (batch * entry, lead * dim)."""
     batch, *lead, entries, dim = x.shape
     rows = ops.swap_axes(ops.reshape(x, (batch, math.prod(lead), entries, dim)), 1, 2)
@@ -587,8 +604,8 @@ def _rows_back(ops: Backend, rows: Array, lead: tuple[int, ...], dim: int) -> Ar
     return ops.reshape(x, (*lead, rows.shape[0], dim))
 
 
-def _take(ops: Backend, rows: Array, at: HostArray) -> Array:
+def _take(ops: Backend, rows: Array, indices: HostArray) -> Array:
     """Return the rows at these indices; any index means the one row of a broadcast array."""
-    if not at.size:
+    if not indices.size:
         return ops.zeros((0, rows.shape[1]), rows)
-    return ops.take(rows, ops.asarray(at if rows.shape[0] > 1 else 0 * at, rows), 0)
+    return ops.take(rows, ops.asarray(indices if rows.shape[0] > 1 else 0 * indices, rows), 0)

@@ -86,25 +86,28 @@ def _all_scores(inputs: _Inputs, tiles: TilePlan, rows: Span) -> tuple[Array, Ar
         if per_pair == 1 or is_unknown(key_len)
         else max(1, min(key_len, thresholds.MATRIX_VALUES // max(1, per_key)))
     )
-    parts = []
+    tiles_of_scores = []
     for first in (0,) if is_unknown(key_len) else range(0, max(1, key_len), max(1, step)):
         cols = (first, step if is_unknown(key_len) else min(step, key_len - first))
         scores, unmasked, _ = _score_tile(inputs, tiles, rows, cols, partial=problem.mask is not None)
-        whole = (*shape[:-1], cols[1])
-        if ops.shape(scores) != whole:
+        shape_of_tile = (*shape[:-1], cols[1])
+        if ops.shape(scores) != shape_of_tile:
             # Heads that share query and key are broadcast; a copy, because the caller may write to the result.
-            scores = scores + ops.zeros(whole, scores)
-        parts.append((scores, unmasked))
-    if len(parts) == 1:
-        return parts[0]
-    scores = ops.concat([scores for scores, _ in parts], -1)
-    masks = [ops.broadcast_to(unmasked, part.shape) for part, unmasked in parts if unmasked is not None]
+            scores = scores + ops.zeros(shape_of_tile, scores)
+        tiles_of_scores.append((scores, unmasked))
+    if len(tiles_of_scores) == 1:
+        return tiles_of_scores[0]
+    scores = ops.concat([scores for scores, _ in tiles_of_scores], -1)
+    masks = [ops.broadcast_to(unmasked, x.shape) for x, unmasked in tiles_of_scores if unmasked is not None]
     return scores, ops.concat(masks, -1) if masks else None
 
 
-def _weighted_sum(ops: Backend, weights: Array, unmasked: Array | None, x: Array, is_finite: bool) -> Array:
-    """Return weights @ x, to which `x` contributes through unmasked pairs alone (0 * NaN would be NaN)."""
-    if is_finite or unmasked is None:
+def _weighted_sum(ops: Backend, weights: Array, unmasked: Array | None, x: Array, skips_nan_isolation: bool) -> Array:
+    """Return weights @ x, to which `x` contributes through unmasked pairs alone (0 * NaN would be NaN).
+
+    `skips_nan_isolation`: no pair is masked, or `x` is known to be finite.
+    """
+    if skips_nan_isolation or unmasked is None:
         return ops.matmul(weights, x)
     propagated = _propagated_nonfinite(ops, ops.broadcast_to(unmasked, ops.shape(weights)), x)
     return ops.matmul(weights, ops.where(ops.isfinite(x), x, 0.0)) + propagated
@@ -130,7 +133,7 @@ def _propagated_nonfinite(ops: Backend, unmasked: Array, x: Array) -> Array:
 def forward(problem: Problem, tiles: TilePlan) -> Result:
     """Compute output, log-sum-exp and statistics of every query: the online softmax over its key tiles."""
     ops, score_shape, requested, dtype = problem.ops, problem.score_shape, problem.statistics, problem.accumulator
-    inputs = _isolate_nonfinite(_with_asserted_shapes(problem))
+    inputs = _isolate_nonfinite(_assert_shapes(problem))
     sink = None if problem.sink is None or _has_no_rows(problem) else problem.sink
     sink = None if sink is None else ops.astype(ops.reshape(sink, (*sink.shape, 1, 1)), dtype)
 
@@ -140,7 +143,7 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
         def pool(weights: Array) -> Array:
             if problem.dropout is not None:
                 weights = weights * dropouts.keep_factors(ops, problem.dropout, score_shape, value, rows, cols, dtype)
-            return _weighted_sum(ops, weights, unmasked, value, inputs.value_is_finite)
+            return _weighted_sum(ops, weights, unmasked, value, inputs.skips_nan_isolation)
 
         return online_softmax.update(ops, state, scores, unmasked, cols[0], pool, requested)
 
@@ -160,7 +163,7 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
         if problem.matrix is not None:
             scores, unmasked = _all_scores(inputs, tiles, rows)
             is_weights = problem.matrix == "weights"
-            matrix = (online_softmax.whole_rows(ops, scores, unmasked, sink) if is_weights else scores,)
+            matrix = (online_softmax.weights_of_rows(ops, scores, unmasked, sink) if is_weights else scores,)
         if problem.matrix is None or problem.layout.value_dim > 0:
             # The same tiles with and without the matrix, so that it changes no bit of the output.
             segments = tiles.segments_of(ops, tile, problem.value) if tiles.segments else ()
@@ -170,10 +173,10 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
         out, row_max, log_denom, statistics = online_softmax.finish(ops, state, sink, requested)
         return ops.astype(out, problem.dtype), row_max, log_denom, *matrix, *statistics.values()
 
-    out, row_max, log_denom, *rest = _map_query_tiles(ops, tiles, query_tile_result, problem.operands().values())
-    matrix = None if problem.matrix is None else rest.pop(0)
+    out, row_max, log_denom, *remaining = _map_query_tiles(ops, tiles, query_tile_result, problem.operands().values())
+    matrix = None if problem.matrix is None else remaining.pop(0)
     names = [name for name in requested if name != "log_sum_exp"]
-    return Result(out, row_max, log_denom, dict(zip(names, rest, strict=True)), matrix)
+    return Result(out, row_max, log_denom, dict(zip(names, remaining, strict=True)), matrix)
 
 
 def _normalized_query_tile(
@@ -195,16 +198,22 @@ def _normalized_query_tile(
         segments = tiles.segments_of(ops, tile, problem.value) if tiles.segments else ()
         return _iter_key_tiles(ops, segments, tiles, visit, carry)
 
-    of_scores = tuple(name for name in requested if TABLE[name].of == "scores")
-    state = online_softmax.start(ops, shape, 0, problem.value, dtype, of_scores)
-    if normalizer.threshold_slope != 0 or of_scores or "max_weight" in requested:
+    score_statistics = tuple(name for name in requested if TABLE[name].describes == "scores")
+    state = online_softmax.start(ops, shape, 0, problem.value, dtype, score_statistics)
+    if normalizer.threshold_slope != 0 or score_statistics or "max_weight" in requested:
         state = fold(
             lambda state, scores, unmasked, cols: online_softmax.update(
-                ops, state, scores, unmasked, cols[0], lambda weights: ops.slice_axis(weights, -1, 0, 0), of_scores
+                ops,
+                state,
+                scores,
+                unmasked,
+                cols[0],
+                lambda weights: ops.slice_axis(weights, -1, 0, 0),
+                score_statistics,
             ),
             state,
         )
-    _, row_max, _, statistics = online_softmax.finish(ops, state, None, of_scores)
+    _, row_max, _, statistics = online_softmax.finish(ops, state, None, score_statistics)
     threshold = normalizer.threshold(
         ops, row_max, lambda body, carry: fold(lambda carry, scores, *_: body(carry, scores), carry)
     )
@@ -223,7 +232,7 @@ def _normalized_query_tile(
                 ops, problem.dropout, problem.score_shape, value, rows, cols, dtype
             )
         return (
-            sums[0] + _weighted_sum(ops, dropped, unmasked, value, inputs.value_is_finite),
+            sums[0] + _weighted_sum(ops, dropped, unmasked, value, inputs.skips_nan_isolation),
             sums[1] + ops.sum(weights, axis=-1, keepdims=True),
             sums[2] + ops.sum(weights * weights, axis=-1, keepdims=True),
         )
@@ -241,16 +250,17 @@ def _normalized_query_tile(
 
 @dataclass(frozen=True, eq=False)
 class _RowContext:
-    """What the backward knows of every query before it visits the first tile."""
+    """Numbers and gradients of every query that the backward has before it visits the first tile."""
 
     grads: RowGradients
     """With a gradient of the output."""
-    grad_is_finite: bool
+    skips_nan_isolation: bool
+    """True where no pair is masked or dout is known to be finite: P^T dO then needs no separate handling of NaN."""
     row_max: Array
     log_denom: Array
     entropy: Array | None
     delta: Array
-    """dlse - dout . out - dweights . weights, so that ds = p (dp + delta). It is dlse - D, with FlashAttention's D."""
+    """dout . out + dweights . weights - dlse, so that ds = p (dp - delta): FlashAttention's D, less dlse."""
 
     def normalizer_vjp(self, ops: Backend, p: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
         """Return the gradient of the scores of a tile, from `grad_p`, that of its weights `p`.
@@ -258,7 +268,7 @@ class _RowContext:
         For another normalizer than the softmax, `p` are the slopes of the weights, and `log_p` is not read.
         """
         # Forward: p = exp(scores - row_max - log_denom), H = -sum p log p
-        grad = p * (grad_p + _slice(ops, self.delta, -2, rows))
+        grad = p * (grad_p - _slice(ops, self.delta, -2, rows))
         if self.grads.entropy is None:
             return grad
         minus_grad_of_entropy = p * (ops.where(p == 0, 0.0, log_p) + _slice(ops, self.entropy, -2, rows))
@@ -266,13 +276,14 @@ class _RowContext:
 
 
 def _row_context(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> _RowContext:
+    """Collect what each tile of the backward reads of its queries: saved numbers, gradients and delta."""
     problem, ops = inputs.problem, inputs.problem.ops
     if grads.out is None:
         grads = dataclasses.replace(grads, out=ops.zeros(ops.shape(result.out), result.out))
     delta_of = _delta_of_softmax if problem.normalizer is None else _delta_of_threshold
     return _RowContext(
         grads=grads,
-        grad_is_finite=(problem.mask is None and problem.bias is None) or ops.known_finite(grads.out),
+        skips_nan_isolation=(problem.mask is None and problem.bias is None) or ops.known_finite(grads.out),
         row_max=result.row_max,
         log_denom=result.log_denom,
         entropy=result.statistics.get("entropy"),
@@ -281,41 +292,41 @@ def _row_context(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGra
 
 
 def _delta_of_softmax(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> Array:
-    """Return delta of every query."""
+    """Return `_RowContext.delta` of every query."""
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
     pairs = [(result.out, grads.out)]
     if problem.matrix == "weights" and grads.matrix is not None:
         pairs.append((result.matrix, grads.matrix))
 
-    def minus_dot_products(_: Any, rows: Span) -> tuple[Array]:
+    def dot_products(_: Any, rows: Span) -> tuple[Array]:
         # Forward: out = sum_j p_j v_j, so sum_j p_j dp_j = dout . out. A fully masked query has out = 0, and ignores
         # dout. A gradient of the weights adds dw to dp, and so p . dw to the sum.
         total: Any = 0.0
         for pair in pairs:
             x, grad = (ops.astype(_slice(ops, x, -2, rows), dtype) for x in pair)
-            total = total - ops.sum(times(ops, x, grad), axis=-1, keepdims=True)
+            total = total + ops.sum(times(ops, x, grad), axis=-1, keepdims=True)
         return (total,)
 
     # By query tiles: the products of all queries at once would be the largest arrays of the backward.
-    (delta,) = _map_query_tiles(ops, tiles, minus_dot_products, [x for pair in pairs for x in pair])
-    return delta if grads.log_sum_exp is None else delta + grads.log_sum_exp
+    (delta,) = _map_query_tiles(ops, tiles, dot_products, [x for pair in pairs for x in pair])
+    return delta if grads.log_sum_exp is None else delta - grads.log_sum_exp
 
 
 def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> Array:
     """Return delta of every query for another normalizer than the softmax: the gradient through the threshold.
 
-    The threshold keeps the sum of the weights, so ds = w (dp - sum w dp / sum w) with the slopes w, which for the
-    softmax are the weights. The sums take a pass of their own.
+    The threshold keeps the sum of the weights, so ds_j = w'_j (dp_j - sum w' dp / sum w'), where w' is the derivative
+    of a weight by its score (for the softmax, the weight). The sums take a pass over the key tiles.
     """
     problem, ops = inputs.problem, inputs.problem.ops
     normalizer = cast(Normalizer, problem.normalizer)
     if normalizer.threshold_slope == 0:
         return 0.0 * result.row_max
 
-    def of_query_tile(tile: Any, rows: Span) -> tuple[Array]:
+    def query_tile_delta(tile: Any, rows: Span) -> tuple[Array]:
         def visit(sums: tuple[Array, Array], cols: Span, partial: bool) -> tuple[Array, Array]:
             scores, unmasked, _ = _score_tile(inputs, tiles, rows, cols, partial)
-            slopes = _by_normalizer(normalizer.slopes, ops, result, scores, unmasked, rows)
+            slopes = _normalizer_values(normalizer.slopes, ops, result, scores, unmasked, rows)
             products = slopes * _weight_gradients(problem, grads, rows, cols)[0]
             if unmasked is not None:
                 products = ops.where(unmasked, products, 0.0)
@@ -329,24 +340,24 @@ def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads:
         products, slopes = _iter_key_tiles(ops, segments, tiles, visit, (zero, zero))
         if grads.log_sum_exp is not None:
             products = products - normalizer.threshold_slope * _slice(ops, grads.log_sum_exp, -2, rows)
-        return (-products / ops.where(slopes == 0, 1.0, slopes),)
+        return (products / ops.where(slopes == 0, 1.0, slopes),)
 
     (delta,) = _map_query_tiles(
-        ops, tiles, of_query_tile, [result.row_max, result.log_denom, grads.out, *problem.operands().values()]
+        ops, tiles, query_tile_delta, [result.row_max, result.log_denom, grads.out, *problem.operands().values()]
     )
     return delta
 
 
-def _by_normalizer(
+def _normalizer_values(
     function: Callable[..., Array],
     ops: Backend,
-    of_rows: Result | _RowContext,
+    row_values: Result | _RowContext,
     scores: Array,
     unmasked: Array | None,
     rows: Span,
 ) -> Array:
     """Return the weights or slopes of a tile, by a function of a normalizer; 0 where masked."""
-    values = function(ops, scores, *(_slice(ops, x, -2, rows) for x in (of_rows.row_max, of_rows.log_denom)))
+    values = function(ops, scores, *(_slice(ops, x, -2, rows) for x in (row_values.row_max, row_values.log_denom)))
     return values if unmasked is None else ops.where(unmasked, values, 0.0)
 
 
@@ -368,7 +379,7 @@ def _weight_gradients(
 
 
 def _matrix_gradient(problem: Problem, grad: Array, rows: Span, cols: Span) -> Array:
-    """Return the part of the gradient of `Problem.matrix` that is a tile's."""
+    """Return a tile of the gradient of `Problem.matrix`."""
     ops = problem.ops
     return ops.astype(_slice(ops, _slice(ops, grad, -2, rows), -1, cols), problem.accumulator)
 
@@ -397,14 +408,16 @@ def _tile_gradients(
             slopes = p
         else:
             p, slopes = (
-                _by_normalizer(function, ops, context, scores, unmasked, rows)
+                _normalizer_values(function, ops, context, scores, unmasked, rows)
                 for function in (problem.normalizer.weights, problem.normalizer.slopes)
             )
             log_p = None
         grad_p, grad_out, keep = _weight_gradients(problem, context.grads, rows, cols)
         dropped_p = p if keep is None else p * keep
         attended_by = None if unmasked is None else ops.matrix_transpose(unmasked)
-        grad_value = _weighted_sum(ops, ops.matrix_transpose(dropped_p), attended_by, grad_out, context.grad_is_finite)
+        grad_value = _weighted_sum(
+            ops, ops.matrix_transpose(dropped_p), attended_by, grad_out, context.skips_nan_isolation
+        )
         grad_scores = context.normalizer_vjp(ops, slopes, log_p, grad_p, rows)
     if unmasked is not None:
         # Forward: scores = where(unmasked, scores, -inf)
@@ -438,7 +451,7 @@ def backward(problem: Problem, tiles: TilePlan, result: Result, grads: RowGradie
         # A graph may not know yet whether an axis of the bias is broadcast: its gradient is summed over such an axis
         # only after all tiles (at the end of this function).
         axes = zip(problem.bias.shape, (*problem.score_shape.rows, problem.score_shape.key_len), strict=True)
-        shapes["bias"] = tuple(whole if is_unknown(n) else n for n, whole in axes)
+        shapes["bias"] = tuple(length if is_unknown(n) else n for n, length in axes)
     roles: dict[str, Role] = {name: problem.form.role(name) for name in problem.form.arrays()}
     by_query = [name for name in shapes if (name == "bias" and not is_relative) or roles.get(name) == "query"]
     # The axis of the keys (of a relative bias: of the diagonals) in each gradient that has one.
@@ -449,7 +462,7 @@ def backward(problem: Problem, tiles: TilePlan, result: Result, grads: RowGradie
     ) -> dict[str, Array]:
         # Gradients with an axis of queries are summed over the key tiles in a buffer of this query tile, and then added
         # to the buffer of all queries. The others (key, value) are added to their buffers key tile by key tile.
-        of_tile = {
+        query_tile_buffers = {
             name: ops.zeros(
                 (*shapes[name][:-2], 1 if shapes[name][-2] == 1 else rows[1], shapes[name][-1]), context.delta, dtype
             )
@@ -467,8 +480,8 @@ def backward(problem: Problem, tiles: TilePlan, result: Result, grads: RowGradie
                 for name, grad in gradients.items()
             }
 
-        done: dict[str, Array] = _iter_key_tiles(ops, segments, tiles, visit, buffers | of_tile)
-        return done | {name: _add(ops, buffers[name], done[name], -2, rows) for name in by_query}
+        summed: dict[str, Array] = _iter_key_tiles(ops, segments, tiles, visit, buffers | query_tile_buffers)
+        return summed | {name: _add(ops, buffers[name], summed[name], -2, rows) for name in by_query}
 
     buffers = {name: ops.zeros(shape, context.delta, dtype) for name, shape in shapes.items()}
     size, tail, full = tiles.query_tile, tiles.tail, len(tiles.segments) - (tiles.tail > 0)
@@ -537,49 +550,49 @@ def _iter_dynamic_key_tiles(
     their size; when the program runs, steps past the end of the segment do nothing.
     """
     tile = tiles.key_tile
-    whole, tail = divmod(tiles.key_len, tile)
+    full, tail = divmod(tiles.key_len, tile)
     first, last = segment.start // tile, (segment.stop + tile - 1) // tile
 
     def body(j: Any, carry: Any) -> Any:
-        at = first + j
-        return ops.cond((at < last) & (at < whole), lambda c: visit(c, (at * tile, tile), True), carry)
+        index = first + j
+        return ops.cond((index < last) & (index < full), lambda c: visit(c, (index * tile, tile), True), carry)
 
-    carry = ops.loop(min(segment.max_key_tiles, whole), body, carry)
+    carry = ops.loop(min(segment.max_key_tiles, full), body, carry)
     if tail:
-        carry = ops.cond(segment.stop > whole * tile, lambda c: visit(c, (whole * tile, tail), True), carry)
+        carry = ops.cond(segment.stop > full * tile, lambda c: visit(c, (full * tile, tail), True), carry)
     return carry
 
 
 def _map_query_tiles(
-    ops: Backend, tiles: TilePlan, query_tile_result: Callable[[Any, Span], tuple[Array, ...]], reads: Iterable[Array]
+    ops: Backend, tiles: TilePlan, query_tile_result: Callable[[Any, Span], tuple[Array, ...]], arrays: Iterable[Array]
 ) -> tuple[Array, ...]:
-    """Concatenate ``query_tile_result(tile, rows)`` of all query tiles; `reads` are the arrays that it depends on."""
+    """Concatenate ``query_tile_result(tile, rows)`` of all query tiles; the result depends on `arrays`."""
     length, tile, tail = tiles.query_len, tiles.query_tile, tiles.tail
     full = len(tiles.segments) - (tail > 0)
     if full + (tail > 0) < 2:
         return query_tile_result(0, (0, length))
-    reads = tuple(reads)
-    if ops.needs_grad(*reads) or not all(map(ops.has_cpu_buffer, reads)):
+    arrays = tuple(arrays)
+    if ops.needs_grad(*arrays) or not all(map(ops.has_cpu_buffer, arrays)):
         results = ops.map_tiles(full, lambda i: query_tile_result(i, (i * tile, tile)))
         results += [query_tile_result(full, (full * tile, tail))] if tail else []
-        return tuple(ops.concat(parts, -2) for parts in zip(*results, strict=True))
+        return tuple(ops.concat(tile_outputs, -2) for tile_outputs in zip(*results, strict=True))
     # Where no framework records the tiles, they are written to preallocated arrays. Concatenated parts would take as
     # much again, and the allocator would not return it: 24 to 55 MB at 16384 tokens, on top of the backward's memory.
 
-    def write(whole: tuple[Array, ...], parts: tuple[Array, ...], start: Any) -> tuple[Array, ...]:
-        return tuple(ops.add_at(x, -2, start, part) for x, part in zip(whole, parts, strict=True))
+    def write(outputs: tuple[Array, ...], tile_outputs: tuple[Array, ...], start: Any) -> tuple[Array, ...]:
+        return tuple(ops.add_at(x, -2, start, y) for x, y in zip(outputs, tile_outputs, strict=True))
 
-    whole, begin = ops.zeros_of(lambda: query_tile_result(0, (0, tile)), length, reads), 0
-    if whole is None:
+    outputs, begin = ops.zeros_of(lambda: query_tile_result(0, (0, tile)), length, arrays), 0
+    if outputs is None:
         first, begin = query_tile_result(0, (0, tile)), 1
         zeros = tuple(ops.zeros((*ops.shape(x)[:-2], length, ops.shape(x)[-1]), x) for x in first)
-        whole = write(zeros, first, 0)
-    whole = ops.loop(
+        outputs = write(zeros, first, 0)
+    outputs = ops.loop(
         full - begin,
         lambda i, x: write(x, query_tile_result(i + begin, ((i + begin) * tile, tile)), (i + begin) * tile),
-        whole,
+        outputs,
     )
-    return write(whole, query_tile_result(full, (full * tile, tail)), full * tile) if tail else whole
+    return write(outputs, query_tile_result(full, (full * tile, tail)), full * tile) if tail else outputs
 
 
 # Inputs: their dtype, non-finite rows, shapes that a graph knows only when it runs
@@ -596,7 +609,8 @@ class _Inputs:
     """The problem, with zeros for queries and keys that hold a NaN, or an infinity that the form does not keep."""
     nonfinite_query: Array | None
     nonfinite_key: Array | None
-    value_is_finite: bool
+    skips_nan_isolation: bool
+    """True where no pair is masked or the values are known to be finite: P V then needs no separate handling of NaN."""
     keeps_infinity: bool = False
     """Whether `problem` may still hold infinities, because its form gives them finite scores (tanh(inf) = 1). The form
     is then passed the mask, and computes masked pairs from zeros."""
@@ -610,10 +624,10 @@ def _isolate_nonfinite(problem: Problem) -> _Inputs:
     ops, problem = problem.ops, _in_accumulator_dtype(problem)
     if problem.mask is None and problem.bias is None:
         return _Inputs(problem, None, None, True)
-    value_is_finite = ops.known_finite(problem.value)
+    skips_nan_isolation = ops.known_finite(problem.value)
     arrays = {name: x for name, x in problem.form.arrays().items() if problem.form.role(name) != "shared"}
     if all(map(ops.known_finite, arrays.values())):
-        return _Inputs(problem, None, None, value_is_finite)
+        return _Inputs(problem, None, None, skips_nan_isolation)
     nonfinite: dict[Role, Array] = {}
     for name, x in arrays.items():
         role, rows = problem.form.role(name), nonfinite_rows(ops, x, problem.form.keeps_infinity)
@@ -623,7 +637,7 @@ def _isolate_nonfinite(problem: Problem) -> _Inputs:
     )
     problem = dataclasses.replace(problem, form=clean)
     nonfinite_key = ops.matrix_transpose(nonfinite["key"])
-    return _Inputs(problem, nonfinite["query"], nonfinite_key, value_is_finite, clean.keeps_infinity)
+    return _Inputs(problem, nonfinite["query"], nonfinite_key, skips_nan_isolation, clean.keeps_infinity)
 
 
 def _in_accumulator_dtype(problem: Problem) -> Problem:
@@ -639,7 +653,7 @@ def _in_accumulator_dtype(problem: Problem) -> Problem:
     return dataclasses.replace(problem, form=problem.form.with_arrays(cast)) if cast else problem
 
 
-def _with_asserted_shapes(problem: Problem) -> Problem:
+def _assert_shapes(problem: Problem) -> Problem:
     """Return the problem with run-time assertions on the shapes of mask and bias that a graph does not know yet."""
     specs = [] if problem.mask is None else [*problem.mask.shapes(problem.score_shape)]
     if problem.bias is not None and not problem.has_relative_bias:

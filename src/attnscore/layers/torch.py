@@ -30,7 +30,7 @@ from attnscore.layers import description, shared
 from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, PreparesKeys
 from attnscore.layers.documentation import Documentation, documented_call
 from attnscore.parallel.shard import Shard
-from attnscore.plans.padding import may_save, over_rows, real_rows
+from attnscore.plans.padding import may_save_time, project_rows, real_rows
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
@@ -249,7 +249,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         def check() -> bool:
             self._check(inputs, linears)
             padded = [x for x in linears if x.input in ("keys", "values")]
-            return any(may_save(_OPS, inputs[x.input], x.units) for x in padded)
+            return any(may_save_time(_OPS, inputs[x.input], x.units) for x in padded)
 
         return _CHECKED.get_or_compute((layer.key, len(linears), signature), check)
 
@@ -286,7 +286,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def _project_unpadded(self, linear: Linear, x: Tensor, lens: Any) -> Tensor:
         module = self._modules[linear.name]
         is_read = (type(lens) is Tensor and lens.is_cpu) or type(lens) is np.ndarray
-        if not (is_read and may_save(_OPS, x, linear.units) and _is_bare(module, nn.Linear)):
+        if not (is_read and may_save_time(_OPS, x, linear.units) and _is_bare(module, nn.Linear)):
             return self._project(linear, x)
         if (rows := real_rows(_OPS, x, lens, linear.units)) is None:
             return self._project(linear, x)
@@ -295,7 +295,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         def product(x: Tensor) -> Tensor:
             return nn.functional.linear(x, weight, bias)
 
-        projected: Tensor = over_rows(_OPS, x, rows, lambda x: with_nonfinite_rows_isolated(_OPS, x, product))
+        projected: Tensor = project_rows(_OPS, x, rows, lambda x: with_nonfinite_rows_isolated(_OPS, x, product))
         return projected
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -71,8 +71,10 @@ class Mask(ABC):
 
     def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         """Return the intervals of the queries `rows` alone, (interval, batch or 1, rows), or None."""
-        whole = self.interval_set(query_len, key_len, batch)
-        return None if whole is None else IntervalSet(whole.start[..., rows], whole.stop[..., rows])
+        interval_set = self.interval_set(query_len, key_len, batch)
+        return (
+            None if interval_set is None else IntervalSet(interval_set.start[..., rows], interval_set.stop[..., rows])
+        )
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         """Raise MaskError when the mask does not fit `score_shape`: where its `shapes` do not, if nothing else says."""
@@ -88,8 +90,8 @@ class Mask(ABC):
 
         What a mask derives from its arrays or from code stands in the mask that is returned, never in the caller's.
         """
-        whole = self.part_shape(score_shape)
-        return self._changed({name: x.for_call(ops, whole) for name, x in self._parts().items()})
+        part_shape = self.part_shape(score_shape)
+        return self._changed({name: x.for_call(ops, part_shape) for name, x in self._parts().items()})
 
     def part_shape(self, score_shape: ScoreShape) -> ScoreShape:
         """Return the shape of the scores that the masks among the fields belong to."""
@@ -128,7 +130,7 @@ class Mask(ABC):
         return {name: x for name, x in self._fields().items() if isinstance(x, Mask)}
 
     def _changed(self, fields: Mapping[str, Any]) -> Mask:
-        """Return the mask with other fields: itself where they are its own."""
+        """Return the mask with other fields: the mask itself where all fields stay."""
         if all(x is getattr(self, name) for name, x in fields.items()):
             return self
         return dataclasses.replace(self, **fields)  # type: ignore[type-var]  # every concrete mask is a dataclass
@@ -375,12 +377,13 @@ class Not(CompoundMask, _RowwiseMask):
 def split(
     mask: Mask, query_len: int, key_len: int, batch: int, rows: HostArray | None = None
 ) -> tuple[IntervalSet | None, Mask | None]:
-    """Return `mask` as intervals AND a rest that has to be evaluated by block; either may be None.
+    """Return intervals, and the remaining mask, that are ANDed in `mask`; either may be None.
 
-    The intervals of some parts bound the tiles even when the rest has none; they are of the queries `rows`, or of all.
+    The intervals of some parts bound the tiles even when the remaining parts, which kernels evaluate by block, have
+    none. They are of the queries `rows`, or of all.
     """
     common: IntervalSet | None = None
-    rest: list[Mask] = []
+    remaining: list[Mask] = []
     for part in parts_of(mask):
         if rows is None:
             intervals = part.interval_set(query_len, key_len, batch)
@@ -392,10 +395,10 @@ def split(
         if intervals is not None and common is not None:
             intervals = common.intersection(intervals, key_len).within(MOST)
         if intervals is None:
-            rest.append(part)
+            remaining.append(part)
         else:
             common = intervals
-    return common, all_of(rest)
+    return common, all_of(remaining)
 
 
 def all_of(parts: Sequence[Mask]) -> Mask | None:

@@ -408,12 +408,14 @@ class Packed(IntervalMask):
             check_same_lengths(cu_query, cu_key)
 
     def check_with(self, other: Mask, score_shape: ScoreShape) -> None:
+        """Refuse a diagonal that is not also the diagonal of each sequence; without `align`, by either alignment."""
         if self.cu_key is None or not isinstance(other, _DiagonalMask) or other.offset is not None:
             return
         cu_query, cu_key = map(host_ints, self.cumulative)
         if cu_query is not None and cu_key is not None:
             offset = other.diagonal(backends.load("numpy"), score_shape, np.zeros((), np.int64))
-            # Of each sequence: its first and its last query, in front of the keys at the same place.
+            # Offset key - query at the start and at the end of each sequence, as its two alignments have it. Where
+            # `other` has no alignment, the arrays are equally long, and both must agree.
             differences = {"top_left": (cu_key - cu_query)[:-1], "bottom_right": (cu_key - cu_query)[1:]}
             is_empty = (np.diff(cu_query) == 0) | (np.diff(cu_key) == 0)
             offsets = differences.values() if other.align is None else [differences[other.align]]
@@ -481,14 +483,14 @@ class Neighbours(Mask):
         if table is not None and (ops.dtype(rows) == "int64" or len(table.lens) * key_len < 2**31):
             codes = ops.asarray(table.codes, rows)
             pairs = rows * key_len + cols
-            at = ops.searchsorted(codes, ops.reshape(pairs, (-1,))) - 1
-            return ops.equal(ops.reshape(ops.take(codes, at, 0), pairs.shape), pairs)
+            index = ops.searchsorted(codes, ops.reshape(pairs, (-1,))) - 1
+            return ops.equal(ops.reshape(ops.take(codes, index, 0), pairs.shape), pairs)
         # (query, edge) @ (edge, key): does the edge begin at the query and end at the key?
         indptr, indices = (ops.astype(ops.asarray(x, rows), "int64") for x in (self.indptr, self.indices))
         count = ops.shape(indices)[0]
         edges = ops.reshape(ops.positions(0, count, rows), (1, count))
         start, stop = (
-            ops.reshape(ops.take(indptr, ops.reshape(rows, (-1,)) + behind, 0), rows.shape) for behind in (0, 1)
+            ops.reshape(ops.take(indptr, ops.reshape(rows, (-1,)) + shift, 0), rows.shape) for shift in (0, 1)
         )
         begins = ops.logical_and(edges >= start, edges < stop)
         ends = ops.equal(ops.reshape(indices, (count, 1)), cols)

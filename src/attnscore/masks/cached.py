@@ -82,7 +82,7 @@ def cached_mask(mask: Mask, ops: Backend, score_shape: ScoreShape, check: Callab
     cached = _cached(mask, score_shape, check)
     if cached is None:
         check(mask)
-    return cached if isinstance(cached, CachedMask) else _for_call(mask, ops, score_shape)
+    return cached if isinstance(cached, CachedMask) else _prepare_for_call(mask, ops, score_shape)
 
 
 def _cached(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask | None:
@@ -97,21 +97,21 @@ def _cached(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) 
         check(mask)
         return intervals_of(mask, score_shape)
 
-    cached = _CACHE.get_or_compute((score_shape, signature), compute, weight=_most(score_shape))
+    cached = _CACHE.get_or_compute((score_shape, signature), compute, weight=_max_intervals(score_shape))
     return mask if cached is None else cached
 
 
 def intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
-    """Return a checked mask by its intervals, where it is nothing else and they are few enough."""
-    intervals, rest = split(mask, score_shape.query_len, score_shape.key_len, score_shape.batch)
-    if intervals is None or rest is not None or intervals.start.size > _most(score_shape):
+    """Return a checked mask as its intervals; None where these do not express it, or are too many."""
+    intervals, remaining_mask = split(mask, score_shape.query_len, score_shape.key_len, score_shape.batch)
+    if intervals is None or remaining_mask is not None or intervals.start.size > _max_intervals(score_shape):
         return None
     start, stop = intervals.ends
     return CachedMask(np.array(start), np.array(stop), repr(mask))
 
 
-def _most(score_shape: ScoreShape) -> int:
-    """Return how many intervals a cached mask may have, which is its weight."""
+def _max_intervals(score_shape: ScoreShape) -> int:
+    """Return how many intervals a cached mask may have; the cache counts it as so many."""
     return (
         thresholds.CACHED_MASK_INTERVALS
         if score_shape.batch * score_shape.query_len <= thresholds.CACHED_MASK_INTERVALS
@@ -119,15 +119,12 @@ def _most(score_shape: ScoreShape) -> int:
     )
 
 
-def _for_call(mask: Mask, ops: Backend, score_shape: ScoreShape) -> Mask:
-    """Return a checked mask as a call uses it.
-
-    Of the parts of an AND, the ones whose values the host knows are cached masks.
-    """
+def _prepare_for_call(mask: Mask, ops: Backend, score_shape: ScoreShape) -> Mask:
+    """Return a checked mask as a call uses it: in an AND, the parts whose values the host knows are cached masks."""
     if not isinstance(mask, And):
         return mask.for_call(ops, score_shape)
     parts = ((part, _cached(part, score_shape, lambda _: None)) for part in (mask.first, mask.second))
-    first, second = (x if isinstance(x, CachedMask) else _for_call(part, ops, score_shape) for part, x in parts)
+    first, second = (x if isinstance(x, CachedMask) else _prepare_for_call(part, ops, score_shape) for part, x in parts)
     return mask if first is mask.first and second is mask.second else And(first, second)
 
 
@@ -158,9 +155,9 @@ def _value_signature(x: Any) -> Hashable:
     return type(x), values.dtype.str, values.shape, values.tobytes()
 
 
-def numbers_of(mask: Any, valid_lens: Any) -> Hashable:
-    """Return the signature of both arguments of a call; None where a given one has none."""
-    of_mask = None if mask is None else _signature(mask)
-    of_lens = None if valid_lens is None else _value_signature(valid_lens)
-    is_known = (of_mask is None) == (mask is None) and (of_lens is None) == (valid_lens is None)
-    return (of_mask, of_lens) if is_known else None
+def arguments_signature(mask: Any, valid_lens: Any) -> Hashable:
+    """Return the signature of the arguments mask and valid_lens of a call; None where one of them has none."""
+    mask_signature = None if mask is None else _signature(mask)
+    lens_signature = None if valid_lens is None else _value_signature(valid_lens)
+    is_known = (mask_signature is None) == (mask is None) and (lens_signature is None) == (valid_lens is None)
+    return (mask_signature, lens_signature) if is_known else None

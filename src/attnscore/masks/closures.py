@@ -38,6 +38,8 @@ def snapshot(value: Any) -> Snapshot:
 
 
 class _Reader:
+    """Takes snapshots of values, and of the functions among them once each."""
+
     def __init__(self) -> None:
         self.functions: dict[int, Snapshot] = {}
         """Copies of the functions read so far, by the identity of the original: a function may name itself."""
@@ -47,21 +49,21 @@ class _Reader:
             # By type and text: True == 1 == 1.0, 0.0 == -0.0, and a NaN equals nothing.
             return Snapshot(value, (type(value), repr(value)))
         if backends.is_array(value):
-            return _array(value)
+            return _copy_array(value)
         if _is_of_library(value):
             return Snapshot(value, value)
         if type(value) is FunctionType:
-            return self._function(value)
+            return self._copy_function(value)
         if type(value) in (tuple, list):
-            return self._rebuilt(value, value, type(value))
+            return self._rebuild(value, value, type(value))
         if type(value) is dict:
-            return self._rebuilt(value, value.values(), lambda parts: dict(zip(value, parts, strict=True)), *value)
+            return self._rebuild(value, value.values(), lambda parts: dict(zip(value, parts, strict=True)), *value)
         if type(value) is partial:
             parts = (value.func, value.args, value.keywords)
-            return self._rebuilt(value, parts, lambda parts: partial(parts[0], *parts[1], **parts[2]))
+            return self._rebuild(value, parts, lambda parts: partial(parts[0], *parts[1], **parts[2]))
         return Snapshot(value, None)
 
-    def _rebuilt(
+    def _rebuild(
         self, value: Any, parts: Iterable[Any], rebuild: Callable[[Sequence[Any]], Any], *constants: Hashable
     ) -> Snapshot:
         """Return ``rebuild(parts)`` of the parts as they are now; `value` itself where none of them is copied."""
@@ -73,7 +75,7 @@ class _Reader:
             return Snapshot(value, key)
         return Snapshot(rebuild([x.value for x in snapshots]), key)
 
-    def _function(self, function: FunctionType) -> Snapshot:
+    def _copy_function(self, function: FunctionType) -> Snapshot:
         """Return a function as it is now: itself where nothing that it reads is copied, else a copy."""
         if id(function) in self.functions:
             return self.functions[id(function)]
@@ -114,8 +116,9 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _array(x: Any) -> Snapshot:
-    x = backends.held(x)
+def _copy_array(x: Any) -> Snapshot:
+    """Return a copy of an array, with a key of its values where the host can read them."""
+    x = backends.variable_value(x)
     ops = backends.of_type(type(x))
     value = x if ops is None else ops.copy(x)
     host = backends.host(value)

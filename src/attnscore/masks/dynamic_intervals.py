@@ -32,19 +32,19 @@ class _IntervalWithHoles:
 
 
 def without_interval_parts(
-    ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask, intervals: IntervalSet | None
+    ops: Backend, score_shape: ScoreShape, like: Array, remaining: Mask, intervals: IntervalSet | None
 ) -> list[Mask]:
-    """Return the parts of `rest` that cannot be intervals even while a staged program runs.
+    """Return the parts of `remaining` that cannot be intervals even while a staged program runs.
 
     `intervals` are the other parts, known now; a query may have at most `MOST` intervals, these included.
     """
-    parts = parts_of(rest)
+    parts = parts_of(remaining)
     if ops.custom_calls():
         tracer = _Tracer(ops, score_shape, like)
         return [part for part in parts if tracer.trace(part) is None]
     count, others = 1 if intervals is None else intervals.count, []
     for part in parts:
-        limit = _most_intervals(part)
+        limit = _max_intervals(part)
         if limit is None or count + limit - 1 > MOST:
             others.append(part)
         else:
@@ -52,16 +52,16 @@ def without_interval_parts(
     return others
 
 
-def _most_intervals(mask: Mask) -> int | None:
+def _max_intervals(mask: Mask) -> int | None:
     """Return how many intervals a query may have whatever the index values are; None without a limit."""
     if isinstance(mask, Not):
-        inner = _most_intervals(mask.mask)
+        inner = _max_intervals(mask.mask)
         return None if inner is None else inner + 1
     if isinstance(mask, (And, Or)):
-        first, second = _most_intervals(mask.first), _most_intervals(mask.second)
+        first, second = _max_intervals(mask.first), _max_intervals(mask.second)
         return None if first is None or second is None else first + second - isinstance(mask, And)
     if isinstance(mask, Sharded):
-        return 1 if mask.mask is None else _most_intervals(mask.mask)
+        return 1 if mask.mask is None else _max_intervals(mask.mask)
     return 1 if isinstance(mask, IntervalMask) else None
 
 
@@ -82,14 +82,14 @@ def traced_visibility(
     """
     tracer = _Tracer(ops, score_shape, like)
     intervals: _IntervalWithHoles | None = None
-    rest: list[Mask] = []
+    remaining: list[Mask] = []
     for part in [] if mask is None else parts_of(mask):
         traced = tracer.trace(part)
         if traced is None:
-            rest.append(part)
+            remaining.append(part)
         else:
             intervals = traced if intervals is None else tracer.intersection(intervals, traced)
-    return None if intervals is None else tracer.stacked(intervals), all_of(rest)
+    return None if intervals is None else tracer.stack(intervals), all_of(remaining)
 
 
 @dataclass(frozen=True)
@@ -122,27 +122,27 @@ class _Tracer:
                 return self.intersection(first, second)
             return None if first.holes or second.holes else self._union(first.ends, second.ends)
         if isinstance(mask, Sharded):
-            return self._sharded(mask)
-        return self._of_ends(mask) if isinstance(mask, IntervalMask) else None
+            return self._trace_sharded(mask)
+        return self._trace_ends(mask) if isinstance(mask, IntervalMask) else None
 
-    def _sharded(self, mask: Sharded) -> _IntervalWithHoles | None:
+    def _trace_sharded(self, mask: Sharded) -> _IntervalWithHoles | None:
         """Return a mask of the whole sequence at the rows of the shard, as intervals of the keys of the shard."""
         ops = self.ops
         rows, cols = (ops.astype(ops.asarray(x, self.like), "int64") for x in (mask.rows, mask.cols))
-        whole = _Tracer(ops, mask.part_shape(self.score_shape), self.like)
-        intervals = _IntervalWithHoles(whole._all_keys()) if mask.mask is None else whole.trace(mask.mask)
+        tracer = _Tracer(ops, mask.part_shape(self.score_shape), self.like)
+        intervals = _IntervalWithHoles(tracer._all_keys()) if mask.mask is None else tracer.trace(mask.mask)
         if intervals is None:
             return None
 
-        def local(ends: Ends) -> Ends:
-            start, stop = (end if end.shape[-1] == 1 else ops.take(end, rows, -1) for end in whole._clamped(ends))
+        def to_shard(ends: Ends) -> Ends:
+            start, stop = (end if end.shape[-1] == 1 else ops.take(end, rows, -1) for end in tracer._clamp(ends))
             # As many keys of the shard are before the end.
             start, stop = (
                 ops.reshape(ops.searchsorted(cols, ops.reshape(end, (-1,)) - 1), end.shape) for end in (start, stop)
             )
             return start, ops.where(ops.reshape(rows, (1, -1)) < mask.query_len, stop, 0) if mask.padded else stop
 
-        return _IntervalWithHoles(local(intervals.ends), tuple(local(hole) for hole in intervals.holes))
+        return _IntervalWithHoles(to_shard(intervals.ends), tuple(to_shard(hole) for hole in intervals.holes))
 
     def intersection(self, first: _IntervalWithHoles, second: _IntervalWithHoles) -> _IntervalWithHoles:
         """Return the interval that both have in common, with the holes of both."""
@@ -153,7 +153,7 @@ class _Tracer:
     def _union(self, first: Ends, second: Ends) -> _IntervalWithHoles:
         """Return the interval around two, with the hole between them."""
         ops = self.ops
-        (start, stop), (other_start, other_stop) = self._clamped(first), self._clamped(second)
+        (start, stop), (other_start, other_stop) = self._clamp(first), self._clamp(second)
         # An empty interval is replaced by the other one, so that it does not widen the interval around both.
         start, stop, other_start, other_stop = (
             ops.where(start < stop, start, other_start), ops.where(start < stop, stop, other_stop),
@@ -163,10 +163,10 @@ class _Tracer:
         around = ops.minimum(start, other_start), ops.maximum(stop, other_stop)
         return _IntervalWithHoles(around, ((ops.minimum(stop, other_stop), ops.maximum(start, other_start)),))
 
-    def stacked(self, intervals: _IntervalWithHoles) -> Ends:
+    def stack(self, intervals: _IntervalWithHoles) -> Ends:
         """Return start and stop, (batch or 1, query); with holes, stacked: the interval and then its holes."""
         ops = self.ops
-        pairs = [self._clamped(pair) for pair in (intervals.ends, *intervals.holes)]
+        pairs = [self._clamp(pair) for pair in (intervals.ends, *intervals.holes)]
         batches = {end.shape[0] for pair in pairs for end in pair}
         shape = (0 if 0 in batches else max(batches), self.score_shape.query_len)
         start, stop = ([ops.broadcast_to(pair[i], shape) for pair in pairs] for i in (0, 1))
@@ -175,7 +175,7 @@ class _Tracer:
         start, stop = ([ops.expand_dims(x, 0) for x in ends] for ends in (start, stop))
         return ops.concat(start, 0), ops.concat(stop, 0)
 
-    def _of_ends(self, mask: IntervalMask) -> _IntervalWithHoles:
+    def _trace_ends(self, mask: IntervalMask) -> _IntervalWithHoles:
         """Return a mask that is one interval a query."""
         rows = self.ops.reshape(self.ops.positions(0, self.score_shape.query_len, self.like), (1, -1))
         ends = mask.ends(self.ops, self.score_shape, rows)
@@ -199,7 +199,7 @@ class _Tracer:
             constants.append(self.ops.astype(x, "int64"))
         return constants[0], constants[1]
 
-    def _clamped(self, ends: Ends) -> Ends:
+    def _clamp(self, ends: Ends) -> Ends:
         """Return the ends within [0, key_len], with stop >= start."""
         ops, key_len = self.ops, self.score_shape.key_len
         start, stop = (ops.minimum(ops.maximum(end, ops.zeros((), end)), ops.full((), key_len, end)) for end in ends)

@@ -39,7 +39,7 @@ _EXPECTED = "a boolean array that broadcasts to (batch, head, query, key)"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EvaluatedFunction(Mask):
-    """A `MaskFunction` in one call, where it is no intervals: nothing that it reads changes."""
+    """A `MaskFunction` in one call, evaluated by blocks: it reads copies, which do not change."""
 
     function: Callable[..., Any]
     captured: tuple[Any, ...] = ()
@@ -72,8 +72,8 @@ class EvaluatedFunction(Mask):
         self, ops: Backend, index: Sequence[Array], captured: Sequence[Array], full: tuple[Any, ...], like: Array
     ) -> Array:
         """Return the checked result of the function on four axes, each of length 1 or of the length in `full`."""
-        axes = [tuple(-1 if axis == place else 1 for axis in range(4)) for place in range(4)]
-        indices = (ops.reshape(x, shape) for x, shape in zip(index, axes, strict=True))
+        shapes = [tuple(-1 if i == axis else 1 for i in range(4)) for axis in range(4)]
+        indices = (ops.reshape(x, shape) for x, shape in zip(index, shapes, strict=True))
         try:
             result = self.function(*indices, *captured)
         except Exception as error:
@@ -140,14 +140,14 @@ class MaskFunction(IntervalSetMask, EvaluatedFunction):
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         # Two heads where their number is unknown: the result's shape shows whether the function reads their index.
-        mask = self._as_it_is(backends.load("numpy"), max(2, self.heads), query_len, key_len, batch)
+        mask = self._snapshot_mask(backends.load("numpy"), max(2, self.heads), query_len, key_len, batch)
         return mask.interval_set(query_len, key_len, batch)
 
     def for_call(self, ops: Backend, score_shape: ScoreShape) -> Mask:
         heads, lengths = score_shape.heads * score_shape.groups, (score_shape.query_len, score_shape.key_len)
-        return self._as_it_is(ops, heads, *lengths, score_shape.batch)
+        return self._snapshot_mask(ops, heads, *lengths, score_shape.batch)
 
-    def _as_it_is(self, ops: Backend, heads: int, *lengths: int) -> Mask:
+    def _snapshot_mask(self, ops: Backend, heads: int, *lengths: int) -> Mask:
         """Return the mask of what the function reads now: its intervals, or the function where it has none."""
         (function, captured), key = snapshot((self.function, tuple(self.captured)))
         evaluated = EvaluatedFunction(function, captured, self.heads)

@@ -62,7 +62,7 @@ def document_intervals(query_ids: HostArray, key_ids: HostArray) -> tuple[HostAr
 
 
 def small_ids(ids: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return ids of queries and keys in 32 bits, numbered anew if need be: JAX has no more by default."""
+    """Return ids of queries and keys, numbered anew where they exceed 32 bits: JAX has no more by default."""
     arrays = [x for x in map(host_ints, ids) if x is not None]
     is_small = len(arrays) < 2 or all(np.abs(x).max(initial=0) < 2**31 for x in arrays)
     return ids if is_small else joined_ids([ids])

@@ -73,14 +73,14 @@ class IntervalSet:
             np.concatenate([np.broadcast_to(end, (len(end), *shape)) for end in ends])
             for ends in ((self.start, other.start), (self.stop, other.stop))
         )
-        return normalized(start, stop, key_len)
+        return normalize(start, stop, key_len)
 
     def complement(self, key_len: int) -> IntervalSet:
         """Return the keys that are not in the set."""
         zero, is_empty = np.zeros((1, *self.start.shape[1:]), np.int64), self.stop <= self.start
         # Empty intervals may stand anywhere: behind all others, they bound no hole.
         start, stop = (np.where(is_empty, key_len, x) for x in (self.start, self.stop))
-        return normalized(np.concatenate([zero, stop]), np.concatenate([start, zero + key_len]), key_len)
+        return normalize(np.concatenate([zero, stop]), np.concatenate([start, zero + key_len]), key_len)
 
     def intersection(self, other: IntervalSet, key_len: int) -> IntervalSet:
         """Return the keys in both sets."""
@@ -119,7 +119,7 @@ def runs_of(array: HostArray, limit: int) -> IntervalSet | None:
     return IntervalSet(start, stop)
 
 
-def normalized(start: HostArray, stop: HostArray, key_len: int) -> IntervalSet:
+def normalize(start: HostArray, stop: HostArray, key_len: int) -> IntervalSet:
     """Return any intervals in order, merged where they touch, without the ones that are empty for all queries."""
     empty = stop <= start
     start, stop = np.where(empty, key_len, start), np.where(empty, key_len, stop)

@@ -35,17 +35,18 @@ _IDS: Final = ("query_ids", "key_ids")
 # ---- reasons against a kernel on the CPU
 
 
-def unreadable_reasons(ops: Backend, like: Array, rest: Mask) -> list[str]:
-    """Return why a CPU kernel cannot read the arrays of `rest`, the mask without its intervals."""
-    is_readable = all(ops.has_cpu_buffer(ops.asarray(x, like)) for x in rest.arrays().values())
+def unreadable_reasons(ops: Backend, like: Array, remaining: Mask) -> list[str]:
+    """Return why a CPU kernel cannot read the arrays of `remaining`, the mask without its intervals."""
+    is_readable = all(ops.has_cpu_buffer(ops.asarray(x, like)) for x in remaining.arrays().values())
     return [] if is_readable else ["a mask whose memory the CPU cannot read"]
 
 
 def staged_reasons(
-    ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask, intervals: IntervalSet | None, *, has_dropout: bool
-) -> list[str]:
-    """Return why a CPU kernel cannot run in a staged program under `rest`, the mask without its `intervals`."""
-    evaluated = without_interval_parts(ops, score_shape, like, rest, intervals)
+    ops: Backend, score_shape: ScoreShape, like: Array, remaining: Mask, intervals: IntervalSet | None, *,
+    has_dropout: bool,
+) -> list[str]:  # fmt: skip
+    """Return why a CPU kernel cannot run in a staged program under the part of a mask that is not `intervals`."""
+    evaluated = without_interval_parts(ops, score_shape, like, remaining, intervals)
     if not ops.custom_calls():
         functions = [mask for part in evaluated for mask in atoms_of(part) if _is_custom_code(mask)]
         return [f"a function that NumPy cannot call while a graph runs: {mask!r}" for mask in functions]
@@ -63,32 +64,32 @@ def _is_custom_code(mask: Mask) -> bool:
 # ---- operands, and masks to evaluate
 
 
-def partition(rest: Mask | None) -> tuple[Parts, Parts]:
-    """Return the parts of `rest` that are direct operands, and those to evaluate."""
-    if rest is None or isinstance(rest, DIRECT):
-        return [] if rest is None else [rest], []
-    parts = parts_of(rest)
+def partition(remaining: Mask | None) -> tuple[Parts, Parts]:
+    """Return the parts of `remaining`, a mask without intervals, that are direct operands, and those to evaluate."""
+    if remaining is None or isinstance(remaining, DIRECT):
+        return [] if remaining is None else [remaining], []
+    parts = parts_of(remaining)
     direct: Parts = [part for part in parts if isinstance(part, (KeyPadding, Documents))]
     others = [part for part in parts if not isinstance(part, (KeyPadding, Documents))]
     # One array is an operand without a copy; the AND of several has to be computed.
     return ([*direct, *others], []) if len(others) == 1 and isinstance(others[0], Dense) else (direct, others)
 
 
-def partition_staged(ops: Backend, score_shape: ScoreShape, like: Array, rest: Mask | None) -> tuple[Parts, Parts]:
+def partition_staged(ops: Backend, score_shape: ScoreShape, like: Array, remaining: Mask | None) -> tuple[Parts, Parts]:
     """Return the two lists of `partition` for a staged program.
 
     Here parts to evaluate become operands where their AND takes no more memory than an array that the caller gave: the
     program then computes it once, not in chunks.
     """
-    direct, others = partition(rest)
+    direct, others = partition(remaining)
     documents = [part for part in direct if isinstance(part, Documents)]
     if len(documents) > 1 and any(host_ints(x) is None for part in documents for x in part.ids):
         # Joining the ids of several documents needs values on the host.
         return [part for part in direct if part not in documents[1:]], [*others, *documents[1:]]
-    return ([*direct, *others], []) if _fits_in_given_arrays(ops, score_shape, like, others) else (direct, others)
+    return ([*direct, *others], []) if _fits_in_caller_arrays(ops, score_shape, like, others) else (direct, others)
 
 
-def _fits_in_given_arrays(ops: Backend, score_shape: ScoreShape, like: Array, parts: Parts) -> bool:
+def _fits_in_caller_arrays(ops: Backend, score_shape: ScoreShape, like: Array, parts: Parts) -> bool:
     """Return whether the AND of `parts` has no more elements than the largest array in them."""
     shapes = [evaluated_shape(ops, score_shape, like, part) for part in parts]
     if any(is_unknown(n) for shape in shapes for n in shape):
@@ -125,7 +126,7 @@ def arrays(
     for padding in direct:
         if not isinstance(padding, KeyPadding):
             continue
-        keys = _booleans(ops, like, padding)
+        keys = _as_booleans(ops, like, padding)
         if not others and not with_evaluated:
             masks.append(score_shape.batch_to_canonical(ops, ops.expand_dims(keys, 1)))
             continue
@@ -139,7 +140,7 @@ def arrays(
     return operands | {"mask": reduce(ops.logical_and, masks)} if masks else operands
 
 
-def _booleans(ops: Backend, like: Array, mask: KeyPadding | Dense) -> Array:
+def _as_booleans(ops: Backend, like: Array, mask: KeyPadding | Dense) -> Array:
     array = ops.asarray(mask.array, like)
     return array if ops.dtype(array) == "bool" else array != 0
 
@@ -157,7 +158,7 @@ def evaluate(
     if isinstance(mask, Not):
         return ~evaluate(ops, score_shape, like, mask.mask, rows, cols)
     if isinstance(mask, Dense):
-        array = score_shape.to_canonical(ops, _booleans(ops, like, mask))
+        array = score_shape.to_canonical(ops, _as_booleans(ops, like, mask))
         for axis, span in ((-2, rows), (-1, cols)):
             if span is not None and array.shape[axis] > 1:
                 array = ops.slice_axis(array, axis, *span)

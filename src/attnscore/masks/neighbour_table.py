@@ -1,4 +1,4 @@
-"""Neighbours in compressed sparse rows as the host reads them: checked, and what is derived from them."""
+"""Tables of neighbours in compressed sparse rows that the host can read: checked copies, and what follows from them."""
 
 from __future__ import annotations
 
@@ -58,26 +58,27 @@ class NeighbourTable:
         table = _TABLES.get(_Graph((ends, keys), key_len))
         if table is None:
             # The key holds the copies: the caller may write to the arrays.
-            new = cls._checked(ends, keys, key_len)
+            new = cls._checked_copy(ends, keys, key_len)
             table = _TABLES.get_or_compute(_Graph(new.arrays, key_len), lambda: new, weight=new.indices.size)
         return table
 
     @classmethod
-    def _checked(cls, ends: HostArray, keys: HostArray, key_len: int) -> NeighbourTable:
+    def _checked_copy(cls, ends: HostArray, keys: HostArray, key_len: int) -> NeighbourTable:
+        """Return the table over copies of the arrays; raise MaskError where they are no graph."""
         check_cumulative("indptr", ends, None)
         check_whole("indices", keys)
         if ends[-1] != len(keys):
             raise MaskError(message("indptr", f"a last entry of {len(keys)}, the number of indices", ends[-1]))
         if keys.size and not (keys.min() >= 0 and keys.max() < key_len):
-            wrong = keys.min() if keys.min() < 0 else keys.max()
-            raise MaskError(message("indices", f"keys from 0 to {key_len - 1}", wrong))
+            out_of_range = keys.min() if keys.min() < 0 else keys.max()
+            raise MaskError(message("indices", f"keys from 0 to {key_len - 1}", out_of_range))
         copies = np.array(ends), np.array(keys)
         for x in copies:
             x.flags.writeable = False
         table = cls(copies[0].astype(np.int64, copy=False), copies[1].astype(np.int64, copy=False), key_len, copies)
-        twice = np.flatnonzero(table.codes[1:] == table.codes[:-1])
-        if twice.size:
-            row, key = divmod(int(table.codes[twice[0]]), key_len)
+        duplicates = np.flatnonzero(table.codes[1:] == table.codes[:-1])
+        if duplicates.size:
+            row, key = divmod(int(table.codes[duplicates[0]]), key_len)
             hint = "numpy.unique(indices) of the row"
             raise MaskError(message("indices", "each key once in a row", f"key {key} twice for query {row}", hint=hint))
         return table
@@ -110,8 +111,8 @@ class NeighbourTable:
             return self
         return replace(self, indices=indices, _plans=BoundedCache(thresholds.NEIGHBOUR_PLANS))
 
-    def planned(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Return what a kernel derives from the table alone, computed at the first call for each `key`."""
+    def get_or_compute(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Return a value that a kernel derives from the table alone, computed at the first call for each `key`."""
         return self._plans.get_or_compute(key, compute)
 
 

@@ -20,7 +20,7 @@ def shape_of(x: Any) -> tuple[int, ...]:
 
 
 def sizes_of(x: Any) -> tuple[Any, ...]:
-    """Return the same with `Unknown` where a graph learns a size when it runs."""
+    """Return the shape as `shape_of` does, with `Unknown` where a graph learns a size when it runs."""
     return backends.of({"x": x}).shape(x) if backends.is_array(x) else shape_of(x)
 
 

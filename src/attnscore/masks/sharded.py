@@ -18,7 +18,7 @@ from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape, may_equal
 from attnscore.errors import MaskError, message
 from attnscore.masks.base import PLACEHOLDER, CompoundMask, IntervalSetMask, Mask
-from attnscore.masks.intervals import IntervalSet, normalized
+from attnscore.masks.intervals import IntervalSet, normalize
 
 
 @final
@@ -69,7 +69,7 @@ class Sharded(CompoundMask, IntervalSetMask):
         if self.padded:
             stop = np.where(rows < self.query_len, stop, start)
         # Of several intervals some may have lost their keys, or what was between them.
-        return IntervalSet(start, stop) if intervals.count == 1 else normalized(start, stop, len(cols))
+        return IntervalSet(start, stop) if intervals.count == 1 else normalize(start, stop, len(cols))
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         for name, positions, length in (

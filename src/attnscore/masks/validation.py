@@ -28,25 +28,25 @@ _CHECKED = "_attnscore_checked"
 
 def add_checks(cls: type[Mask]) -> None:
     """Wrap the methods of a mask class from outside the package in checks of their results."""
-    if _is_ours(cls):
+    if _is_builtin(cls):
         return
     for name in cls.checked_methods:
         method = getattr(cls, name)
-        if not _is_ours(method) and not hasattr(method, _CHECKED):
-            setattr(cls, name, _checked(method, _CHECKS[name]))
+        if not _is_builtin(method) and not hasattr(method, _CHECKED):
+            setattr(cls, name, _with_check(method, _CHECKS[name]))
 
 
-def _is_ours(x: Any) -> bool:
+def _is_builtin(x: Any) -> bool:
     return (getattr(x, "__module__", None) or "").partition(".")[0] == "attnscore"
 
 
-def _checked(method: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method whose results pass through ``check(name, result, *arguments)``."""
+def _with_check(method: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that returns ``check(name, result, *arguments)`` of its results."""
 
     @wraps(method)
-    def checked(self: Any, *arguments: Any, **named: Any) -> Any:
-        result = method(self, *arguments, **named)
-        return check(f"{method.__name__} of {type(self).__name__}", result, *arguments, **named)
+    def checked(self: Any, *arguments: Any, **options: Any) -> Any:
+        result = method(self, *arguments, **options)
+        return check(f"{method.__name__} of {type(self).__name__}", result, *arguments, **options)
 
     setattr(checked, _CHECKED, True)
     return checked
@@ -62,23 +62,23 @@ def checked_booleans(
     if ops.dtype(array) != "bool":
         raise MaskError(message(name, expected, f"dtype {ops.dtype(array)}", hint="compare it: x > 0"))
     shape = ops.shape(array)
-    wide = (*(1,) * (axes - len(shape)), *shape)
-    pairs = zip(reversed(wide), reversed(full), strict=False)
-    if len(wide) > len(full) or not all(may_equal(n, 1) or may_equal(n, m) for n, m in pairs):
+    padded_shape = (*(1,) * (axes - len(shape)), *shape)
+    pairs = zip(reversed(padded_shape), reversed(full), strict=False)
+    if len(padded_shape) > len(full) or not all(may_equal(n, 1) or may_equal(n, m) for n, m in pairs):
         raise MaskError(message(name, f"{expected} = {full}", f"shape {tuple(shape)}"))
-    return array if len(shape) == len(wide) else ops.reshape(array, wide)
+    return array if len(shape) == len(padded_shape) else ops.reshape(array, padded_shape)
 
 
-def _visible(name: str, result: Any, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
+def _check_visible(name: str, result: Any, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
     full = (*score_shape.rows[:-1], rows.shape[0], cols.shape[1])
     expected = "a boolean array that broadcasts to (*batch, kv head, group, query, key)"
     return checked_booleans(ops, name, expected, result, rows, full, axes=2)
 
 
-def _ends(name: str, result: Any, ops: Backend, score_shape: ScoreShape, rows: Array) -> tuple[Any, Any]:
+def _check_ends(name: str, result: Any, ops: Backend, score_shape: ScoreShape, rows: Array) -> tuple[Any, Any]:
     full = (score_shape.batch, ops.shape(rows)[1])
 
-    def checked(end: str, x: Any) -> Any:
+    def check_end(end: str, x: Any) -> Any:
         if x is None or is_whole(x):
             return x
         expected = f"{end} as None, a whole number, or an array of them that broadcasts to (batch, query) = {full}"
@@ -93,31 +93,31 @@ def _ends(name: str, result: Any, ops: Backend, score_shape: ScoreShape, rows: A
             raise MaskError(message(name, expected, f"shape {tuple(shape)}", hint=hint))
         return ops.astype(x, "int64")
 
-    start, stop = _pair(name, "start and stop", result)
-    return checked("start", start), checked("stop", stop)
+    start, stop = _unpack_pair(name, "start and stop", result)
+    return check_end("start", start), check_end("stop", stop)
 
 
-def _pair(name: str, expected: str, result: Any) -> tuple[Any, Any]:
+def _unpack_pair(name: str, expected: str, result: Any) -> tuple[Any, Any]:
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise MaskError(message(name, expected, shown(result)))
     return result[0], result[1]
 
 
-def _intervals(name: str, result: Any, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
+def _check_intervals(name: str, result: Any, query_len: int, key_len: int, batch: int = 1) -> Intervals | None:
     if result is None:
         return None
-    ends = _pair(name, "start and stop, or None", result)
-    return _checked_ends(name, *ends, [(n, query_len) for n in (1, batch)], key_len)
+    ends = _unpack_pair(name, "start and stop, or None", result)
+    return _check_intervals_and_cast(name, *ends, [(n, query_len) for n in (1, batch)], key_len)
 
 
-def _interval_set(name: str, result: Any, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
+def _check_interval_set(name: str, result: Any, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
     if result is None:
         return None
     if not isinstance(result, IntervalSet):
         raise MaskError(message(name, "attnscore.masks.IntervalSet or None", shown(result)))
     count = max(1, np.shape(result.start)[0]) if np.ndim(result.start) else 1
     shapes = [(count, n, query_len) for n in (1, batch)]
-    start, stop = _checked_ends(name, result.start, result.stop, shapes, key_len)
+    start, stop = _check_intervals_and_cast(name, result.start, result.stop, shapes, key_len)
     nonempty = stop[1:] > start[1:]
     if (nonempty & ((stop[:-1] <= start[:-1]) | (start[1:] <= stop[:-1]))).any():
         expected = "the intervals of a query in order, none touching the next, the empty ones behind"
@@ -126,29 +126,33 @@ def _interval_set(name: str, result: Any, query_len: int, key_len: int, batch: i
 
 
 _CHECKS: dict[str, Callable[..., Any]] = {
-    "visible": _visible,
-    "ends": _ends,
-    "intervals": _intervals,
-    "interval_set": _interval_set,
+    "visible": _check_visible,
+    "ends": _check_ends,
+    "intervals": _check_intervals,
+    "interval_set": _check_interval_set,
 }
 
 
-def _checked_ends(name: str, start: Any, stop: Any, shapes: Sequence[tuple[int, ...]], key_len: int) -> Intervals:
+def _check_intervals_and_cast(
+    name: str, start: Any, stop: Any, shapes: Sequence[tuple[int, ...]], key_len: int
+) -> Intervals:
     """Return both ends as int64, broadcast; raise MaskError unless they are whole numbers of one of these shapes.
 
     Everywhere 0 <= start <= stop <= key_len.
     """
-    start, stop = np.broadcast_arrays(_whole(name, "start", start, shapes), _whole(name, "stop", stop, shapes))
-    wrong = (start < 0) | (start > stop) | (stop > key_len)
-    if wrong.any():
-        *_, row = at = tuple(int(i[0]) for i in np.nonzero(wrong))
-        got = f"start {start[at]} and stop {stop[at]} for query {row}"
+    start, stop = np.broadcast_arrays(
+        _check_integers(name, "start", start, shapes), _check_integers(name, "stop", stop, shapes)
+    )
+    out_of_range = (start < 0) | (start > stop) | (stop > key_len)
+    if out_of_range.any():
+        *_, row = index = tuple(int(i[0]) for i in np.nonzero(out_of_range))
+        got = f"start {start[index]} and stop {stop[index]} for query {row}"
         hint = "start = numpy.clip(start, 0, key_len) and stop = numpy.clip(stop, start, key_len)"
         raise MaskError(message(name, f"0 <= start <= stop <= key_len = {key_len}", got, hint=hint))
     return start, stop
 
 
-def _whole(name: str, end: str, x: Any, shapes: Sequence[tuple[int, ...]]) -> HostArray:
+def _check_integers(name: str, end: str, x: Any, shapes: Sequence[tuple[int, ...]]) -> HostArray:
     """Return `x` as int64; raise MaskError unless it holds whole numbers and has one of these shapes."""
     values = backends.host(x)
     expected = f"{end} as a NumPy array of whole numbers, shape " + " or ".join(map(str, dict.fromkeys(shapes)))

@@ -26,12 +26,12 @@ from attnscore.errors import ArgumentError, FrameworkError, message
 from attnscore.masks import Mask, as_mask
 from attnscore.parallel.mask import shard_mask, with_batch_axis
 from attnscore.parallel.pairs import Pairs, Range
-from attnscore.parallel.parts import counts_of, finished, state_of
+from attnscore.parallel.parts import counts_of, finish, state_of
 from attnscore.parallel.shard import Shard
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem, build_problem, check_arrays, check_extra, requested_statistics
-from attnscore.problem.statistics import COUNTED, AttentionStats, in_whole, joinable
+from attnscore.problem.statistics import COUNTED, AttentionStats, statistics_to_join, with_global_keys
 
 
 @hides_unknown
@@ -101,40 +101,40 @@ def attend_chunks(
     # By shapes alone: nothing is read.
     shapes = {name: np.broadcast_to(np.float32(0), tuple(x.shape)) for name, x in {"query": query, **files}.items()}
     layout = check_arrays(backends.load("numpy"), shapes, head_axis)
-    whole = as_mask(mask, valid_lens, layout.score_shape)
-    if whole is not None:
-        whole.check(ops, layout.score_shape)
-        whole = with_batch_axis(whole, layout.score_shape)
+    sequence_mask = as_mask(mask, valid_lens, layout.score_shape)
+    if sequence_mask is not None:
+        sequence_mask.check(ops, layout.score_shape)
+        sequence_mask = with_batch_axis(sequence_mask, layout.score_shape)
     if is_number(bias):
         bias = ops.reshape(check_extra(ops, "bias", bias, query), (1, 1))
     if bias is not None:
         check_bias_shape(tuple(bias.shape), layout.score_shape)
-    parts = _Parts(ops, layout, whole, bias, requested_statistics(return_stats))
+    parts = _Parts(ops, layout, sequence_mask, bias, requested_statistics(return_stats))
     dtype = ops.dtype(query)
     query = ops.astype(query, accumulator(dtype))
     statistics, state, sink_of_heads = parts.statistics, None, None
 
-    def computed(at: Range, keys: Array, values: Array) -> tuple[RowState, Array | None]:
+    def compute_chunk(key_range: Range, keys: Array, values: Array) -> tuple[RowState, Array | None]:
         """Return the state after the keys of a chunk, and the canonical sink: nothing that holds the keys in memory."""
         problem, _ = build_problem(
-            query, keys, values, score=score, mask=parts.mask_of(at), bias=parts.bias_of(at, query), sink=sink,
-            head_axis=head_axis, statistics=joinable(statistics),
+            query, keys, values, score=score, mask=parts.mask_of(key_range), bias=parts.bias_of(key_range, query),
+            sink=sink, head_axis=head_axis, statistics=statistics_to_join(statistics),
         )  # fmt: skip
-        of_keys = dataclasses.replace(problem, sink=None)
-        result = kernels.single_plan(of_keys, kernel)()
-        positions = partial(ops.positions, at[0], at[1] - at[0], query)
-        result = dataclasses.replace(result, statistics=in_whole(ops, result.statistics, positions))
-        new = state_of(ops, result, parts.counts_of(of_keys, result.log_denom))
+        without_sink = dataclasses.replace(problem, sink=None)
+        result = kernels.single_plan(without_sink, kernel)()
+        positions = partial(ops.positions, key_range[0], key_range[1] - key_range[0], query)
+        result = dataclasses.replace(result, statistics=with_global_keys(ops, result.statistics, positions))
+        new = state_of(ops, result, parts.counts_of(without_sink, result.log_denom))
         return new._replace(out=ops.astype(result.out, ops.dtype(new.total)) * new.total), problem.sink
 
     with ops.numeric_scope():
-        for at, keys, values in _chunks(ops, query, key, value, layout, parts.ranges(chunk, files)):
-            new, sink_of_heads = computed(at, keys, values)
+        for key_range, keys, values in _chunks(ops, query, key, value, layout, parts.ranges(chunk, files)):
+            new, sink_of_heads = compute_chunk(key_range, keys, values)
             state = new if state is None else online_softmax.merge(ops, state, new)
             if progress is not None:
-                progress(at[1], layout.score_shape.key_len)
+                progress(key_range[1], layout.score_shape.key_len)
         # There is a chunk, be it an empty one.
-        result = finished(ops, cast(RowState, state), sink_of_heads, statistics)
+        result = finish(ops, cast(RowState, state), sink_of_heads, statistics)
         out = layout.from_canonical(ops, ops.astype(result.out, dtype))
         if not statistics:
             return out
@@ -156,40 +156,40 @@ class _Parts:
         """Return the chunks with a key that any query attends; an empty one where there is none."""
         shape = self.layout.score_shape
         if chunk is None:
-            row = sum(math.prod(x.shape) * _size(x) for x in files.values()) // max(1, shape.key_len)
-            chunk = max(1, thresholds.FILE_CHUNK_BYTES // max(1, row))
+            row_bytes = sum(math.prod(x.shape) * _size(x) for x in files.values()) // max(1, shape.key_len)
+            chunk = max(1, thresholds.FILE_CHUNK_BYTES // max(1, row_bytes))
         elif check_count("chunk", chunk) < 1:
             raise ArgumentError(message("chunk", "a whole number of keys, 1 or more", chunk))
         pairs = Pairs(self.mask, shape.query_len, shape.key_len, shape.batch)
         strips = pairs.strips(((0, shape.query_len),))
         attended = Shard.of((pair for strip in strips for pair in strip.keys), shape.key_len)
         ends = ((first, min(first + chunk, shape.key_len)) for first in range(0, shape.key_len, chunk))
-        return [at for at in ends if attended & Shard((at,), shape.key_len)] or [(0, 0)]
+        return [key_range for key_range in ends if attended & Shard((key_range,), shape.key_len)] or [(0, 0)]
 
-    def mask_of(self, at: Range) -> Mask | None:
+    def mask_of(self, key_range: Range) -> Mask | None:
         """Return the mask of a chunk."""
         query_len, key_len = self.layout.score_shape.query_len, self.layout.score_shape.key_len
-        return shard_mask(self.mask, Shard.whole(query_len), Shard((at,), key_len), query_len, key_len)
+        return shard_mask(self.mask, Shard.whole(query_len), Shard((key_range,), key_len), query_len, key_len)
 
-    def bias_of(self, at: Range, like: Array) -> Array | None:
+    def bias_of(self, key_range: Range, like: Array) -> Array | None:
         """Return the bias of a chunk, in memory."""
         bias, shape = self.bias, self.layout.score_shape
         if bias is None or bias.shape[-1] == 1:
             return bias
-        stop = at[1] + shape.query_len - 1 if shape.is_relative(tuple(bias.shape)) else at[1]
-        return _read(self.ops, bias, -1, (at[0], stop), like)
+        stop = key_range[1] + shape.query_len - 1 if shape.is_relative(tuple(bias.shape)) else key_range[1]
+        return _read(self.ops, bias, -1, (key_range[0], stop), like)
 
     def counts_of(self, problem: Problem, like: Array) -> Array | None:
         """Return the number of unmasked keys of each query in a chunk, where a statistic needs it."""
         if not {*COUNTED} & {*self.statistics}:
             return None
         values = None if problem.bias is None else backends.host(problem.bias)
-        intervals, rest = problem.visibility
-        for reason, is_so in (
+        intervals, remaining_mask = problem.visibility
+        for reason, applies in (
             ("a bias of -inf, which masks", values is not None and bool((values == -math.inf).any())),
-            ("a mask that is no intervals", rest is not None),
+            ("a mask that is no intervals", remaining_mask is not None),
         ):
-            if is_so:
+            if applies:
                 expected = f"statistics other than {' and '.join(COUNTED)} with {reason}"
                 raise ArgumentError(message("return_stats", expected, ", ".join(self.statistics)))
         return counts_of(self.ops, problem.score_shape, problem.score_shape.key_len, intervals, like)
@@ -201,27 +201,27 @@ def _chunks(
     """Yield chunks of keys and values in memory, each read while the caller computes the one before."""
     axis = -3 if layout.is_length_before_heads else -2
 
-    def read(at: Range) -> tuple[Array, Array]:
-        return _read(ops, key, axis, at, query), _read(ops, value, axis, at, query)
+    def read(key_range: Range) -> tuple[Array, Array]:
+        return _read(ops, key, axis, key_range, query), _read(ops, value, axis, key_range, query)
 
     with ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(read, ranges[0])
-        for at, following in zip(ranges, [*ranges[1:], None], strict=True):
-            keys, values = coming.result()
-            if following is not None:
-                coming = reader.submit(read, following)
-            yield at, keys, values
+        prefetched = reader.submit(read, ranges[0])
+        for key_range, next_range in zip(ranges, [*ranges[1:], None], strict=True):
+            keys, values = prefetched.result()
+            if next_range is not None:
+                prefetched = reader.submit(read, next_range)
+            yield key_range, keys, values
 
 
-def _read(ops: Backend, x: Any, axis: int, at: Range, like: Array) -> Array:
+def _read(ops: Backend, x: Any, axis: int, key_range: Range, like: Array) -> Array:
     """Return a range of an axis, copied from a file into memory; half precision as float32."""
     index: list[Any] = [slice(None)] * len(x.shape)
     if len(index) >= -axis:
-        index[axis] = slice(*at)
-    part = x[tuple(index)]
+        index[axis] = slice(*key_range)
+    block = x[tuple(index)]
     if backends.of_type(type(x)) in (None, backends.load("numpy")):
-        part = ops.asarray(np.array(part, dtype=_in_memory(part.dtype)), like)
-    return ops.astype(part, accumulator(ops.dtype(part)))
+        block = ops.asarray(np.array(block, dtype=_in_memory(block.dtype)), like)
+    return ops.astype(block, accumulator(ops.dtype(block)))
 
 
 def _in_memory(dtype: Any) -> Any:

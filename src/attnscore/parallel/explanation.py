@@ -53,17 +53,19 @@ class RowBytes:
             check_count(name, size)
         if kv_heads and heads % kv_heads:
             raise ArgumentError(message("kv_heads", f"a number that divides heads = {heads}", kv_heads))
-        number, sums = itemsize(dtype), itemsize(accumulator(dtype))
+        number, sum_bytes = itemsize(dtype), itemsize(accumulator(dtype))
         kv = batch * kv_heads * (key_dim + value_dim)
         queries = batch * heads
-        row = 3 * queries * sums
-        return cls(queries * dim * number, queries * value_dim * number, kv * number, kv * sums, row, heads, kv_heads)
+        row = 3 * queries * sum_bytes
+        return cls(
+            queries * dim * number, queries * value_dim * number, kv * number, kv * sum_bytes, row, heads, kv_heads
+        )
 
     @classmethod
     def of_problem(cls, problem: Problem) -> RowBytes:
         """Return the bytes of the arrays of a call that are moved."""
         form, ops, shape = problem.form, problem.ops, problem.score_shape
-        sums = itemsize(problem.accumulator)
+        sum_bytes = itemsize(problem.accumulator)
 
         def size(x: Array, width: int | None = None) -> int:
             numbers: int = math.prod(x.shape[:-2]) * x.shape[-1]
@@ -76,8 +78,8 @@ class RowBytes:
             query=sum(map(size, by_role["query"])),
             out=rows * problem.layout.value_dim * itemsize(problem.dtype),
             key=sum(map(size, key)),
-            key_gradient=sum(size(x, sums) for x in key),
-            row=(5 if "entropy" in problem.statistics else 3) * rows * sums,
+            key_gradient=sum(size(x, sum_bytes) for x in key),
+            row=(5 if "entropy" in problem.statistics else 3) * rows * sum_bytes,
             heads=shape.heads * shape.groups,
             kv_heads=shape.heads,
         )
@@ -91,11 +93,11 @@ def bytes_sent(phase: Phase, size: RowBytes) -> HostArray:
 
 def peak_memory(phases: Sequence[Phase], counts: Counts, size: RowBytes) -> HostArray:
     """Return the bytes of each rank's arrays, and of buffers of the exchange, with the gradients of a backward."""
-    of_rank = counts.queries * size.total(("query", "out")) + counts.keys * size.key
+    rank_bytes = counts.queries * size.total(("query", "out")) + counts.keys * size.key
     memory = np.zeros_like(counts.queries)
     for phase in phases:
         buffers = sum((rows * size.total(arrays) for arrays, rows in phase.held), np.zeros(1, np.int64))
-        memory = memory + of_rank + buffers // phase.share
+        memory = memory + rank_bytes + buffers // phase.share
     return memory
 
 
@@ -247,43 +249,45 @@ def choose(
             raise ArgumentError(message("gradient", f"'auto' or 'reduce' with mode={mode!r}", "'queries'"))
         reasons = {"ring": "it passes no queries", "heads": "it passes no queries", **reasons}
     modes = [name for name in MODES if name not in reasons]
-    possible = {name: _explained(plan, counts, size, name, gradient, memory, mask) for name in modes}
+    explanations = {name: _explain_mode(plan, counts, size, name, gradient, memory, mask) for name in modes}
 
     def cost(x: ParallelExplanation) -> tuple[bool, int]:
-        return (False, _most_sent(x)) if _fits(x, memory) else (True, max(x.peak_memory))
+        return (False, _max_sent(x)) if _fits(x, memory) else (True, max(x.peak_memory))
 
-    best = min(possible.values(), key=cost) if mode == "auto" else possible[mode]
-    for name, other in possible.items():
+    best = min(explanations.values(), key=cost) if mode == "auto" else explanations[mode]
+    for name, other in explanations.items():
         if name == best.mode:
             continue
-        sent, least = _most_sent(other), _most_sent(best)
-        reasons[name] = f"{sent / least:.1f} times as many bytes" if least else f"{sent:,} bytes, where this sends none"
+        sent, least_sent = _max_sent(other), _max_sent(best)
+        reasons[name] = (
+            f"{sent / least_sent:.1f} times as many bytes" if least_sent else f"{sent:,} bytes, where this sends none"
+        )
         if not _fits(other, memory):
             reasons[name] = f"{max(other.peak_memory):,} bytes of memory"
     return replace(best, reasons={name: reasons[name] for name in MODES if name in reasons})
 
 
-def _explained(
+def _explain_mode(
     plan: Exchange, counts: Counts, size: RowBytes, mode: str, gradient: str, memory: int | None, mask: str
 ) -> ParallelExplanation:
     """Return the explanation of one mode, with the better gradient where that is "auto"."""
 
-    def explained(way: str) -> ParallelExplanation:
-        phases = schedule(counts, mode, way)
+    def explain_gradient(name: str) -> ParallelExplanation:
+        phases = schedule(counts, mode, name)
         sent = [tuple(bytes_sent(phase, size).tolist()) for phase in phases]
         return ParallelExplanation(
-            mode, way, {}, mask, plan, sent[0], sent[1] if sent[1:] else (0,) * plan.ranks,
+            mode, name, {}, mask, plan, sent[0], sent[1] if sent[1:] else (0,) * plan.ranks,
             tuple(peak_memory(phases, counts, size).tolist()),
         )  # fmt: skip
 
     if mode != "gather" and gradient != "none":
         # The other modes have one way each, in which gradients go to the owners of the keys.
-        return explained("reduce")
+        return explain_gradient("reduce")
     if gradient != "auto":
-        return explained(gradient)
-    reduce, queries = explained("reduce"), explained("queries")
+        return explain_gradient(gradient)
+    reduce, queries = explain_gradient("reduce"), explain_gradient("queries")
     # Passed queries compute the scores a second time, and in small blocks: fewer bytes alone are no gain.
-    is_less = 2 * max(queries.backward_bytes) < max(reduce.backward_bytes) and _most_sent(queries) < _most_sent(reduce)
+    is_less = 2 * max(queries.backward_bytes) < max(reduce.backward_bytes) and _max_sent(queries) < _max_sent(reduce)
     return queries if _fits(queries, memory) and (is_less or not _fits(reduce, memory)) else reduce
 
 
@@ -291,5 +295,5 @@ def _fits(x: ParallelExplanation, memory: int | None) -> bool:
     return memory is None or max(x.peak_memory) <= memory
 
 
-def _most_sent(x: ParallelExplanation) -> int:
+def _max_sent(x: ParallelExplanation) -> int:
     return max(map(sum, zip(x.forward_bytes, x.backward_bytes, strict=True)))

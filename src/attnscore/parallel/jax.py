@@ -20,8 +20,8 @@ from attnscore.base.arguments import hides_unknown, reject_unknown
 from attnscore.base.layout import ScoreShape, check_bias_shape
 from attnscore.errors import ArgumentError, message
 from attnscore.parallel.explanation import ParallelExplanation
-from attnscore.parallel.jax_modes import WAYS, Call, lax
-from attnscore.parallel.jax_rows import held_by_devices, join_rows, split_rows
+from attnscore.parallel.jax_modes import MODE_CLASSES, Call, lax
+from attnscore.parallel.jax_rows import join_rows, rows_of_devices, split_rows
 from attnscore.parallel.options import Options
 from attnscore.parallel.plan import exchange
 from attnscore.parallel.shard import Shard
@@ -113,7 +113,7 @@ def attend(
         sink=sink, dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer, kernel=kernel,
         return_stats=return_stats,
     )  # fmt: skip
-    call, _ = _planned(query, key, value, axis_name, options)
+    call, _ = _plan_call(query, key, value, axis_name, options)
     return present(dataclasses.replace(call.problem, bias=None), call.run())
 
 
@@ -122,7 +122,7 @@ def explain(query: Array, key: Any, value: Array, *, axis_name: Any, **options: 
 
     Called where `attend` is; all of it is known while the program is traced. Padding is not counted.
     """
-    return _planned(query, key, value, axis_name, Options(**options))[1]
+    return _plan_call(query, key, value, axis_name, Options(**options))[1]
 
 
 def gather_rows(x: Array, shards: Sequence[Shard] | None, axis_name: Any, axis: int = -2) -> Array:
@@ -136,8 +136,8 @@ def gather_rows(x: Array, shards: Sequence[Shard] | None, axis_name: Any, axis: 
     axis : int
     """
     axis %= x.ndim
-    held = held_by_devices("shards", shards, x.shape[axis], axis_name)
-    return join_rows(lax.all_gather(x, axis_name, axis=axis, tiled=True), held.shards, axis)
+    device_rows = rows_of_devices("shards", shards, x.shape[axis], axis_name)
+    return join_rows(lax.all_gather(x, axis_name, axis=axis, tiled=True), device_rows.shards, axis)
 
 
 def merge_over(out: Array, log_sum_exp: Array, axis_name: Any) -> tuple[Array, Array]:
@@ -153,24 +153,24 @@ def merge_over(out: Array, log_sum_exp: Array, axis_name: Any) -> tuple[Array, A
     -------
     out, log_sum_exp : over the keys of all devices, the same on each
     """
-    sums = jnp.promote_types(log_sum_exp.dtype, jnp.float32)
-    logs = log_sum_exp.astype(sums)
-    largest = lax.pmax(lax.stop_gradient(logs), axis_name)
+    sum_dtype = jnp.promote_types(log_sum_exp.dtype, jnp.float32)
+    logs = log_sum_exp.astype(sum_dtype)
+    max_log = lax.pmax(lax.stop_gradient(logs), axis_name)
     # Without a key anywhere the maximum is -inf, and -inf - -inf NaN.
-    largest = jnp.where(jnp.isneginf(largest), 0, largest)
-    weights = jnp.exp(logs - largest)
+    max_log = jnp.where(jnp.isneginf(max_log), 0, max_log)
+    weights = jnp.exp(logs - max_log)
     total = lax.psum(weights, axis_name)
     # A query without keys has out = 0; NaN of other devices' padding does not come in.
-    shares = jnp.where(weights[..., None] == 0, 0, out.astype(sums) * weights[..., None])
+    shares = jnp.where(weights[..., None] == 0, 0, out.astype(sum_dtype) * weights[..., None])
     pooled = lax.psum(shares, axis_name) / jnp.where(total == 0, 1, total)[..., None]
-    merged = jnp.where(total == 0, -jnp.inf, jnp.log(jnp.where(total == 0, 1, total)) + largest)
+    merged = jnp.where(total == 0, -jnp.inf, jnp.log(jnp.where(total == 0, 1, total)) + max_log)
     return pooled.astype(out.dtype), merged.astype(log_sum_exp.dtype)
 
 
 # ---- planning
 
 
-def _planned(
+def _plan_call(
     query: Array, key: Any, value: Array, axis_name: Any, options: Options
 ) -> tuple[Call, ParallelExplanation]:
     """Return the call of this device, and the explanation of the call of all."""
@@ -181,22 +181,28 @@ def _planned(
     key, options = options.unpack(key)
     problem = options.own_problem(query, key, value)
     shape = problem.score_shape
-    queries = held_by_devices("queries", options.queries, shape.query_len, axis_name)
-    keys = held_by_devices("keys", options.queries if options.keys is None else options.keys, shape.key_len, axis_name)
-    whole = dataclasses.replace(shape, query_len=queries.length, key_len=keys.length)
-    mask = options.whole_mask(problem, whole)
-    bias = None if options.bias is None else _checked_bias(problem, options.bias, query, whole)
+    queries = rows_of_devices("queries", options.queries, shape.query_len, axis_name)
+    keys = rows_of_devices("keys", options.queries if options.keys is None else options.keys, shape.key_len, axis_name)
+    sequence_shape = dataclasses.replace(shape, query_len=queries.length, key_len=keys.length)
+    mask = options.sequence_mask(problem, sequence_shape)
+    bias = None if options.bias is None else _check_bias(problem, options.bias, query, sequence_shape)
     problem = dataclasses.replace(problem, mask=mask, bias=bias)
-    plan = exchange(mask, queries.shards, keys.shards, batch=whole.batch)
-    explanation = options.choose(problem, whole, plan, WAYS, "reduce")
-    return WAYS[explanation.mode](axis_name, queries, keys, plan, whole, problem, options.kernel), explanation
+    plan = exchange(mask, queries.shards, keys.shards, batch=sequence_shape.batch)
+    explanation = options.choose(problem, sequence_shape, plan, MODE_CLASSES, "reduce")
+    return MODE_CLASSES[explanation.mode](
+        axis_name, queries, keys, plan, sequence_shape, problem, options.kernel
+    ), explanation
 
 
-def _checked_bias(problem: Problem, bias: Any, query: Array, whole: ScoreShape) -> Array:
+def _check_bias(problem: Problem, bias: Any, query: Array, sequence_shape: ScoreShape) -> Array:
     """Return the bias of the device's queries and all keys on the canonical axes; raise where it does not fit."""
     bias = check_extra(problem.ops, "bias", bias, query)
     shape = tuple(bias.shape)
-    rows = whole if whole.is_relative(shape) else dataclasses.replace(problem.score_shape, key_len=whole.key_len)
+    rows = (
+        sequence_shape
+        if sequence_shape.is_relative(shape)
+        else dataclasses.replace(problem.score_shape, key_len=sequence_shape.key_len)
+    )
     check_bias_shape(shape, rows)
     canonical: Array = rows.to_canonical(problem.ops, bias)
     return canonical

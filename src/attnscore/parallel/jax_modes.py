@@ -20,24 +20,24 @@ from attnscore.backends.jax.sharding import axes_of, differing
 from attnscore.base.layout import ScoreShape
 from attnscore.kernels import SinglePlan, tiling
 from attnscore.masks import Mask
-from attnscore.parallel.jax_rows import Held, entry, join_rows, split_rows
+from attnscore.parallel.jax_rows import DeviceRows, entry, join_rows, split_rows
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.parts import (
     SOFTMAX_ALONE,
     arrays_of,
     dropout_of,
-    finished,
+    finish,
     kernel_of,
     problem_of_part,
     result_of,
     state_of,
 )
-from attnscore.parallel.plan import Exchange, have_masks_of_their_own
+from attnscore.parallel.plan import Exchange, heads_attend_differently
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result
-from attnscore.problem.statistics import COUNTED, in_whole, joinable
+from attnscore.problem.statistics import COUNTED, statistics_to_join, with_global_keys
 from attnscore.scores.forms import PARAMETER, InnerForm
 
 lax: Any = jax.lax
@@ -57,16 +57,16 @@ class Call(ABC):
     """One call, of all devices; `problem` is that of this device's rows, with the mask of the whole sequence."""
 
     axis_name: Any
-    queries: Held
-    keys: Held
+    queries: DeviceRows
+    keys: DeviceRows
     plan: Exchange
-    whole: ScoreShape
+    sequence_shape: ScoreShape
     problem: Problem
     kernel: str
 
     @staticmethod
-    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
-        """Return why a call cannot run in this way."""
+    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
+        """Return why a call cannot run in this mode."""
         return ()
 
     @property
@@ -91,34 +91,35 @@ class Call(ABC):
         )
         return SinglePlan(kernel_of(self.kernel, problem), problem, tiling.plan(problem))()
 
-    def part(
-        self, keys: Held, cols: Any, operands: Arrays, statistics: tuple[str, ...] | None = None, *, sink: Any = None
-    ) -> Result:
+    def attend_part(
+        self, keys: DeviceRows, cols: Any, operands: Arrays, statistics: tuple[str, ...] | None = None, *,
+        sink: Any = None,
+    ) -> Result:  # fmt: skip
         """Return the result of the device's queries over the keys at `cols`, among `keys` of all devices.
 
         `operands` may have a bias, of all keys.
         """
-        rows, whole = self.queries.of_device(self.device), self.whole
-        shape = dataclasses.replace(whole, query_len=self.queries.rows, key_len=cols.shape[0])
+        rows, sequence_shape = self.queries.of_device(self.device), self.sequence_shape
+        shape = dataclasses.replace(sequence_shape, query_len=self.queries.rows, key_len=cols.shape[0])
         padded = not (self.queries.is_full and keys.is_full)
-        mask = shard_mask(self.problem.mask, rows, cols, whole.query_len, whole.key_len, padded=padded)
-        dropout = dropout_of(self.problem, whole, rows, jnp.asarray(cols))
+        mask = shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length, padded=padded)
+        dropout = dropout_of(self.problem, sequence_shape, rows, jnp.asarray(cols))
         bias = self.bias_of(operands["bias"], keys, rows, jnp.asarray(cols)) if "bias" in operands else None
         result = self.compute(shape, operands, mask, bias, dropout, sink, statistics)
-        numbers = in_whole(self.problem.ops, result.statistics, lambda: jnp.asarray(cols))
+        numbers = with_global_keys(self.problem.ops, result.statistics, lambda: jnp.asarray(cols))
         return dataclasses.replace(result, statistics=numbers)
 
-    def bias_of(self, bias: Array, keys: Held, rows: Array, cols: Array) -> Array:
+    def bias_of(self, bias: Array, keys: DeviceRows, rows: Array, cols: Array) -> Array:
         """Return the bias of the device's queries and the keys at `cols`, among `keys` of all devices."""
-        if not self.whole.is_relative(tuple(bias.shape)):
+        if not self.sequence_shape.is_relative(tuple(bias.shape)):
             is_whole = all(len(shard) == keys.length for shard in keys.shards)
             return bias if is_whole or bias.shape[-1] == 1 else jnp.take(bias, cols, -1, mode="clip")
         if keys.is_consecutive and self.queries.is_consecutive and rows.shape[0] and cols.shape[0]:
             # One number for each key - query, from that of the last query and the first key on.
             count = rows.shape[0] + cols.shape[0] - 1
-            begin = cols[0] - rows[0] - rows.shape[0] + self.whole.query_len
+            begin = cols[0] - rows[0] - rows.shape[0] + self.sequence_shape.query_len
             return jnp.take(bias, begin + jnp.arange(count), -1, mode="clip")
-        index = cols - rows[:, None] + self.whole.query_len - 1
+        index = cols - rows[:, None] + self.sequence_shape.query_len - 1
         return jnp.take(bias[..., 0, :], index, -1, mode="clip")
 
 
@@ -130,12 +131,12 @@ class Gather(Call):
         # Positions of the host where they are the same for all devices.
         cols = np.arange(self.keys.length) if self._is_whole else self._needed.of_device(self.device)
         operands = {**self.operands("query", "shared", "bias"), **arrays}
-        return self.part(self._needed, cols, operands, sink=self.problem.sink)
+        return self.attend_part(self._needed, cols, operands, sink=self.problem.sink)
 
     @cached_property
-    def _needed(self) -> Held:
+    def _needed(self) -> DeviceRows:
         """The keys that each device gets."""
-        return Held(self.plan.needed)
+        return DeviceRows(self.plan.needed)
 
     @property
     def _is_whole(self) -> bool:
@@ -146,7 +147,7 @@ class Gather(Call):
         """Return the rows that this device needs, of an array (..., own rows, dim)."""
         if x.dtype.name not in HALF_PRECISION:
             return self._rows(x)
-        shape, sums = x.shape, accumulator(x.dtype.name)
+        shape, sum_dtype = x.shape, accumulator(x.dtype.name)
 
         # Gradients from several devices are summed in the dtype of sums.
         @jax.custom_vjp
@@ -154,8 +155,8 @@ class Gather(Call):
             return self._rows(x)
 
         def backward(_: None, grad: Array) -> tuple[Array]:
-            axes = axes_of((grad,))
-            (gradient,) = jax.vjp(self._rows, differing(jnp.zeros(shape, sums), axes))[1](grad.astype(sums))
+            zeros = differing(jnp.zeros(shape, sum_dtype), axes_of((grad,)))
+            (gradient,) = jax.vjp(self._rows, zeros)[1](grad.astype(sum_dtype))
             return (gradient.astype(grad.dtype),)
 
         fetch.defvjp(lambda x: (self._rows(x), None), backward)
@@ -163,35 +164,35 @@ class Gather(Call):
 
     def _rows(self, x: Array) -> Array:
         if self._is_whole:
-            whole = lax.all_gather(x, self.axis_name, axis=x.ndim - 2, tiled=True)
-            return join_rows(whole, self.keys.shards)
-        parts = [x]
+            gathered = lax.all_gather(x, self.axis_name, axis=x.ndim - 2, tiled=True)
+            return join_rows(gathered, self.keys.shards)
+        row_blocks = [x]
         for distance, sent in self._sent.items():
-            pairs = [(rank, (rank + distance) % self.plan.ranks) for rank, part in enumerate(sent.shards) if len(part)]
-            rows = jnp.take(x, entry(self._places(sent, self.keys.positions), self.device), -2)
-            parts.append(lax.ppermute(rows, self.axis_name, pairs))
-        arrays = jnp.concatenate(parts, -2) if len(parts) > 1 else x
-        arrived = [np.roll(sent.positions, distance, 0) for distance, sent in self._sent.items()]
-        places = self._places(self._needed, np.concatenate([self.keys.positions, *arrived], -1))
-        return jnp.take(arrays, entry(places, self.device), -2)
+            pairs = [(rank, (rank + distance) % self.plan.ranks) for rank, x in enumerate(sent.shards) if len(x)]
+            rows = jnp.take(x, entry(self._indices_of(sent, self.keys.positions), self.device), -2)
+            row_blocks.append(lax.ppermute(rows, self.axis_name, pairs))
+        arrays = jnp.concatenate(row_blocks, -2) if len(row_blocks) > 1 else x
+        arrived_positions = [np.roll(sent.positions, distance, 0) for distance, sent in self._sent.items()]
+        indices = self._indices_of(self._needed, np.concatenate([self.keys.positions, *arrived_positions], -1))
+        return jnp.take(arrays, entry(indices, self.device), -2)
 
     @cached_property
-    def _sent(self) -> dict[int, Held]:
+    def _sent(self) -> dict[int, DeviceRows]:
         """What each device sends to the one at a distance, by the distances at which any sends rows."""
         ranks, sent = range(self.plan.ranks), {}
         for distance in ranks[1:]:
-            rows = Held(tuple(self.plan.transfer(rank, (rank + distance) % self.plan.ranks) for rank in ranks))
+            rows = DeviceRows(tuple(self.plan.transfer(rank, (rank + distance) % self.plan.ranks) for rank in ranks))
             if rows.rows:
                 sent[distance] = rows
         return sent
 
-    def _places(self, needed: Held, positions: HostArray) -> HostArray:
-        """Return where the rows that each device needs are among those at `positions`; any row for padding."""
+    def _indices_of(self, needed: DeviceRows, positions: HostArray) -> HostArray:
+        """Return the indices of the rows that each device needs in rows at `positions`; any row for padding."""
         indices = []
-        for rows, of_device in zip(needed.positions, positions, strict=True):
-            order = np.argsort(of_device, kind="stable")
-            last = max(0, int(np.count_nonzero(of_device < self.keys.length)) - 1)
-            index = np.minimum(np.searchsorted(of_device[order], rows), last)
+        for rows, device_positions in zip(needed.positions, positions, strict=True):
+            order = np.argsort(device_positions, kind="stable")
+            last = max(0, int(np.count_nonzero(device_positions < self.keys.length)) - 1)
+            index = np.minimum(np.searchsorted(device_positions[order], rows), last)
             indices.append(order[index] if len(order) else index)
         return np.stack(indices)
 
@@ -200,9 +201,9 @@ class Heads(Call):
     """Each device gets all rows of some heads, and gives back the results of the rows of the others."""
 
     @staticmethod
-    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
+    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
         reasons = []
-        if have_masks_of_their_own(problem.mask, whole):
+        if heads_attend_differently(problem.mask, sequence_shape):
             reasons.append("each head has a mask of its own")
         shared = {name: x for name, x in problem.form.arrays().items() if role_of(problem, name) == "shared"}
         if any(x.ndim > 2 or (PARAMETER in name and x.size > 1) for name, x in shared.items()):
@@ -212,39 +213,39 @@ class Heads(Call):
     def run(self) -> Result:
         arrays = {name: self._rows(x, self.queries) for name, x in self.operands("query").items()}
         arrays |= {name: self._rows(x, self.keys) for name, x in self.operands("key").items()}
-        shape = dataclasses.replace(self.whole, heads=self._count)
-        rows, cols = jnp.arange(self.whole.query_len), jnp.arange(self.whole.key_len)
-        dropout = dropout_of(self.problem, self.whole, rows, cols, self._own_heads)
+        shape = dataclasses.replace(self.sequence_shape, heads=self._count)
+        rows, cols = jnp.arange(self.sequence_shape.query_len), jnp.arange(self.sequence_shape.key_len)
+        dropout = dropout_of(self.problem, self.sequence_shape, rows, cols, self._own_heads)
         bias = None if self.problem.bias is None else self._bias(self.problem.bias)
         sink = self.problem.sink
         sink = sink if sink is None or sink.shape[-2] == 1 else self._own_heads(sink, -2)
         result = self.compute(shape, {**arrays, **self.operands("shared")}, self.problem.mask, bias, dropout, sink)
-        return result_of({name: self._back(x) for name, x in arrays_of(result).items()})
+        return result_of({name: self._to_device_rows(x) for name, x in arrays_of(result).items()})
 
     @property
     def _count(self) -> int:
         """KV heads of each device."""
-        return self.whole.heads // self.plan.ranks
+        return self.sequence_shape.heads // self.plan.ranks
 
     def _own_heads(self, x: Array, axis: int = -4) -> Any:
         return lax.dynamic_slice_in_dim(x, self.device * self._count, self._count, axis % x.ndim)
 
-    def _rows(self, x: Array, held: Held) -> Array:
+    def _rows(self, x: Array, device_rows: DeviceRows) -> Array:
         """Return all rows of the device's heads, of an array (*lead, head or 1, group, own rows, dim)."""
         heads, length = x.ndim - 4, x.ndim - 2
         if x.shape[heads] == 1:
             rows = lax.all_gather(x, self.axis_name, axis=length, tiled=True)
         else:
             rows = lax.all_to_all(x, self.axis_name, heads, length, tiled=True)
-        return join_rows(rows, held.shards)
+        return join_rows(rows, device_rows.shards)
 
-    def _back(self, x: Array) -> Any:
+    def _to_device_rows(self, x: Array) -> Any:
         """Return the device's rows of all heads, of an array (*lead, own heads, group, all rows, dim)."""
         rows = split_rows(x, self.queries.shards)
         return lax.all_to_all(rows, self.axis_name, x.ndim - 2, x.ndim - 4, tiled=True)
 
     def _bias(self, bias: Array) -> Array:
-        if self.whole.is_relative(tuple(bias.shape)) or (bias.shape[-2] == 1 and self.queries.rows > 1):
+        if self.sequence_shape.is_relative(tuple(bias.shape)) or (bias.shape[-2] == 1 and self.queries.rows > 1):
             return bias if bias.shape[-4] == 1 else self._own_heads(bias)
         return self._rows(bias, self.queries)
 
@@ -257,7 +258,7 @@ class Ring(Call):
     """
 
     @staticmethod
-    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
+    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
         return () if problem.normalizer is None else (SOFTMAX_ALONE,)
 
     def run(self) -> Result:
@@ -308,77 +309,79 @@ class Ring(Call):
         ranks = self.plan.ranks
         return step == 0 or any(len(self.plan.transfer((rank - step) % ranks, rank)) for rank in range(ranks))
 
-    def _next(self, arrays: Arrays) -> dict[str, Array]:
+    def _from_previous_device(self, arrays: Arrays) -> dict[str, Array]:
         """Return the arrays of the device before."""
         ranks = self.plan.ranks
         pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
         return {name: lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
 
-    def _part(self, step: int, operands: Arrays, statistics: tuple[str, ...]) -> tuple[Result, Array | None]:
-        """Return the result over the keys that the device has at a step, and their number where a statistic needs it.
+    def _attend_step(self, step: int, operands: Arrays, statistics: tuple[str, ...]) -> tuple[Result, Array | None]:
+        """Return the result over the keys that the device has at a step, and each query's number of unmasked keys.
 
-        The sink belongs to the first step.
+        The number is None unless a statistic needs it. The sink belongs to the first step.
         """
         cols = self.keys.of_device((self.device - step) % self.plan.ranks)
         # The parts are merged in the dtype of sums.
         operands = {**operands, "value": operands["value"].astype(self._sums)}
-        result = self.part(self.keys, cols, operands, statistics, sink=operands.get("sink") if step == 0 else None)
+        sink = operands.get("sink") if step == 0 else None
+        result = self.attend_part(self.keys, cols, operands, statistics, sink=sink)
         return result, self._count(cols, operands) if {*COUNTED} & {*statistics} else None
 
     def _count(self, cols: Array, operands: Arrays) -> Array:
         """Return how many of the keys at `cols` each query attends: the sum of exp(0)."""
-        rows = dataclasses.replace(self.whole, query_len=self.queries.rows).rows
+        rows = dataclasses.replace(self.sequence_shape, query_len=self.queries.rows).rows
         # Some scores have no single array of queries or keys.
         query = jnp.zeros((*rows, 1), self._sums)
-        key = jnp.zeros((*self.whole.lead, self.whole.heads, 1, cols.shape[0], 1), self._sums)
+        key = jnp.zeros((*self.sequence_shape.lead, self.sequence_shape.heads, 1, cols.shape[0], 1), self._sums)
         form, layout = InnerForm(query, key), dataclasses.replace(self.problem.layout, value_dim=1)
         problem = dataclasses.replace(self.problem, form=form, layout=layout, dropout=None)
         zeros = {"query": query, "key": key, "value": operands["value"][..., :1]}
         if (bias := operands.get("bias")) is not None:
             zeros["bias"] = jnp.where(jnp.isneginf(bias), bias, 0)
-        result = dataclasses.replace(self, problem=problem).part(self.keys, cols, zeros, ("log_sum_exp",))
+        result = dataclasses.replace(self, problem=problem).attend_part(self.keys, cols, zeros, ("log_sum_exp",))
         return jnp.round(jnp.exp(result.log_sum_exp))
 
     def _forward(self, operands: Arrays) -> dict[str, Array]:
         """Return output, row_max, log_denom and statistics over the keys of all devices."""
-        ops, statistics = self.problem.ops, joinable(self.problem.statistics)
-        of_keys = {name: x for name, x in operands.items() if name != "sink"}
+        ops, statistics = self.problem.ops, statistics_to_join(self.problem.statistics)
+        key_arrays = {name: x for name, x in operands.items() if name != "sink"}
         state = None
         for step in range(self.plan.ranks):
             if step:
-                of_keys |= self._next({name: of_keys[name] for name in self.operands("key")})
+                key_arrays |= self._from_previous_device({name: key_arrays[name] for name in self.operands("key")})
             if self._is_attended(step):
-                part, count = self._part(step, of_keys, statistics)
-                new = state_of(ops, part, count)
-                new = new._replace(out=part.out * new.total)
+                result, count = self._attend_step(step, key_arrays, statistics)
+                new = state_of(ops, result, count)
+                new = new._replace(out=result.out * new.total)
                 state = new if state is None else online_softmax.merge(ops, state, new)
-        result = finished(ops, cast(RowState, state), operands.get("sink"), self.problem.statistics)
+        result = finish(ops, cast(RowState, state), operands.get("sink"), self.problem.statistics)
         return {**arrays_of(result), "log_sum_exp": result.log_sum_exp}
 
     def _backward(self, operands: Arrays, outputs: Arrays, grads: Arrays) -> dict[str, Array]:
         keys = {name: operands[name] for name in self.operands("key")}
         totals = {name: jnp.zeros_like(x, self._sums) for name, x in operands.items()}
-        of_keys = {name: totals.pop(name) for name in keys}
+        key_gradients = {name: totals.pop(name) for name in keys}
 
-        def part_at(step: int, operands: Arrays) -> dict[str, Array]:
-            result, _ = self._part(step, operands, self._differentiable)
+        def attend_at(step: int, operands: Arrays) -> dict[str, Array]:
+            result, _ = self._attend_step(step, operands, self._differentiable)
             return {"out": result.out, **{name: result.statistics[name] for name in self._differentiable}}
 
         for step in range(self.plan.ranks):
             if step:
-                keys = self._next(keys)
+                keys = self._from_previous_device(keys)
             if self._is_attended(step):
-                part, vjp = jax.vjp(functools.partial(part_at, step), {**operands, **keys})
-                (grad,) = vjp(_gradients_of_part(part, outputs, grads))
+                outputs_of_step, vjp = jax.vjp(functools.partial(attend_at, step), {**operands, **keys})
+                (grad,) = vjp(_gradients_of_part(outputs_of_step, outputs, grads))
                 totals = {name: x + grad[name].astype(x.dtype) for name, x in totals.items()}
-                of_keys = {name: x + grad[name].astype(x.dtype) for name, x in of_keys.items()}
+                key_gradients = {name: x + grad[name].astype(x.dtype) for name, x in key_gradients.items()}
             if step == 0:
                 # The gradients of the device's own keys stay; those of the others begin at the next device.
-                own, of_keys = of_keys, {name: jnp.zeros_like(x) for name, x in of_keys.items()}
+                local_gradients = key_gradients
+                key_gradients = {name: jnp.zeros_like(x) for name, x in key_gradients.items()}
             else:
                 # After the last step the gradients are where the keys came from.
-                of_keys = self._next(of_keys)
-        totals |= {name: x + of_keys[name] for name, x in own.items()}
+                key_gradients = self._from_previous_device(key_gradients)
+        totals |= {name: x + key_gradients[name] for name, x in local_gradients.items()}
         return {name: totals[name].astype(x.dtype) for name, x in operands.items()}
 
 
@@ -392,13 +395,13 @@ def _gradients_of_part(part: Arrays, outputs: Arrays, grads: Arrays) -> dict[str
     log = part["log_sum_exp"] - jnp.where(jnp.isneginf(total), 0, total)
     w = jnp.exp(log)
     grad_out = grads["out"].astype(w.dtype)
-    of_total = (grad_out * (part["out"] - outputs["out"])).sum(-1, keepdims=True) + grads["log_sum_exp"]
+    grad_total = (grad_out * (part["out"] - outputs["out"])).sum(-1, keepdims=True) + grads["log_sum_exp"]
     gradients = {"out": (w * grad_out).astype(part["out"].dtype)}
     if "entropy" in part:
         # w log w is 0 where w is.
-        of_total = of_total + grads["entropy"] * (part["entropy"] - jnp.where(w == 0, 0, log) - outputs["entropy"])
+        grad_total = grad_total + grads["entropy"] * (part["entropy"] - jnp.where(w == 0, 0, log) - outputs["entropy"])
         gradients["entropy"] = w * grads["entropy"]
-    return {**gradients, "log_sum_exp": w * of_total}
+    return {**gradients, "log_sum_exp": w * grad_total}
 
 
-WAYS: Final[dict[str, type[Call]]] = {"gather": Gather, "ring": Ring, "heads": Heads}
+MODE_CLASSES: Final[dict[str, type[Call]]] = {"gather": Gather, "ring": Ring, "heads": Heads}

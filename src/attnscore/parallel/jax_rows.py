@@ -44,12 +44,12 @@ def split_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
     >>> split_rows(jnp.arange(6), shards, axis=0).tolist()
     [0, 1, 5, 2, 3, 4]
     """
-    held = Held(check_shards("shards", shards))
-    _check_rows("x", x, held.length, axis)
-    table = held.positions.reshape(-1)
-    rows = jnp.take(_on_each_device(x, axis), jnp.asarray(np.minimum(table, max(0, held.length - 1))), axis)
-    inside = jnp.asarray(table < held.length).reshape(-1, *(1,) * (x.ndim - 1 - axis % x.ndim))
-    return rows if held.is_full else jnp.where(inside, rows, jnp.zeros((), x.dtype))
+    device_rows = DeviceRows(check_shards("shards", shards))
+    _check_rows("x", x, device_rows.length, axis)
+    table = device_rows.positions.reshape(-1)
+    rows = jnp.take(_on_each_device(x, axis), jnp.asarray(np.minimum(table, max(0, device_rows.length - 1))), axis)
+    inside = jnp.asarray(table < device_rows.length).reshape(-1, *(1,) * (x.ndim - 1 - axis % x.ndim))
+    return rows if device_rows.is_full else jnp.where(inside, rows, jnp.zeros((), x.dtype))
 
 
 def join_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
@@ -63,13 +63,13 @@ def join_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
     >>> join_rows(split_rows(jnp.arange(5), shards, axis=0), shards, axis=0).tolist()
     [0, 1, 2, 3, 4]
     """
-    held = Held(check_shards("shards", shards))
-    _check_rows("x", x, len(held.shards) * held.rows, axis)
-    return x if held.is_in_order else jnp.take(_on_each_device(x, axis), jnp.asarray(held.order), axis)
+    device_rows = DeviceRows(check_shards("shards", shards))
+    _check_rows("x", x, len(device_rows.shards) * device_rows.rows, axis)
+    return x if device_rows.is_in_order else jnp.take(_on_each_device(x, axis), jnp.asarray(device_rows.order), axis)
 
 
 @dataclass(frozen=True)
-class Held:
+class DeviceRows:
     """The rows of all devices, in arrays of one size."""
 
     shards: tuple[Shard, ...]
@@ -121,17 +121,17 @@ def entry(table: HostArray, device: Array) -> Array:
     return jnp.take(jnp.asarray(table), device, 0)
 
 
-def held_by_devices(name: str, shards: Sequence[Shard] | None, rows: int, axis_name: Any) -> Held:
+def rows_of_devices(name: str, shards: Sequence[Shard] | None, rows: int, axis_name: Any) -> DeviceRows:
     """Return the rows of all devices, checked against the rows of this one."""
     count = jax.lax.axis_size(axis_name)
     if shards is None:
-        return Held(tuple(Shard.contiguous(rows * count, rank, count) for rank in range(count)))
-    held = Held(check_shards(name, shards))
-    if len(held.shards) != count:
-        raise ArgumentError(message(name, f"one shard for each of {count} devices", len(held.shards)))
-    if held.rows != rows:
-        raise ShapeError(message(name, f"at most {rows} positions a device, as its array has rows", held.rows))
-    return held
+        return DeviceRows(tuple(Shard.contiguous(rows * count, rank, count) for rank in range(count)))
+    device_rows = DeviceRows(check_shards(name, shards))
+    if len(device_rows.shards) != count:
+        raise ArgumentError(message(name, f"one shard for each of {count} devices", len(device_rows.shards)))
+    if device_rows.rows != rows:
+        raise ShapeError(message(name, f"at most {rows} positions a device, as its array has rows", device_rows.rows))
+    return device_rows
 
 
 def _on_each_device(x: Array, axis: int) -> Array:
@@ -140,9 +140,11 @@ def _on_each_device(x: Array, axis: int) -> Array:
     spec = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
     if not sharding.mesh.explicit_axes or spec[axis] is None:
         return x
-    whole = (None if i == axis % x.ndim else names for i, names in enumerate(spec))
-    resharded: Array = _sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, _sharding.PartitionSpec(*whole)))
-    return resharded
+    replicated = (None if i == axis % x.ndim else names for i, names in enumerate(spec))
+    gathered: Array = _sharding.reshard(
+        x, jax.sharding.NamedSharding(sharding.mesh, _sharding.PartitionSpec(*replicated))
+    )
+    return gathered
 
 
 def _check_rows(name: str, x: Array, rows: int, axis: int) -> None:

@@ -17,21 +17,21 @@ from attnscore.parallel.pairs import edges_of
 from attnscore.parallel.shard import Shard
 
 # Masks whose arrays are cut to the positions, so that kernels still read them as they are.
-_CUT = (Dense, Documents, KeyPadding, Neighbours)
+_SLICED = (Dense, Documents, KeyPadding, Neighbours)
 
 
-def with_batch_axis(mask: Mask, whole: ScoreShape) -> Mask:
+def with_batch_axis(mask: Mask, sequence_shape: ScoreShape) -> Mask:
     """Return a mask of the whole sequence whose arrays (head, query, key) have an axis of batch elements in front.
 
     Three axes would be read as (batch, query, key).
     """
 
-    def widened(atom: Mask) -> Mask:
-        if not (isinstance(atom, Dense) and whole.has_heads and len(shape_of(atom.array)) == 3):
+    def widen(atom: Mask) -> Mask:
+        if not (isinstance(atom, Dense) and sequence_shape.has_heads and len(shape_of(atom.array)) == 3):
             return atom
         return Dense((atom.array if hasattr(atom.array, "shape") else np.asarray(atom.array))[None])
 
-    return map_atoms(mask, widened)
+    return map_atoms(mask, widen)
 
 
 def shard_mask(
@@ -72,36 +72,39 @@ def shard_mask(
            [1, 1, 1, 1]])
     """
     rows, cols = (x.positions() if isinstance(x, Shard) else x for x in (rows, cols))
-    at = Sharded(None, rows, cols, query_len, key_len, padded)
-    parts = [] if mask is None else [_restricted(part, at) for part in parts_of(mask)]
-    return all_of([*parts, at] if padded else parts)
+    positions = Sharded(None, rows, cols, query_len, key_len, padded)
+    parts = [] if mask is None else [_restrict(part, positions) for part in parts_of(mask)]
+    return all_of([*parts, positions] if padded else parts)
 
 
-def _restricted(mask: Mask, at: Sharded) -> Mask:
-    """Return the local mask of a global one, at the positions of `at`."""
-    if not any(isinstance(part, _CUT) for part in atoms_of(mask)):
-        return dataclasses.replace(at, mask=mask)
+def _restrict(mask: Mask, positions: Sharded) -> Mask:
+    """Return the local mask of a global one, at the positions of `positions`."""
+    if not any(isinstance(part, _SLICED) for part in atoms_of(mask)):
+        return dataclasses.replace(positions, mask=mask)
     if isinstance(mask, (And, Or)):
-        return type(mask)(_restricted(mask.first, at), _restricted(mask.second, at))
+        return type(mask)(_restrict(mask.first, positions), _restrict(mask.second, positions))
     if isinstance(mask, Not):
-        return Not(_restricted(mask.mask, at))
+        return Not(_restrict(mask.mask, positions))
     if isinstance(mask, Dense):
-        array = _cut(mask.array, at.cols, -1, at.key_len)
-        return Dense(_cut(array, at.rows, -2, at.query_len) if len(array.shape) > 1 else array)
+        array = _take_positions(mask.array, positions.cols, -1, positions.key_len)
+        return Dense(_take_positions(array, positions.rows, -2, positions.query_len) if len(array.shape) > 1 else array)
     if isinstance(mask, KeyPadding):
-        return KeyPadding(_cut(mask.array, at.cols, -1, at.key_len))
+        return KeyPadding(_take_positions(mask.array, positions.cols, -1, positions.key_len))
     if isinstance(mask, Documents):
         query_ids, key_ids = mask.ids
-        return Documents(_cut(query_ids, at.rows, -1, at.query_len), _cut(key_ids, at.cols, -1, at.key_len))
-    return _graph(mask, at) if isinstance(mask, Neighbours) else mask
+        return Documents(
+            _take_positions(query_ids, positions.rows, -1, positions.query_len),
+            _take_positions(key_ids, positions.cols, -1, positions.key_len),
+        )
+    return _restrict_graph(mask, positions) if isinstance(mask, Neighbours) else mask
 
 
-def _graph(mask: Neighbours, at: Sharded) -> Mask:
+def _restrict_graph(mask: Neighbours, positions: Sharded) -> Mask:
     """Return the graph of the local queries, without the edges to other keys."""
-    rows, cols, table = backends.host(at.rows), backends.host(at.cols), mask.table(at.key_len)
+    rows, cols, table = backends.host(positions.rows), backends.host(positions.cols), mask.table(positions.key_len)
     if rows is None or cols is None or table is None:
-        return dataclasses.replace(at, mask=mask)
-    count, rows = len(rows), rows[rows < at.query_len]
+        return dataclasses.replace(positions, mask=mask)
+    count, rows = len(rows), rows[rows < positions.query_len]
     row, keys = edges_of(table, rows)
     local = np.searchsorted(cols, keys)
     is_local = np.append(cols, -1)[local] == keys
@@ -109,7 +112,7 @@ def _graph(mask: Neighbours, at: Sharded) -> Mask:
     return Neighbours(np.cumsum([0, *counts]), local[is_local])
 
 
-def _cut(x: Any, positions: Any, axis: int, length: int) -> Array:
+def _take_positions(x: Any, positions: Any, axis: int, length: int) -> Array:
     """Return the entries of an array or list at the positions, those of padding clamped; a broadcast axis stays."""
     if not backends.is_array(x):
         x = np.asarray(x)

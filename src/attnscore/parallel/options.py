@@ -1,4 +1,4 @@
-"""The options of a call over several ranks, and what every framework makes of them alike.
+"""The options of a call over several ranks, and the steps of planning that all frameworks share.
 
 - The rank's own rows are a problem as any other. Its mask and its bias come after, as they speak of all keys.
 """
@@ -24,7 +24,7 @@ from attnscore.problem.problem import Problem, build_problem
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """What `attend` is given besides query, key, value and the ranks; described there."""
+    """Arguments of `attend` other than query, key, value and the ranks; `attend` describes them."""
 
     queries: Sequence[Shard] | None = None
     keys: Sequence[Shard] | None = None
@@ -65,21 +65,21 @@ class Options:
         )  # fmt: skip
         return problem
 
-    def whole_mask(self, problem: Problem, whole: ScoreShape) -> Mask | None:
+    def sequence_mask(self, problem: Problem, sequence_shape: ScoreShape) -> Mask | None:
         """Return `mask` and `valid_lens` as one mask, checked against the scores of the whole sequence."""
-        mask = as_mask(self.mask, self.valid_lens, whole)
+        mask = as_mask(self.mask, self.valid_lens, sequence_shape)
         if mask is None:
             return None
         backends.check_dense(problem.ops, mask.arrays())
-        mask.check(problem.ops, whole)
-        return with_batch_axis(mask.for_call(problem.ops, whole), whole)
+        mask.check(problem.ops, sequence_shape)
+        return with_batch_axis(mask.for_call(problem.ops, sequence_shape), sequence_shape)
 
     def choose(
-        self, problem: Problem, whole: ScoreShape, plan: Exchange, ways: Mapping[str, Any], gradient: str
+        self, problem: Problem, sequence_shape: ScoreShape, plan: Exchange, modes: Mapping[str, Any], gradient: str
     ) -> ParallelExplanation:
         """Return the explanation of the mode that the caller named, or of the best one of those that can run."""
         mask = "none" if problem.mask is None else repr(problem.mask)
         size = RowBytes.of_problem(problem)
-        reasons = {name: "; ".join(way.reasons_against(problem, whole)) for name, way in ways.items()}
-        refused = {name: why for name, why in reasons.items() if why}
+        reasons = {name: "; ".join(mode.reasons_against(problem, sequence_shape)) for name, mode in modes.items()}
+        refused = {name: reason for name, reason in reasons.items() if reason}
         return choose(plan, size, mode=self.mode, gradient=gradient, memory=self.memory, mask=mask, refused=refused)

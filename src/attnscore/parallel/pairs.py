@@ -57,13 +57,13 @@ class Pairs:
 
     def strip(self, rows: HostArray) -> Strip:
         """Return the pairs of some queries."""
-        intervals, rest = None, None
+        intervals, remaining = None, None
         if self.mask is not None:
-            intervals, rest = split(self.mask, self.query_len, self.key_len, self.batch, rows)
+            intervals, remaining = split(self.mask, self.query_len, self.key_len, self.batch, rows)
         if intervals is None:
             zero = np.zeros((1, 1, len(rows)), np.int64)
             intervals = IntervalSet(zero, zero + self.key_len)
-        parts = [] if rest is None else parts_of(rest)
+        parts = [] if remaining is None else parts_of(remaining)
         tables = [part.table(self.key_len) for part in parts if isinstance(part, Neighbours)]
         evaluated = [part for part in parts if not isinstance(part, Neighbours) and _is_readable(part)]
         return Strip(self, rows, intervals, tuple(table for table in tables if table is not None), all_of(evaluated))
@@ -71,13 +71,13 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Strip:
-    """The unmasked pairs of some queries: pairs in the intervals, in all graphs and in `rest`."""
+    """The unmasked pairs of some queries: pairs in the intervals, in all graphs and in `remaining_mask`."""
 
     pairs: Pairs
     rows: HostArray
     intervals: IntervalSet
     graphs: tuple[NeighbourTable, ...]
-    rest: Mask | None
+    remaining_mask: Mask | None
 
     @cached_property
     def counts(self) -> HostArray:
@@ -87,7 +87,7 @@ class Strip:
             start, stop = self.intervals.start[..., row], self.intervals.stop[..., row]
             inside = np.any((start <= keys) & (keys < stop), 0)
             per_batch = np.stack([np.bincount(row, x, len(self.rows)) for x in inside])
-        elif self.rest is None:
+        elif self.remaining_mask is None:
             per_batch = (self.intervals.stop - self.intervals.start).sum(0)
         else:
             blocks = [block.sum(-1).mean(0, keepdims=True) for _, block in self._blocks()]
@@ -99,13 +99,13 @@ class Strip:
         """The keys that any of the queries attends in any batch row and head, as ranges in rising order."""
         start, stop = self.intervals.start.reshape(-1), self.intervals.stop.reshape(-1)
         ranges = union(start[start < stop], stop[start < stop])
-        if not self.graphs and self.rest is None:
+        if not self.graphs and self.remaining_mask is None:
             return ranges
         # By a flag for each key: these masks take far more memory themselves.
         attended = _flags(ranges, self.pairs.key_len)
         for graph in self.graphs:
             attended &= _flags(_ranges_near(edges_of(graph, self.rows)[1]), self.pairs.key_len)
-        if self.rest is not None:
+        if self.remaining_mask is not None:
             evaluated = np.zeros(self.pairs.key_len, bool)
             for _, block in self._blocks():
                 evaluated |= block.any((0, 1))
@@ -123,22 +123,22 @@ class Strip:
         return union(rows, rows + 1)
 
     def _blocks(self) -> Iterator[tuple[slice, HostArray]]:
-        """Yield blocks of queries and their unmasked pairs by the intervals and `rest`, (matrices, queries, key)."""
+        """Yield blocks of queries, and their unmasked pairs but for the graphs, (matrices, queries, key)."""
         ops, pairs = backends.load("numpy"), self.pairs
         cols = np.arange(pairs.key_len)[None]
         count = max(1, thresholds.COUNTED_PAIRS // max(1, pairs.key_len * pairs.batch))
-        heads = 1 if self.rest is None else max(1, self.rest.heads)
+        heads = 1 if self.remaining_mask is None else max(1, self.remaining_mask.heads)
         shape = ScoreShape((pairs.batch,), heads, 1, pairs.query_len, pairs.key_len, has_heads=heads > 1)
         for first in range(0, len(self.rows), count):
-            at = slice(first, first + count)
-            start, stop = self.intervals.start[..., at, None], self.intervals.stop[..., at, None]
+            rows = slice(first, first + count)
+            start, stop = self.intervals.start[..., rows, None], self.intervals.stop[..., rows, None]
             block: HostArray = np.any((start <= cols) & (cols < stop), 0)
-            if self.rest is not None:
+            if self.remaining_mask is not None:
                 # (batch, head, group, queries, key): the intervals are those of the batch rows.
-                visible = self.rest.visible(ops, shape, self.rows[at, None], cols)
+                visible = self.remaining_mask.visible(ops, shape, self.rows[rows, None], cols)
                 block = np.logical_and(block[:, None, None], visible)
             # Not by -1, which an array without keys does not tell.
-            yield at, block.reshape(math.prod(block.shape[:-2]), *block.shape[-2:])
+            yield rows, block.reshape(math.prod(block.shape[:-2]), *block.shape[-2:])
 
 
 def edges_of(graph: NeighbourTable, rows: HostArray) -> tuple[HostArray, HostArray]:
@@ -161,7 +161,7 @@ def union(start: HostArray, stop: HostArray) -> tuple[Range, ...]:
 def _is_readable(mask: Mask) -> bool:
     """Return whether NumPy can evaluate a mask: one of the package, whose arrays the host can read."""
     readable = all(backends.host(x) is not None for x in mask.arrays().values())
-    return readable and all(isinstance(part, BUILTIN) for part in atoms_of(mask))
+    return readable and all(isinstance(atom, BUILTIN) for atom in atoms_of(mask))
 
 
 def _ranges_near(keys: HostArray) -> tuple[Range, ...]:

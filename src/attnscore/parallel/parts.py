@@ -53,8 +53,9 @@ def kernel_of(name: str, problem: Problem) -> Kernel:
 
 
 def dropout_of(
-    problem: Problem, whole: ScoreShape, rows: Array, cols: Array, heads: Callable[[Array], Array] | None = None
-) -> PairDropout | None:
+    problem: Problem, sequence_shape: ScoreShape, rows: Array, cols: Array,
+    heads: Callable[[Array], Array] | None = None,
+) -> PairDropout | None:  # fmt: skip
     """Return the dropout of the pairs at these positions of the whole sequence, with the bits of one device.
 
     `heads` takes the heads of the part from an array of all.
@@ -62,7 +63,7 @@ def dropout_of(
     ops, dropout = problem.ops, problem.dropout
     if dropout is None:
         return None
-    first = dropouts.rows_of_matrices(ops, whole, problem.value)
+    first = dropouts.rows_of_matrices(ops, sequence_shape, problem.value)
     first = first if heads is None else heads(first)
     return PairDropout(dropout.probability, dropout.seed, first + ops.reshape(rows, (-1, 1)), cols[None])
 
@@ -89,7 +90,8 @@ def state_of(ops: Backend, result: Result, count: Array | None = None) -> RowSta
     """
     log_denom, total = result.log_denom, ops.exp(result.log_denom)
     rows = {**result.statistics, "log_denom": log_denom, "total": total, "count": count}
-    sums = {name: ACCUMULATORS[name].of_result(ops, rows) for name in online_softmax.needed(tuple(result.statistics))}
+    names = online_softmax.needed_accumulators(tuple(result.statistics))
+    sums = {name: ACCUMULATORS[name].of_result(ops, rows) for name in names}
     return RowState(ops.where(log_denom == -math.inf, -math.inf, result.row_max), total, total, sums)
 
 
@@ -102,7 +104,7 @@ def counts_of(ops: Backend, shape: ScoreShape, key_len: int, intervals: Interval
     return ops.broadcast_to(ops.astype(counts, ops.dtype(like)), ops.shape(like))
 
 
-def finished(ops: Backend, state: RowState, sink: Array | None, statistics: tuple[str, ...]) -> Result:
+def finish(ops: Backend, state: RowState, sink: Array | None, statistics: tuple[str, ...]) -> Result:
     """Return the result of the queries from the state after all keys, with these statistics; `sink`: (head, group)."""
     if sink is not None:
         sink = ops.astype(ops.reshape(sink, (*ops.shape(sink), 1, 1)), ops.dtype(state.total))

@@ -17,7 +17,7 @@ from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, message
 from attnscore.masks import Dense, EvaluatedFunction, Mask
 from attnscore.masks.base import atoms_of
-from attnscore.masks.cached import numbers_of
+from attnscore.masks.cached import arguments_signature
 from attnscore.masks.intervals import HostArray
 from attnscore.masks.shape_spec import shape_of
 from attnscore.parallel.pairs import Pairs, Range
@@ -46,7 +46,7 @@ class Exchange:
     keys: tuple[Shard, ...]
     needed: tuple[Shard, ...]
     pairs: tuple[int, ...]
-    _of_mask: Pairs = field(repr=False, compare=False)
+    _mask_pairs: Pairs = field(repr=False, compare=False)
     # Not an argument: a copy with other queries has results of its own.
     _cache: BoundedCache[Shard] = field(default_factory=BoundedCache, init=False, repr=False, compare=False)
 
@@ -70,14 +70,14 @@ class Exchange:
 
     def attending_keys(self, queries: Shard, keys: Shard) -> Shard:
         """Return those of some queries that attend any of `keys`, as `attending` does."""
-        strips = self._of_mask.strips(queries.ranges) if len(keys) else ()
+        strips = self._mask_pairs.strips(queries.ranges) if len(keys) else ()
         return Shard.of((pair for strip in strips for pair in strip.attending(keys.ranges)), queries.length)
 
     def keys_of(self, queries: Shard) -> Shard:
         """Return the keys that any of these queries attends."""
 
         def compute() -> Shard:
-            strips = self._of_mask.strips(queries.ranges)
+            strips = self._mask_pairs.strips(queries.ranges)
             return Shard.of((pair for strip in strips for pair in strip.keys), self.keys[0].length)
 
         return self._cache.get_or_compute(queries, compute)
@@ -105,12 +105,12 @@ class Exchange:
     @cached_property
     def fetched(self) -> HostArray:
         """Number of keys that a rank holds and another needs, (source, target)."""
-        return _moved(self.keys, self.needed)
+        return _count_moved(self.keys, self.needed)
 
     @cached_property
     def blocks_passed(self) -> tuple[HostArray, HostArray]:
         """As `fetched` where queries are passed: keys in whole blocks, and queries to the owners of keys."""
-        return _moved(self.keys, self.needed_blocks), _moved(self.queries, self.passed)
+        return _count_moved(self.keys, self.needed_blocks), _count_moved(self.queries, self.passed)
 
     @property
     def imbalance(self) -> float:
@@ -155,7 +155,7 @@ def exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard],
     queries = _complete("queries", queries)
     keys = _complete("keys", keys, len(queries))
     # The layers of a model have one mask. Those with arrays, which may change, are counted anew.
-    fields = (None,) if mask is None else None if mask.arrays() else numbers_of(mask, None)
+    fields = (None,) if mask is None else None if mask.arrays() else arguments_signature(mask, None)
     cache_key = None if fields is None else (fields, queries, keys, batch)
     return _EXCHANGES.get_or_compute(cache_key, lambda: _exchange(mask, queries, keys, batch))
 
@@ -178,22 +178,22 @@ def _exchange(mask: Mask | None, queries: tuple[Shard, ...], keys: tuple[Shard, 
     return Exchange(queries, keys, tuple(needed), tuple(counts), pairs)
 
 
-def have_masks_of_their_own(mask: Mask | None, whole: ScoreShape) -> bool:
-    """Return whether heads may differ in what they attend, so that a rank cannot compute some heads by themselves."""
-    return mask is not None and any(_distinguishes_heads(part, whole) for part in atoms_of(mask))
+def heads_attend_differently(mask: Mask | None, sequence_shape: ScoreShape) -> bool:
+    """Return whether heads may attend different keys, so that a rank cannot compute some heads by themselves."""
+    return mask is not None and any(_distinguishes_heads(part, sequence_shape) for part in atoms_of(mask))
 
 
-def _distinguishes_heads(mask: Mask, whole: ScoreShape) -> bool:
+def _distinguishes_heads(mask: Mask, sequence_shape: ScoreShape) -> bool:
     if isinstance(mask, Dense):
         shape = shape_of(mask.array)
-        return whole.has_heads and len(shape) > 2 and shape[-3] > 1
+        return sequence_shape.has_heads and len(shape) > 2 and shape[-3] > 1
     if isinstance(mask, EvaluatedFunction):
         # It may read the index of the head.
-        return whole.has_heads
+        return sequence_shape.has_heads
     return mask.heads > 1
 
 
-def _moved(held: Sequence[Shard], needed: Sequence[Shard]) -> HostArray:
+def _count_moved(held: Sequence[Shard], needed: Sequence[Shard]) -> HostArray:
     """Return how many positions that one rank holds another needs, (source, target)."""
     return np.array([[len(source & target) for target in needed] for source in held])
 

@@ -53,29 +53,29 @@ def schedule(counts: Counts, mode: str, gradient: str) -> tuple[Phase, ...]:
     """Return the forward, and the backward where there is one."""
     queries, keys, ranks = counts.queries, counts.keys, len(counts.keys)
     if mode == "gather" and gradient == "queries":
-        of_query = ("query", "out", "row")
+        query_arrays = ("query", "out", "row")
         blocks, passed = cast(Exchange, counts.plan).blocks_passed
         forward = Phase((Step(("key",), blocks),), (), ((("key",), blocks.sum(0)),))
-        backward = Phase((Step(of_query, passed),), (), ((of_query, passed.sum(0)),))
+        backward = Phase((Step(query_arrays, passed),), (), ((query_arrays, passed.sum(0)),))
     elif mode == "gather":
         fetched = np.where(sent(counts.fetched.T) > 0, counts.fetched.sum(0), 0)
         forward = Phase((Step(("key",), counts.fetched),), (), ((("key",), fetched),))
         backward = Phase((), (Step(("key_gradient",), counts.fetched.T),), ((("key_gradient",), fetched),))
     elif mode == "ring":
-        to_next, two = np.roll(np.eye(ranks, dtype=np.int64), 1, 1), 2 * keys.max(keepdims=True)
+        to_next, two_shares = np.roll(np.eye(ranks, dtype=np.int64), 1, 1), 2 * keys.max(keepdims=True)
         # Everything passes by but the share of the next rank, which ends its way here; backward with the gradients of
         # the rank's own keys, which the others sum.
         around = Step(("key",), to_next * (keys.sum() - np.roll(keys, -1))[:, None])
         returned = Step(("key_gradient",), to_next * (keys.sum() - keys)[:, None])
-        forward = Phase((around,), (), ((("key",), two),))
-        backward = Phase((around,), (returned,), ((("key_gradient",), two),))
+        forward = Phase((around,), (), ((("key",), two_shares),))
+        backward = Phase((around,), (returned,), ((("key_gradient",), two_shares),))
     else:
-        every = np.ones_like(counts.fetched)
-        into = Step(("query",), every * queries[:, None]), Step(("key",), every * keys[:, None])
-        back = (Step(("out",), every * queries),)
+        ones = np.ones_like(counts.fetched)
+        to_heads = Step(("query",), ones * queries[:, None]), Step(("key",), ones * keys[:, None])
+        to_rows = (Step(("out",), ones * queries),)
         held = (("query", "out"), queries.sum(keepdims=True)), (("key",), keys.sum(keepdims=True))
-        forward = Phase(into, back, held, ranks)
-        mirrored = [tuple(Step(step.arrays, step.rows.T) for step in steps) for steps in (back, into)]
+        forward = Phase(to_heads, to_rows, held, ranks)
+        mirrored = [tuple(Step(step.arrays, step.rows.T) for step in steps) for steps in (to_rows, to_heads)]
         backward = Phase(mirrored[0], mirrored[1], held, ranks)
     return (forward,) if gradient == "none" else (forward, backward)
 

@@ -167,12 +167,12 @@ class Shard:
     def __and__(self, other: Shard) -> Shard:
         """Return the positions in both."""
         _check_same_length(self, other)
-        ranges, mine, theirs = [], 0, 0
-        while mine < len(self.ranges) and theirs < len(other.ranges):
-            (start, stop), (other_start, other_stop) = self.ranges[mine], other.ranges[theirs]
+        ranges, i, j = [], 0, 0
+        while i < len(self.ranges) and j < len(other.ranges):
+            (start, stop), (other_start, other_stop) = self.ranges[i], other.ranges[j]
             if max(start, other_start) < min(stop, other_stop):
                 ranges.append((max(start, other_start), min(stop, other_stop)))
-            mine, theirs = (mine + 1, theirs) if stop <= other_stop else (mine, theirs + 1)
+            i, j = (i + 1, j) if stop <= other_stop else (i, j + 1)
         return Shard(tuple(ranges), self.length)
 
     def __or__(self, other: Shard) -> Shard:
@@ -190,12 +190,12 @@ class Shard:
         """
         if (self & part) != part:
             raise ArgumentError(message("part", "positions that the shard holds", shown(part)))
-        ranges, first, mine = [], 0, iter(self.ranges)
-        start, stop = next(mine, (0, 0))
+        ranges, first, ranges_left = [], 0, iter(self.ranges)
+        start, stop = next(ranges_left, (0, 0))
         for part_start, part_stop in part.ranges:
             while stop < part_stop:
                 first += stop - start
-                start, stop = next(mine)
+                start, stop = next(ranges_left)
             ranges.append((first + part_start - start, first + part_stop - start))
         return Shard(tuple(ranges), len(self)).ranges
 
@@ -235,7 +235,7 @@ def balanced_shards(
     [((0, 128), (384, 640), (896, 1024)), ((128, 384), (640, 896))]
     """
     starts, loads = _chunks(mask, length, ranks, chunk, key_len, batch)
-    owner = deal(loads, ranks)
+    owner = assign_to_least_loaded(loads, ranks)
     ranges = [(start, min(start + chunk, length)) for start in starts.tolist()]
     return tuple(Shard(tuple(ranges[i] for i in np.flatnonzero(owner == rank)), length) for rank in range(ranks))
 
@@ -268,22 +268,22 @@ def consecutive_shards(
     [((0, 1536),), ((1536, 2048),)]
     """
     starts, loads = _chunks(mask, length, ranks, chunk, key_len, batch)
-    edges = [*np.append(starts, length)[cut(loads, ranks)].tolist()]
+    edges = [*np.append(starts, length)[balanced_boundaries(loads, ranks)].tolist()]
     return tuple(Shard((pair,), length) for pair in pairwise(edges))
 
 
 def check_shards(name: str, shards: Any, ranks: int | None = None) -> tuple[Shard, ...]:
     """Return the shards of all ranks; raise ArgumentError unless they are some, one for each of `ranks`."""
-    of_ranks = tuple(shards) if isinstance(shards, Iterable) else ()
-    if not of_ranks or not all(isinstance(shard, Shard) for shard in of_ranks):
+    all_shards = tuple(shards) if isinstance(shards, Iterable) else ()
+    if not all_shards or not all(isinstance(shard, Shard) for shard in all_shards):
         raise ArgumentError(message(name, "a Shard of each rank", shown(shards)))
-    if ranks not in (None, len(of_ranks)):
-        raise ArgumentError(message(name, f"one shard for each of {ranks} ranks", len(of_ranks)))
-    return of_ranks
+    if ranks not in (None, len(all_shards)):
+        raise ArgumentError(message(name, f"one shard for each of {ranks} ranks", len(all_shards)))
+    return all_shards
 
 
-def cut(loads: HostArray, ranks: int) -> HostArray:
-    """Return where consecutive loads are cut into parts of about the same sum, (ranks + 1,)."""
+def balanced_boundaries(loads: HostArray, ranks: int) -> HostArray:
+    """Return the boundaries between consecutive parts of the loads, of about the same sum, (ranks + 1,)."""
     sums = np.append(0, np.cumsum(loads if loads.any() else np.ones_like(loads)))
     targets = sums[-1] * np.arange(1, ranks) / ranks
     after = np.clip(np.searchsorted(sums, targets), 1, None)
@@ -292,7 +292,7 @@ def cut(loads: HostArray, ranks: int) -> HostArray:
     return np.concatenate([[0], edges, [len(loads)]]).astype(np.int64)
 
 
-def deal(loads: HostArray, ranks: int) -> HostArray:
+def assign_to_least_loaded(loads: HostArray, ranks: int) -> HostArray:
     """Return the rank that gets each of the loads: the largest first, to the rank with the least so far."""
     share = -(-len(loads) // ranks)
     # Ranks by their load so far, then by the number of their loads, then by rank.

@@ -37,8 +37,8 @@ from attnscore.parallel.options import Options
 from attnscore.parallel.parts import arrays_of, result_of
 from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard, check_shards
-from attnscore.parallel.torch_modes import WAYS, PassQueries, Saved, ShardedCall
-from attnscore.parallel.torch_ranks import Ranks, Transfers, summed_over_ranks
+from attnscore.parallel.torch_modes import MODE_CLASSES, PassQueries, Saved, ShardedCall
+from attnscore.parallel.torch_ranks import Ranks, Transfers, with_summed_gradient
 from attnscore.problem.problem import Problem, check_extra
 from attnscore.problem.results import RowGradients, present
 from attnscore.problem.statistics import AttentionStats
@@ -142,7 +142,7 @@ def attend(
     wrap = _like_dtensor(query)
     query, key, value = map(_local, (query, key, value))
     with ops.numeric_scope():
-        call, _ = _planned(query, key, value, group, options, check, sum_parameters)
+        call, _ = _plan_call(query, key, value, group, options, check, sum_parameters)
         problem = call.problem
         operands = problem.operands()
         if _is_differentiated(problem):
@@ -167,7 +167,7 @@ def explain(
     """
     query, key, value = map(_local, (query, key, value))
     with backends.load("torch").numeric_scope():
-        return _planned(query, key, value, group, Options(**options), check, sum_parameters)[1]
+        return _plan_call(query, key, value, group, Options(**options), check, sum_parameters)[1]
 
 
 def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) -> Tensor:
@@ -193,8 +193,8 @@ def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) 
         raise ShapeError(message("x", f"{count} positions on axis {axis}", f"shape {tuple(x.shape)}"))
     rows = x.movedim(axis, 0)
     transfers = Transfers.of(shards, [Shard.whole(length)] * ranks.count, ranks.rank)
-    whole: Tensor = _Fetched.apply(rows.reshape(count, math.prod(rows.shape[1:])), ranks, transfers)  # type: ignore[no-untyped-call]  # torch's own
-    return whole.reshape(length, *rows.shape[1:]).movedim(0, axis)
+    sequence_rows: Tensor = _FetchRows.apply(rows.reshape(count, math.prod(rows.shape[1:])), ranks, transfers)  # type: ignore[no-untyped-call]  # torch's own
+    return sequence_rows.reshape(length, *rows.shape[1:]).movedim(0, axis)
 
 
 def merge_over(out: Tensor, log_sum_exp: Tensor, group: Any) -> tuple[Tensor, Tensor]:
@@ -218,7 +218,7 @@ def merge_over(out: Tensor, log_sum_exp: Tensor, group: Any) -> tuple[Tensor, Te
     return merge([*outs], [*logs])
 
 
-class _Fetched(torch.autograd.Function):
+class _FetchRows(torch.autograd.Function):
     """Rows of all ranks; their gradients return to the owners."""
 
     @staticmethod
@@ -237,10 +237,10 @@ class _Fetched(torch.autograd.Function):
 # ---- planning
 
 
-def _planned(
+def _plan_call(
     query: Tensor, key: Any, value: Tensor, group: Any, options: Options, check: bool, sum_parameters: bool
 ) -> tuple[ShardedCall, ParallelExplanation]:
-    """Return the call of this rank, and the explanation of the call of all."""
+    """Check a rank's arguments, agree with the others, build shards, mask and bias of the sequence; choose a mode."""
     ranks = Ranks.of(group)
     problem_or_error: Problem | Exception
     try:
@@ -251,17 +251,18 @@ def _planned(
         # Raised once the others, which wait for this rank's part of the check, know of it.
         problem_or_error, check = error, check is not False
     device = next((x.device for x in (query, key, value) if isinstance(x, Tensor)), None)
-    facts = _agreed(ranks, problem_or_error, device or ranks.device, options, check)
+    facts = _exchange_facts(ranks, problem_or_error, device or ranks.device, options, check)
     problem = cast(Problem, problem_or_error)
     queries = _shards("queries", options.queries, ranks, facts.query_lens, None)
     keys = _shards("keys", options.keys, ranks, facts.key_lens, queries)
     shape = problem.score_shape
     for name, shards, count in (("queries", queries, shape.query_len), ("keys", keys, shape.key_len)):
-        if len(shards[ranks.rank]) != count:  # of all ranks `_shards` knows it, unless nothing was exchanged
+        # `_shards` has compared the lengths of all ranks; without an exchange only this rank's are known.
+        if len(shards[ranks.rank]) != count:
             expected = f"{count} positions for rank {ranks.rank}, which has as many"
             raise ArgumentError(message(name, expected, len(shards[ranks.rank])))
-    whole = dataclasses.replace(problem.score_shape, query_len=queries[0].length, key_len=keys[0].length)
-    mask = options.whole_mask(problem, whole)
+    sequence_shape = dataclasses.replace(problem.score_shape, query_len=queries[0].length, key_len=keys[0].length)
+    mask = options.sequence_mask(problem, sequence_shape)
     if mask is not None:
         backends.check_devices(problem.ops, query, mask.arrays(), host_passes=True)
     problem = dataclasses.replace(problem, mask=mask)
@@ -269,29 +270,29 @@ def _planned(
         problem = dataclasses.replace(problem, dropout=dataclasses.replace(problem.dropout, seed=facts.seeds[0]))
     bias_has_queries = False
     if problem.bias is not None:
-        bias_has_queries = not _check_bias(problem.bias, problem, whole, queries, keys, facts)
+        bias_has_queries = not _check_bias(problem.bias, problem, sequence_shape, queries, keys, facts)
         is_summed = sum_parameters and not bias_has_queries
-        bias = summed_over_ranks(problem.bias, ranks.group) if is_summed else problem.bias
-        problem = dataclasses.replace(problem, bias=whole.to_canonical(problem.ops, bias))
-    plan = exchange(mask, queries, keys, batch=whole.batch)
-    explanation = _chosen(problem, whole, plan, options, bias_has_queries)
-    way = PassQueries if explanation.gradient == "queries" else WAYS[explanation.mode]
-    return way(ranks, plan, problem, options.kernel, bias_has_queries), explanation
+        bias = with_summed_gradient(problem.bias, ranks.group) if is_summed else problem.bias
+        problem = dataclasses.replace(problem, bias=sequence_shape.to_canonical(problem.ops, bias))
+    plan = exchange(mask, queries, keys, batch=sequence_shape.batch)
+    explanation = _choose_mode(problem, sequence_shape, plan, options, bias_has_queries)
+    mode_class = PassQueries if explanation.gradient == "queries" else MODE_CLASSES[explanation.mode]
+    return mode_class(ranks, plan, problem, options.kernel, bias_has_queries), explanation
 
 
-def _chosen(
-    problem: Problem, whole: ScoreShape, plan: Exchange, options: Options, bias_has_queries: bool
+def _choose_mode(
+    problem: Problem, sequence_shape: ScoreShape, plan: Exchange, options: Options, bias_has_queries: bool
 ) -> ParallelExplanation:
-    """Return the explanation of the best way that can run a call; raise where the one named cannot."""
-    against = [*PassQueries.reasons_against(problem, whole), *(["a bias of queries"] if bias_has_queries else [])]
+    """Return the explanation of the best mode that can run a call; raise where the mode that is named cannot."""
+    reasons = [*PassQueries.reasons_against(problem, sequence_shape), *["a bias of queries"] * bias_has_queries]
     gradient = options.gradient
-    if gradient == "queries" and against:
-        raise ArgumentError(message("gradient", "'reduce' for this call", f"'queries': {'; '.join(against)}"))
+    if gradient == "queries" and reasons:
+        raise ArgumentError(message("gradient", "'reduce' for this call", f"'queries': {'; '.join(reasons)}"))
     if gradient == "auto" and not _is_differentiated(problem):
         gradient = "none"
-    elif gradient == "auto" and against:
+    elif gradient == "auto" and reasons:
         gradient = "reduce"
-    return options.choose(problem, whole, plan, WAYS, gradient)
+    return options.choose(problem, sequence_shape, plan, MODE_CLASSES, gradient)
 
 
 def _is_differentiated(problem: Problem) -> bool:
@@ -312,13 +313,13 @@ def _problem_of_rank(
             hint = "multiply the queries or keys with it"
             raise ArgumentError(message("score", "no scale of each position", f"scale {shape}", hint=hint))
 
-    def summed(x: Any) -> Any:
+    def sum_over_ranks(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x  # for the checks of the call
         # A copy: FSDP frees the memory of parameters, which it cannot where NumPy has seen it.
-        return summed_over_ranks(x.clone(), ranks.group) if sum_parameters else x.clone()
+        return with_summed_gradient(x.clone(), ranks.group) if sum_parameters else x.clone()
 
-    options = dataclasses.replace(options, score=with_arrays(score, summed), sink=summed(options.sink))
+    options = dataclasses.replace(options, score=with_arrays(score, sum_over_ranks), sink=sum_over_ranks(options.sink))
     problem = options.own_problem(query, key, value)
     if problem.ops.name != "torch":
         raise FrameworkError(message("query, key, value", "tensors of torch", f"arrays of {problem.ops.name}"))
@@ -332,7 +333,7 @@ def _problem_of_rank(
 
 @dataclass(frozen=True)
 class _Facts:
-    """What each rank has, in the order of ranks."""
+    """Numbers that the ranks exchange before a call, in the order of ranks."""
 
     query_lens: tuple[int, ...]
     key_lens: tuple[int, ...]
@@ -341,12 +342,12 @@ class _Facts:
     seeds: tuple[int, ...]
 
 
-def _agreed(
+def _exchange_facts(
     ranks: Ranks, problem: Problem | Exception, device: torch.device, options: Options, check: bool
 ) -> _Facts:  # fmt: skip
-    """Exchange what the ranks have to know of each other, and raise on all of them where their arguments differ.
+    """Exchange the numbers that the ranks need of each other, and raise on all ranks where their arguments differ.
 
-    Without `check` nothing is compared, and nothing sent where the shards are given and tell all.
+    Without `check` nothing is compared, and nothing is sent where the caller's shards suffice.
     """
     if not check and isinstance(problem, Exception):
         raise problem
@@ -357,22 +358,22 @@ def _agreed(
         bias = 0 if problem.bias is None else (1, 1, *problem.bias.shape)[-2]
         seed = 0 if problem.dropout is None else int(problem.dropout.seed)  # type: ignore[arg-type]  # no traced one
         numbers = [problem.score_shape.query_len, problem.score_shape.key_len, bias, seed]
-    described = _described(problem, options) if check else {}
-    digest = hashlib.blake2b(repr(described).encode(), digest_size=7).digest()
+    description = _describe(problem, options) if check else {}
+    digest = hashlib.blake2b(repr(description).encode(), digest_size=7).digest()
     *facts, digests = zip(*ranks.agree([*numbers, int.from_bytes(digest, "little")], device), strict=True)
-    every = ranks.objects(described) if len(set(digests)) > 1 else []
+    descriptions = ranks.objects(description) if len(set(digests)) > 1 else []
     if isinstance(problem, Exception):
         raise problem
-    if errors := [f"on rank {rank}: {each['error']}" for rank, each in enumerate(every) if "error" in each]:
+    if errors := [f"on rank {rank}: {x['error']}" for rank, x in enumerate(descriptions) if "error" in x]:
         raise ArgumentError(message("arguments", "those of a valid call on all ranks", "; ".join(errors)))
-    if every:
-        name = next(name for name in described if len({each.get(name) for each in every}) > 1)
-        got = "; ".join(f"{each.get(name)} on rank {rank}" for rank, each in enumerate(every))
+    if descriptions:
+        name = next(name for name in description if len({x.get(name) for x in descriptions}) > 1)
+        got = "; ".join(f"{x.get(name)} on rank {rank}" for rank, x in enumerate(descriptions))
         raise ArgumentError(message(name, "the same on all ranks", got))
     return _Facts(*facts)
 
 
-def _described(problem: Problem | Exception, options: Options) -> dict[str, str]:
+def _describe(problem: Problem | Exception, options: Options) -> dict[str, str]:
     """Return the arguments that have to be the same on all ranks, by name, as text; or the error of a rank."""
     if not isinstance(problem, Problem):
         return {"error": f"{type(problem).__name__}: {problem}"}
@@ -413,11 +414,11 @@ def _digest(content: bytes) -> str:
 
 
 def _shards(
-    name: str, shards: Sequence[Shard] | None, ranks: Ranks, lens: Sequence[int], otherwise: Sequence[Shard] | None
+    name: str, shards: Sequence[Shard] | None, ranks: Ranks, lens: Sequence[int], default: Sequence[Shard] | None
 ) -> tuple[Shard, ...]:
     """Return the shards of all ranks: the caller's, or consecutive parts of these lengths."""
-    if shards is None and otherwise is not None and (not lens or [*map(len, otherwise)] == [*lens]):
-        shards = otherwise
+    if shards is None and default is not None and (not lens or [*map(len, default)] == [*lens]):
+        shards = default
     if shards is None:
         ends = [0, *accumulate(lens)]
         return tuple(Shard(((start, stop),), ends[-1]) for start, stop in pairwise(ends))
@@ -428,21 +429,22 @@ def _shards(
 
 
 def _check_bias(
-    bias: Tensor, problem: Problem, whole: ScoreShape, queries: Sequence[Shard], keys: Sequence[Shard], facts: _Facts
-) -> bool:
+    bias: Tensor, problem: Problem, sequence_shape: ScoreShape, queries: Sequence[Shard], keys: Sequence[Shard],
+    facts: _Facts,
+) -> bool:  # fmt: skip
     """Raise where the bias does not fit; return whether all ranks have the same one."""
     has_one_row = set(facts.bias_queries) == {1}
-    if has_one_row and whole.is_relative(tuple(bias.shape)):
-        check_bias_shape(tuple(bias.shape), whole)
+    if has_one_row and sequence_shape.is_relative(tuple(bias.shape)):
+        check_bias_shape(tuple(bias.shape), sequence_shape)
         for name, shards in (("queries", queries), ("keys", keys)):
             if any(len(shard.ranges) > 1 for shard in shards):
                 expected = f"one range of {name} a rank, with a bias by relative position"
                 raise ArgumentError(message(name, expected, shown([*shards])))
         return True
-    check_bias_shape(tuple(bias.shape), dataclasses.replace(whole, query_len=problem.score_shape.query_len))
+    check_bias_shape(tuple(bias.shape), dataclasses.replace(sequence_shape, query_len=problem.score_shape.query_len))
     # One query on each rank: a bias with an axis of queries has the row of the rank's query.
-    is_of_query = bias.dim() > 1 and set(map(len, queries)) == {1} and len(queries) > 1
-    is_shared = has_one_row and not is_of_query
+    is_per_query = bias.dim() > 1 and set(map(len, queries)) == {1} and len(queries) > 1
+    is_shared = has_one_row and not is_per_query
     if not is_shared and facts.bias_queries != tuple(map(len, queries)):
         expected = f"an axis of queries of {[*map(len, queries)]} on the ranks, or of 1 on all"
         raise ShapeError(message("bias", expected, [*facts.bias_queries]))
@@ -473,11 +475,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors, of_outputs = iter(ctx.saved_tensors), dict(zip(ctx.outputs, grads, strict=True))
+        tensors, output_grads = iter(ctx.saved_tensors), dict(zip(ctx.outputs, grads, strict=True))
         operands, fetched, outputs = ({name: next(tensors) for name in names} for names in ctx.names)
         # row_max has no gradient, so that of log_denom is that of the log-sum-exp.
         incoming = RowGradients(
-            out=of_outputs["out"], log_sum_exp=of_outputs["log_denom"], entropy=of_outputs.get("entropy")
+            out=output_grads["out"], log_sum_exp=output_grads["log_denom"], entropy=output_grads.get("entropy")
         )
         requested = frozenset(itertools.compress(operands, ctx.needs_input_grad[1:]))
         with ctx.call.problem.ops.numeric_scope():

@@ -1,4 +1,4 @@
-"""One call of `attend` on a rank: the ways in which keys and queries of several ranks meet, forward and backward.
+"""One call of `attend` on a rank: the modes in which keys and queries of several ranks meet, forward and backward.
 
 - A part is a local problem: some of the rank's queries against some keys, under the mask of the whole sequence cut to
   them. Kernels run it as any other problem.
@@ -32,7 +32,7 @@ from attnscore.parallel.parts import (
     arrays_of,
     counts_of,
     dropout_of,
-    finished,
+    finish,
     kernel_of,
     problem_of_part,
     result_of,
@@ -43,16 +43,25 @@ from attnscore.parallel.plan import (
     BACKWARD_QUERIES,
     FORWARD_KEYS,
     Exchange,
-    have_masks_of_their_own,
+    heads_attend_differently,
     in_blocks,
 )
 from attnscore.parallel.shard import Shard
-from attnscore.parallel.torch_ranks import Arrays, Ranks, Transfers, add_rows, copy_rows, cut, paired, positions_first
+from attnscore.parallel.torch_ranks import (
+    Arrays,
+    Ranks,
+    Transfers,
+    add_rows,
+    copy_rows,
+    pair_slices,
+    positions_first,
+    slice_ranges,
+)
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
-from attnscore.problem.statistics import COUNTED, in_whole, joinable
+from attnscore.problem.statistics import COUNTED, statistics_to_join, with_global_keys
 from attnscore.scores.forms import PARAMETER
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -90,7 +99,7 @@ class ShardedCall(ABC):
     """Whether each rank has the bias of its own queries, not one for all."""
 
     @cached_property
-    def whole(self) -> ScoreShape:
+    def sequence_shape(self) -> ScoreShape:
         """Shape of the scores of the whole sequence."""
         return dataclasses.replace(self.problem.score_shape, query_len=self.queries.length, key_len=self.keys.length)
 
@@ -107,7 +116,7 @@ class ShardedCall(ABC):
     @cached_property
     def has_relative_bias(self) -> bool:
         """Whether the bias has a number for each key - query."""
-        return self.problem.bias is not None and self.whole.is_relative(tuple(self.problem.bias.shape))
+        return self.problem.bias is not None and self.sequence_shape.is_relative(tuple(self.problem.bias.shape))
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -138,7 +147,7 @@ class ShardedCall(ABC):
 
     # ---- parts
 
-    def part(self, rows: Shard, cols: Shard, arrays: Arrays) -> tuple[Part, Problem]:
+    def make_part(self, rows: Shard, cols: Shard, arrays: Arrays) -> tuple[Part, Problem]:
         """Return a part, and its problem over `arrays`, operands of the rank's queries and of the keys `cols`."""
         mask = self.mask_of(rows, cols)
         problem = self.problem_of(rows, cols, mask, arrays)
@@ -149,54 +158,54 @@ class ShardedCall(ABC):
         return shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length)
 
     def problem_of(self, rows: Shard, cols: Shard, mask: Mask | None, arrays: Arrays) -> Problem:
-        """Return the problem of a part over `arrays`, as in `part`."""
-        problem, at = self.problem, self.queries.locate(rows)
-        shape = dataclasses.replace(self.whole, query_len=len(rows), key_len=len(cols))
-        arrays = {name: cut(x, at) if name in self.names["query"] else x for name, x in arrays.items()}
+        """Return the problem of a part over `arrays`, as in `make_part`."""
+        problem, ranges = self.problem, self.queries.locate(rows)
+        shape = dataclasses.replace(self.sequence_shape, query_len=len(rows), key_len=len(cols))
+        arrays = {name: slice_ranges(x, ranges) if name in self.names["query"] else x for name, x in arrays.items()}
         dropout: Any = problem.dropout
         if dropout is not None and (len(rows), len(cols)) != (self.queries.length, self.keys.length):
-            dropout = dropout_of(problem, self.whole, *(x.positions(arrays["value"]) for x in (rows, cols)))
+            dropout = dropout_of(problem, self.sequence_shape, *(x.positions(arrays["value"]) for x in (rows, cols)))
         return problem_of_part(
             problem, shape, arrays, mask=mask, dropout=dropout, sink=arrays.get("sink"), statistics=self.statistics,
-            bias=None if problem.bias is None else self._bias(arrays["bias"], rows, cols),
+            bias=None if problem.bias is None else self._bias_of_part(arrays["bias"], rows, cols),
         )  # fmt: skip
 
-    def _bias(self, bias: Tensor, rows: Shard, cols: Shard) -> Tensor:
+    def _bias_of_part(self, bias: Tensor, rows: Shard, cols: Shard) -> Tensor:
         """Return the bias of a part, from one of the rank's queries and all keys."""
         for axis, ranges in self._bias_ranges(bias, rows, cols):
-            bias = cut(bias, ranges, axis)
+            bias = slice_ranges(bias, ranges, axis)
         return bias
 
-    def _add_bias(self, whole: Tensor, rows: Shard, cols: Shard, grad: Tensor) -> None:
+    def _add_bias(self, total: Tensor, rows: Shard, cols: Shard, grad: Tensor) -> None:
         """Add the gradient of a part's bias to that of the bias of all keys."""
-        at = [torch.arange(n, device=grad.device) for n in whole.shape[-2:]]
-        for axis, ranges in self._bias_ranges(whole, rows, cols):
-            at[axis] = cut(at[axis], ranges, 0)
-        if all(len(index) == n for index, n in zip(at, whole.shape[-2:], strict=True)):
-            whole.add_(grad)
+        indices = [torch.arange(n, device=grad.device) for n in total.shape[-2:]]
+        for axis, ranges in self._bias_ranges(total, rows, cols):
+            indices[axis] = slice_ranges(indices[axis], ranges, 0)
+        if all(len(index) == n for index, n in zip(indices, total.shape[-2:], strict=True)):
+            total.add_(grad)
         else:
-            whole[..., at[0][:, None], at[1]] += grad
+            total[..., indices[0][:, None], indices[1]] += grad
 
     def _bias_ranges(self, bias: Tensor, rows: Shard, cols: Shard) -> list[tuple[int, tuple[Range, ...]]]:
         """Return the axes of a bias that a part has only some entries of, and which."""
-        if self.whole.is_relative(tuple(bias.shape)):
+        if self.sequence_shape.is_relative(tuple(bias.shape)):
             # One number for each key - query, which begins at that of the last query and the first key.
             ((start, stop),), ((first, last),) = rows.ranges or ((0, 1),), cols.ranges or ((0, 0),)
-            begin = first - stop + self.whole.query_len
+            begin = first - stop + self.sequence_shape.query_len
             return [(-1, ((begin, begin + last - first + stop - start - 1),))]
-        of_queries = [(-2, self.queries.locate(rows))] if self.bias_has_queries else []
-        return of_queries + ([(-1, cols.ranges)] if bias.shape[-1] > 1 else [])
+        query_ranges = [(-2, self.queries.locate(rows))] if self.bias_has_queries else []
+        return query_ranges + ([(-1, cols.ranges)] if bias.shape[-1] > 1 else [])
 
     @staticmethod
-    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
-        """Return why a call cannot run in this way; the problem has the mask and the bias of the whole sequence."""
+    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
+        """Return why a call cannot run in this mode; the problem has the mask and the bias of the whole sequence."""
         return ()
 
     def run(self, rows: Shard, cols: Shard, arrays: Arrays) -> tuple[Part, Result]:
         """Return a part, and the result of its forward."""
-        part, problem = self.part(rows, cols, arrays)
+        part, problem = self.make_part(rows, cols, arrays)
         result = part.kernel.forward(problem, part.tiles)
-        numbers = in_whole(problem.ops, result.statistics, lambda: cols.positions(result.out))
+        numbers = with_global_keys(problem.ops, result.statistics, lambda: cols.positions(result.out))
         return part, dataclasses.replace(result, statistics=numbers)
 
     def add_gradients(
@@ -208,11 +217,12 @@ class ShardedCall(ABC):
         `result` and `grads` are those of all queries of the rank. All gradients are in the dtype of sums, on every
         rank, whichever kernel computes them.
         """
-        at = self.queries.locate(part.rows)
-        of_part = result_of({name: cut(x, at) for name, x in arrays_of(result).items()})
-        incoming = (None if x is None else cut(x, at) for x in (grads.out, grads.log_sum_exp, grads.entropy))
+        ranges = self.queries.locate(part.rows)
+        part_result = result_of({name: slice_ranges(x, ranges) for name, x in arrays_of(result).items()})
+        row_grads = (grads.out, grads.log_sum_exp, grads.entropy)
+        part_grads = (None if x is None else slice_ranges(x, ranges) for x in row_grads)
         names = requested & frozenset(problem.operands())
-        gradients = part.kernel.backward(problem, part.tiles, of_part, RowGradients(*incoming), names)
+        gradients = part.kernel.backward(problem, part.tiles, part_result, RowGradients(*part_grads), names)
         gradients = {name: gradients[name].to(self.sums) for name in names}
         for name in names - {*self.names["key"]}:
             if name == "bias":
@@ -220,7 +230,7 @@ class ShardedCall(ABC):
             elif name not in totals:
                 totals[name] = gradients[name]
             elif name in self.names["query"]:
-                add_rows(positions_first(totals[name]), at, positions_first(gradients[name]))
+                add_rows(positions_first(totals[name]), ranges, positions_first(gradients[name]))
             else:
                 totals[name].add_(gradients[name])
         return {name: gradients[name] for name in self.names["key"] if name in names}
@@ -242,22 +252,23 @@ class MergedCall(ShardedCall):
     """A call of which the results over some keys after others are merged, by their log-sum-exp."""
 
     @staticmethod
-    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
+    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
         reasons = []
         if problem.normalizer is not None:
             reasons.append(SOFTMAX_ALONE)
-        if problem.bias is not None and whole.is_relative(tuple(problem.bias.shape)):
+        if problem.bias is not None and sequence_shape.is_relative(tuple(problem.bias.shape)):
             reasons.append("a bias by relative position")
         if moments := [name for name in COUNTED if name in problem.statistics]:
-            mask, no_queries = problem.mask, np.zeros(0, np.int64)
-            rest = None if mask is None else split(mask, whole.query_len, whole.key_len, whole.batch, no_queries)[1]
-            if rest is not None or problem.bias is not None:
+            mask, no_queries, shape = problem.mask, np.zeros(0, np.int64), sequence_shape
+            sizes = (shape.query_len, shape.key_len, shape.batch)
+            remaining_mask = None if mask is None else split(mask, *sizes, no_queries)[1]
+            if remaining_mask is not None or problem.bias is not None:
                 reasons.append(f"{' and '.join(moments)} under a bias, or a mask that is no intervals of keys")
         return tuple(reasons)
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        return joinable(self.problem.statistics)
+        return statistics_to_join(self.problem.statistics)
 
     def operands_with(self, operands: Arrays, keys: Arrays) -> dict[str, Tensor]:
         """Return operands over some keys without the sink; the output has the dtype of the values, that of sums.
@@ -267,7 +278,7 @@ class MergedCall(ShardedCall):
         arrays = {name: x for name, x in operands.items() if name != "sink"} | {**keys}
         return {**arrays, "value": arrays["value"].to(self.sums)}
 
-    def merged(self, operands: Arrays, parts: Iterable[tuple[Part, Result]]) -> Result:
+    def merge(self, operands: Arrays, parts: Iterable[tuple[Part, Result]]) -> Result:
         """Return the result of the rank's queries, from those of parts over disjoint keys, without the sink.
 
         The output is merged in its memory: ``out = w out + v out_part``, with w and v the shares of the two in the
@@ -277,29 +288,30 @@ class MergedCall(ShardedCall):
         state = online_softmax.start(ops, rows, 1, value, accumulator(self.problem.dtype), self.statistics)
         out = value.new_zeros((*rows, self.problem.layout.value_dim), dtype=self.sums)
         for part, result in parts:
-            at, count = self.queries.locate(part.rows), None
+            ranges, count = self.queries.locate(part.rows), None
             if {*COUNTED} & {*self.statistics}:
-                count = counts_of(ops, self.whole, len(part.cols), part.tiles.interval_set, result.log_denom)
-            before, new = rows_at(state, at), state_of(ops, result, count)
-            both = online_softmax.merge(ops, before, new)
-            total, safe = torch.where(both.total == 0, 1.0, both.total), online_softmax.safe_max(ops, both.max)
+                count = counts_of(ops, self.sequence_shape, len(part.cols), part.tiles.interval_set, result.log_denom)
+            before, new = rows_at(state, ranges), state_of(ops, result, count)
+            merged = online_softmax.merge(ops, before, new)
+            total, safe = torch.where(merged.total == 0, 1.0, merged.total), online_softmax.safe_max(ops, merged.max)
             w, v = (positions_first(torch.exp(x.max - safe) * x.total / total) for x in (before, new))
-            to, of_part = positions_first(out), positions_first(result.out)
-            for place, source in paired(at, ((0, len(part.rows)),)):
-                to[place].mul_(w[source]).addcmul_(of_part[source], v[source])
-            for to, of_part in zip(_arrays_of(state), _arrays_of(both), strict=True):
-                copy_rows(positions_first(to), at, positions_first(of_part))
+            target, part_array = positions_first(out), positions_first(result.out)
+            for target_rows, source_rows in pair_slices(ranges, ((0, len(part.rows)),)):
+                target[target_rows].mul_(w[source_rows]).addcmul_(part_array[source_rows], v[source_rows])
+            for target, part_array in zip(_arrays_of(state), _arrays_of(merged), strict=True):
+                copy_rows(positions_first(target), ranges, positions_first(part_array))
         sink = operands.get("sink")
-        result = finished(ops, state, sink, self.problem.statistics)
+        result = finish(ops, state, sink, self.problem.statistics)
         # Without a sink the keys have the whole of the softmax.
         out = out if sink is None else out.mul_(result.out)
         return dataclasses.replace(result, out=out.to(value.dtype))
 
 
-def rows_at(state: RowState, at: Sequence[Range]) -> RowState:
+def rows_at(state: RowState, ranges: Sequence[Range]) -> RowState:
     """Return the state of the queries in ranges of the axis of queries: views, where that is one range."""
-    sums = {name: tuple(cut(x, at) for x in arrays) for name, arrays in state.sums.items()}
-    return RowState(cut(state.max, at), cut(state.total, at), cut(state.out, at), sums)
+    sums = {name: tuple(slice_ranges(x, ranges) for x in arrays) for name, arrays in state.sums.items()}
+    row_max, total, out = (slice_ranges(x, ranges) for x in (state.max, state.total, state.out))
+    return RowState(row_max, total, out, sums)
 
 
 def _arrays_of(state: RowState) -> list[Tensor]:
@@ -324,23 +336,24 @@ class Gather(ShardedCall):
         took 3% longer for two parts than for one, and what it gains the other, which has one, does not.
         """
         outer = Shard.empty(self.queries.length)
-        for peer in self.ranks.others:
+        for peer in self.ranks.peers:
             outer |= self.plan.attending(self.ranks.rank, peer)
         # A bias by relative position is cut to one range of queries and one of keys.
-        is_one = self.has_relative_bias or not len(without(self.plan.needed[self.ranks.rank], self.plan.keys_of(outer)))
+        inner_keys = difference(self.plan.needed[self.ranks.rank], self.plan.keys_of(outer))
+        is_one = self.has_relative_bias or not len(inner_keys)
         return self.queries if len(outer) and is_one else outer
 
     @cached_property
     def inner(self) -> Shard:
         """The queries that attend keys of this rank alone."""
-        return without(self.queries, self.outer)
+        return difference(self.queries, self.outer)
 
     @cached_property
     def transfers(self) -> Transfers:
         """What this rank fetches, and what the others fetch from it."""
         plan, rank = self.plan, self.ranks.rank
         # Also the keys that the plan fetches between those of inner queries: their owners send them.
-        needed = plan.keys_of(self.outer) | without(plan.needed[rank], plan.keys[rank])
+        needed = plan.keys_of(self.outer) | difference(plan.needed[rank], plan.keys[rank])
         if self.has_relative_bias and needed.ranges:
             needed = Shard(((needed.ranges[0][0], needed.ranges[-1][1]),), needed.length)
         return dataclasses.replace(Transfers.of(plan.keys, plan.needed, rank), needed=needed)
@@ -354,7 +367,7 @@ class Gather(ShardedCall):
         mask = super().mask_of(rows, cols)
         if not len(self.inner) or not len(self.outer) or rows == self.outer:
             return mask
-        key_counts = np.full((self.whole.batch, len(rows)), len(cols))
+        key_counts = np.full((self.sequence_shape.batch, len(rows)), len(cols))
         for start, stop in rows.locate(self.outer):
             key_counts[:, start:stop] = 0
         return all_of([*([] if mask is None else [mask]), ValidLens(key_counts)])
@@ -365,37 +378,37 @@ class Gather(ShardedCall):
             parts["inner"], result = self.run(self.queries, self.keys, operands)
         fetched = wait()
         if len(self.outer):
-            parts["outer"], of_outer = self.run(self.outer, self.transfers.needed, {**operands, **fetched})
+            parts["outer"], outer_result = self.run(self.outer, self.transfers.needed, {**operands, **fetched})
             if not self.has_inner_part:
-                return of_outer, Saved(parts, fetched)
-            outputs, at = arrays_of(of_outer), self.queries.locate(self.outer)
+                return outer_result, Saved(parts, fetched)
+            outputs, ranges = arrays_of(outer_result), self.queries.locate(self.outer)
             for name, x in arrays_of(result).items():
-                copy_rows(positions_first(x), at, positions_first(outputs[name]))
+                copy_rows(positions_first(x), ranges, positions_first(outputs[name]))
         return result, Saved(parts, fetched)
 
     def backward(
         self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
         totals = self.start_of_gradients(operands, requested)
-        of_keys = {name: x[..., :0, :].to(self.sums) for name, x in self.keys_in(operands).items() if name in requested}
+        key_gradients = {x: operands[x][..., :0, :].to(self.sums) for x in self.names["key"] if x in requested}
         if outer := saved.parts.get("outer"):
             problem = self.problem_of(*outer[:3], {**operands, **saved.fetched})
             # The sink's gradient is a sum over all queries, which the inner part has.
             names = requested - {"sink"} if self.has_inner_part else requested
-            of_keys = self.add_gradients(totals, outer, problem, result, grads, names)
-        add_returned = self.ranks.give_back(of_keys, self.transfers)
+            key_gradients = self.add_gradients(totals, outer, problem, result, grads, names)
+        add_returned = self.ranks.give_back(key_gradients, self.transfers)
         if inner := saved.parts.get("inner"):
-            of_outer_queries = {name: totals.pop(name) for name in self.names["query"] if name in totals}
+            outer_query_gradients = {name: totals.pop(name) for name in self.names["query"] if name in totals}
             problem = self.problem_of(*inner[:3], operands)
             totals |= self.add_gradients(totals, inner, problem, result, grads, requested)
-            for name, x in of_outer_queries.items():
+            for name, x in outer_query_gradients.items():
                 add_rows(positions_first(totals[name]), self.queries.locate(self.outer), positions_first(x))
         add_returned(totals)
         return totals
 
 
-def without(shard: Shard, part: Shard) -> Shard:
-    """Return the positions of a shard that are not in `part`."""
+def difference(shard: Shard, part: Shard) -> Shard:
+    """Return the positions of a shard that are not in `make_part`."""
     ends = [0, *(end for pair in part.ranges for end in pair), part.length]
     return shard & Shard(tuple(zip(ends[::2], ends[1::2], strict=True)), shard.length)
 
@@ -411,14 +424,14 @@ class Ring(MergedCall):
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
         parts: dict[int, Part] = {}
 
-        def computed() -> Iterator[tuple[Part, Result]]:
+        def results() -> Iterator[tuple[Part, Result]]:
             for owner, block in self._blocks(operands):
                 # Always with the rank's own keys, which have the sink.
                 if len(rows := self._attending(owner)) or owner == self.ranks.rank:
                     parts[owner], result = self.run(rows, self.plan.keys[owner], self.operands_with(operands, block))
                     yield parts[owner], result
 
-        return self.merged(operands, computed()), Saved(parts, {})
+        return self.merge(operands, results()), Saved(parts, {})
 
     def _attending(self, owner: int) -> Shard:
         """Return the rank's queries from the first to the last one that attend keys of `owner`: a view of each array.
@@ -439,22 +452,22 @@ class Ring(MergedCall):
         arriving: list[Tensor] = []
         arrived = self.ranks.post([], [])
         for owner, block in self._blocks(operands):
-            of_keys: dict[str, Tensor] = {}
+            key_gradients: dict[str, Tensor] = {}
             if part := saved.parts.get(owner):
                 arrays = self.operands_with(operands, block)
                 if owner == self.ranks.rank and "sink" in operands:
                     # The sink is one more key, of which the queries have one gradient.
                     arrays["sink"] = operands["sink"]
                 problem = self.problem_of(*part[:3], arrays)
-                of_keys = self.add_gradients(totals, part, problem, result, grads, requested)
+                key_gradients = self.add_gradients(totals, part, problem, result, grads, requested)
             if owner == self.ranks.rank:
                 # The gradients from the other ranks, which the next rank begins to sum, arrive at the end.
-                totals |= of_keys
+                totals |= key_gradients
                 continue
             arrived()
             sums = [
-                of_keys[name].contiguous() if name in of_keys else torch.zeros_like(block[name], dtype=self.sums)
-                for name in names
+                torch.zeros_like(block[name], dtype=self.sums) if grad is None else grad.contiguous()
+                for name, grad in [(name, key_gradients.get(name)) for name in names]
             ]
             for x, before in zip(sums, arriving, strict=False):
                 x.add_(before)
@@ -467,16 +480,16 @@ class Ring(MergedCall):
     def _blocks(self, operands: Arrays) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Yield the keys of one rank after another, from this one's on, while the next ones are on their way."""
         block, owner = self.keys_in(operands), self.ranks.rank
-        for _ in self.ranks.others:
-            following, wait = self._pass_on([x.contiguous() for x in block.values()], owner)
+        for _ in self.ranks.peers:
+            next_arrays, wait = self._pass_on([x.contiguous() for x in block.values()], owner)
             yield owner, block
             wait()
-            block, owner = dict(zip(block, following, strict=True)), (owner - 1) % self.ranks.count
+            block, owner = dict(zip(block, next_arrays, strict=True)), (owner - 1) % self.ranks.count
         yield owner, block
 
     def _pass_on(self, arrays: Sequence[Tensor], owner: int) -> tuple[list[Tensor], Callable[[], None]]:
         """Send arrays (..., position, dim) of an owner's keys to the next rank; return those of the owner before."""
-        before, after = self.ranks.others[-1], self.ranks.others[0]
+        before, after = self.ranks.peers[-1], self.ranks.peers[0]
         count = len(self.plan.keys[(owner - 1) % self.ranks.count])
         arriving = [x.new_empty((*x.shape[:-2], count, x.shape[-1])) for x in arrays]
         return arriving, self.ranks.post([(after, x) for x in arrays], [(before, x) for x in arriving])
@@ -491,17 +504,17 @@ class PassQueries(MergedCall):
     """
 
     def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
-        mask, whole = super().mask_of(rows, cols), self.whole
-        intervals, rest = (None, None) if mask is None else split(mask, len(rows), len(cols), whole.batch)
+        mask, shape = super().mask_of(rows, cols), self.sequence_shape
+        intervals, remaining_mask = (None, None) if mask is None else split(mask, len(rows), len(cols), shape.batch)
         if intervals is None or not intervals.start[intervals.start < intervals.stop].any():
             return mask
         # The kernel would begin its tiles at the first key that these queries attend, and with others elsewhere.
-        at = np.arange(len(cols))
-        pairs = np.logical_and(intervals.start[..., None] <= at, at < intervals.stop[..., None]).max(axis=0)
+        key = np.arange(len(cols))
+        pairs = np.logical_and(intervals.start[..., None] <= key, key < intervals.stop[..., None]).max(axis=0)
         # Batch rows are those of the first axis in front of the heads.
-        axes = (1,) * (len(whole.lead) - 1 + int(whole.has_heads))
+        axes = (1,) * (len(shape.lead) - 1 + int(shape.has_heads))
         dense = Dense(pairs.reshape(len(pairs), *axes, *pairs.shape[1:]))
-        return dense if rest is None else dense & rest
+        return dense if remaining_mask is None else dense & remaining_mask
 
     @cached_property
     def transfers(self) -> Transfers:
@@ -511,14 +524,14 @@ class PassQueries(MergedCall):
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
         fetched = self.ranks.fetch(self.keys_in(operands), self.transfers)()
         blocks = self._blocks(self.transfers.needed, {**operands, **fetched}, FORWARD_KEYS)
-        return self.merged(operands, (self.run(*block) for block in blocks)), Saved({}, fetched)
+        return self.merge(operands, (self.run(*block) for block in blocks)), Saved({}, fetched)
 
     def backward(
         self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
         grad_out = grads.out if grads.out is not None else torch.zeros_like(result.out)
-        delta = -(result.out.to(self.sums) * grad_out.to(self.sums)).sum(-1, keepdim=True)
-        delta = delta if grads.log_sum_exp is None else delta + grads.log_sum_exp
+        delta = (result.out.to(self.sums) * grad_out.to(self.sums)).sum(-1, keepdim=True)
+        delta = delta if grads.log_sum_exp is None else delta - grads.log_sum_exp
         sent = {name: operands[name] for name in self.names["query"]}
         sent |= {"grad_out": grad_out, "row_max": result.row_max, "log_denom": result.log_denom, "delta": delta}
         if "entropy" in self.problem.statistics:
@@ -527,34 +540,34 @@ class PassQueries(MergedCall):
         passed = self.plan.passed
         wait = self.ranks.fetch(sent, Transfers.of(self.plan.queries, passed, self.ranks.rank))
         # While the queries are on their way: the gradients of the rank's own.
-        of_keys = {*self.names["key"]}
-        totals = self.zeros_like(operands, requested - of_keys)
-        names = requested - of_keys - {"sink"}
+        key_names = {*self.names["key"]}
+        totals = self.zeros_like(operands, requested - key_names)
+        names = requested - key_names - {"sink"}
         fetched = {**operands, **saved.fetched}
         for block in self._blocks(self.transfers.needed, fetched, BACKWARD_KEYS) if names else ():
-            self.add_gradients(totals, *self.part(*block), result, grads, names)
+            self.add_gradients(totals, *self.make_part(*block), result, grads, names)
         if "sink" in requested:
-            no_keys = {name: x[..., :0, :] if name in of_keys else x for name, x in operands.items()}
-            part = self.part(self.queries, Shard.empty(self.keys.length), no_keys)
+            no_keys = {name: x[..., :0, :] if name in key_names else x for name, x in operands.items()}
+            part = self.make_part(self.queries, Shard.empty(self.keys.length), no_keys)
             self.add_gradients(totals, *part, result, grads, frozenset({"sink"}))
-        return totals | self._of_own_keys(operands, wait(), passed[self.ranks.rank], requested & of_keys)
+        return totals | self._key_gradients(operands, wait(), passed[self.ranks.rank], requested & key_names)
 
-    def _of_own_keys(
+    def _key_gradients(
         self, operands: Arrays, arrived: Arrays, rows: Shard, requested: frozenset[str]
     ) -> dict[str, Tensor]:
         """Return the gradients of the rank's keys, from all queries that attend them."""
-        owner = dataclasses.replace(self, plan=dataclasses.replace(self.plan, queries=(rows,) * self.ranks.count))
+        owner_call = dataclasses.replace(self, plan=dataclasses.replace(self.plan, queries=(rows,) * self.ranks.count))
         entropy = {"entropy": arrived["entropy"]} if "entropy" in arrived else {}
-        # Of the output only delta is known: dout . 0 - delta.
-        nothing = torch.zeros_like(arrived["grad_out"])
-        result = Result(nothing, arrived["row_max"], arrived["log_denom"], entropy)
-        grads = RowGradients(arrived["grad_out"], arrived["delta"], arrived.get("grad_entropy"))
+        # Of the output only delta is known: with an output of 0, the kernel computes it as dout . 0 - (-delta).
+        zero_out = torch.zeros_like(arrived["grad_out"])
+        result = Result(zero_out, arrived["row_max"], arrived["log_denom"], entropy)
+        grads = RowGradients(arrived["grad_out"], -arrived["delta"], arrived.get("grad_entropy"))
         arrays = {**operands, **{name: arrived[name] for name in self.names["query"]}}
         totals = self.zeros_like(operands, requested)
-        blocks = owner._blocks(self.keys, arrays, BACKWARD_KEYS, BACKWARD_QUERIES) if requested else ()
-        for attending, block, of_block in blocks:
-            part = owner.part(attending, block, of_block)
-            for name, x in owner.add_gradients({}, *part, result, grads, requested).items():
+        blocks = owner_call._blocks(self.keys, arrays, BACKWARD_KEYS, BACKWARD_QUERIES) if requested else ()
+        for attending, block, block_arrays in blocks:
+            part = owner_call.make_part(attending, block, block_arrays)
+            for name, x in owner_call.add_gradients({}, *part, result, grads, requested).items():
                 copy_rows(positions_first(totals[name]), self.keys.locate(block), positions_first(x))
         return totals
 
@@ -568,8 +581,8 @@ class PassQueries(MergedCall):
         for block in blocks_of(keys, size):
             attending = in_blocks(self.plan.attending_keys(self.queries, block), queries) & self.queries
             if len(attending):
-                of_block = {name: cut(arrays[name], keys.locate(block)) for name in self.names["key"]}
-                yield attending, block, self.operands_with(arrays, of_block)
+                block_arrays = {name: slice_ranges(arrays[name], keys.locate(block)) for name in self.names["key"]}
+                yield attending, block, self.operands_with(arrays, block_arrays)
 
 
 def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:
@@ -584,46 +597,47 @@ class Heads(ShardedCall):
     """Exchange rows for heads (Ulysses): each rank computes all queries of some KV heads, and returns the rows."""
 
     @staticmethod
-    def reasons_against(problem: Problem, whole: ScoreShape) -> tuple[str, ...]:
+    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
         reasons = []
         if any(PARAMETER in name and x.numel() > 1 for name, x in problem.form.arrays().items()):
             reasons.append("a custom score with parameters, which may be those of each head")
-        if have_masks_of_their_own(problem.mask, whole):
+        if heads_attend_differently(problem.mask, sequence_shape):
             reasons.append("a mask of its own for each head")
         return tuple(reasons)
 
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
         transfers = self._transfers(operands)
         arrays = self.ranks.fetch({name: operands[name] for name in transfers}, transfers)()
-        problem = self._of_heads({**operands, **arrays})
+        problem = self._problem_of_heads({**operands, **arrays})
         kernel, tiles = kernel_of(self.kernel, problem), tiling.plan(problem)
         result = kernel.forward(problem, tiles)
         outputs = arrays_of(result) if self.problem.statistics else {"out": result.out}
-        of_rows: dict[str, Tensor] = {}
-        self.ranks.give_back(outputs, self._by_heads(self.plan.queries))(of_rows)
+        row_outputs: dict[str, Tensor] = {}
+        self.ranks.give_back(outputs, self._by_heads(self.plan.queries))(row_outputs)
         # Without statistics only the output has a use here: the others stay where the backward computes.
-        for name in {"row_max", "log_denom"} - {*of_rows}:
-            of_rows[name] = result.out.new_zeros((*self.problem.score_shape.rows, 1), dtype=self.sums)
+        for name in {"row_max", "log_denom"} - {*row_outputs}:
+            row_outputs[name] = result.out.new_zeros((*self.problem.score_shape.rows, 1), dtype=self.sums)
         part = Part(Shard.whole(self.queries.length), Shard.whole(self.keys.length), self.problem.mask, tiles, kernel)
-        return result_of(of_rows), Saved({"heads": part}, arrays, result)
+        return result_of(row_outputs), Saved({"heads": part}, arrays, result)
 
     def backward(
         self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
         part, value, rows = saved.parts["heads"], operands["value"], self.problem.score_shape.rows
         # The same arrays from all ranks, also where the loss of one does not depend on them.
-        incoming = {"out": grads.out if grads.out is not None else value.new_zeros((*rows, value.shape[-1]))}
+        output_grads = {"out": grads.out if grads.out is not None else value.new_zeros((*rows, value.shape[-1]))}
         for name, x in (("log_sum_exp", grads.log_sum_exp), ("entropy", grads.entropy)):
             if name in self.problem.statistics:
-                incoming[name] = x if x is not None else value.new_zeros((*rows, 1), dtype=self.sums)
-        incoming = self.ranks.fetch(incoming, self._by_heads(self.plan.queries))()
-        problem = self._of_heads({**operands, **saved.fetched})
-        gradients = part.kernel.backward(problem, part.tiles, result, RowGradients(**incoming), requested)
+                output_grads[name] = x if x is not None else value.new_zeros((*rows, 1), dtype=self.sums)
+        output_grads = self.ranks.fetch(output_grads, self._by_heads(self.plan.queries))()
+        problem = self._problem_of_heads({**operands, **saved.fetched})
+        gradients = part.kernel.backward(problem, part.tiles, result, RowGradients(**output_grads), requested)
         transfers = self._transfers(operands)
-        moved = {name: gradients[name] for name in transfers if name in requested}
-        moved = {name: x.to(operands[name].dtype) if transfers[name].by_heads else x for name, x in moved.items()}
+        exchanged = {name: gradients[name] for name in transfers if name in requested}
+        for name, x in exchanged.items():
+            exchanged[name] = x.to(operands[name].dtype) if transfers[name].by_heads else x
         # Adds the gradients of the operands that were exchanged to `totals`, where they have no entry yet.
-        add_returned = self.ranks.give_back(moved, transfers)
+        add_returned = self.ranks.give_back(exchanged, transfers)
         totals = self.zeros_like(operands, requested - {*transfers})
         for name, x in totals.items():
             self._heads_of(name, x).add_(gradients[name])
@@ -638,19 +652,19 @@ class Heads(ShardedCall):
 
     def _by_heads(self, shards: Sequence[Shard], by_heads: bool = True) -> Transfers:
         """Return the transfers of all rows of an array, of the rank's heads alone or of all."""
-        whole = [Shard.whole(shards[0].length)] * self.ranks.count
-        return Transfers.of(shards, whole, self.ranks.rank, by_heads=by_heads)
+        all_rows = [Shard.whole(shards[0].length)] * self.ranks.count
+        return Transfers.of(shards, all_rows, self.ranks.rank, by_heads=by_heads)
 
-    def _of_heads(self, arrays: Arrays) -> Problem:
+    def _problem_of_heads(self, arrays: Arrays) -> Problem:
         """Return the problem of all queries of the rank's heads."""
-        problem, moved = self.problem, self._transfers(arrays)
-        shape = dataclasses.replace(self.whole, heads=self.whole.heads // self.ranks.count)
-        arrays = {name: x if name in moved else self._heads_of(name, x) for name, x in arrays.items()}
+        problem, transfers = self.problem, self._transfers(arrays)
+        shape = dataclasses.replace(self.sequence_shape, heads=self.sequence_shape.heads // self.ranks.count)
+        arrays = {name: x if name in transfers else self._heads_of(name, x) for name, x in arrays.items()}
         dropout: Any = problem.dropout
         if self.ranks.count > 1:
             rows, cols = (Shard.whole(x.length).positions(arrays["value"]) for x in (self.queries, self.keys))
             dropout = dropout_of(
-                problem, self.whole, rows, cols, lambda x: x.chunk(self.ranks.count, -4)[self.ranks.rank]
+                problem, self.sequence_shape, rows, cols, lambda x: x.chunk(self.ranks.count, -4)[self.ranks.rank]
             )
         return problem_of_part(
             problem, shape, arrays, mask=problem.mask, bias=arrays.get("bias"), dropout=dropout, sink=arrays.get("sink")
@@ -659,8 +673,8 @@ class Heads(ShardedCall):
     def _heads_of(self, name: str, x: Tensor) -> Tensor:
         """Return a view of the rank's heads of an array that was not moved: sink, bias, parameters of the form."""
         axis = x.dim() - 4 if name == "bias" else 0
-        has_heads = x.dim() >= (2 if name == "sink" else 3) and x.shape[axis] == self.whole.heads > 1
+        has_heads = x.dim() >= (2 if name == "sink" else 3) and x.shape[axis] == self.sequence_shape.heads > 1
         return x.chunk(self.ranks.count, axis)[self.ranks.rank] if has_heads else x
 
 
-WAYS: Final[dict[str, type[ShardedCall]]] = {"gather": Gather, "ring": Ring, "heads": Heads}
+MODE_CLASSES: Final[dict[str, type[ShardedCall]]] = {"gather": Gather, "ring": Ring, "heads": Heads}

@@ -42,7 +42,7 @@ class Ranks:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     @property
-    def others(self) -> tuple[int, ...]:
+    def peers(self) -> tuple[int, ...]:
         """The other ranks, from the next one on: so that not all send to rank 0 first."""
         return tuple((self.rank + step) % self.count for step in range(1, self.count))
 
@@ -57,19 +57,19 @@ class Ranks:
 
         Empty arrays are not sent.
         """
-        messages = [
-            dist.P2POp(way, x, group=self.group, group_peer=peer)
-            for way, listed in ((dist.irecv, receives), (dist.isend, sends))
-            for peer, x in listed
+        operations = [
+            dist.P2POp(op, x, group=self.group, group_peer=peer)
+            for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, x in messages
             if x.numel()
         ]
-        works = dist.batch_isend_irecv(messages) if messages else []
+        works = dist.batch_isend_irecv(operations) if operations else []
 
         def wait() -> None:
             for work in works:
                 work.wait()
             # Of gloo, messages read the memory of these arrays until they are sent.
-            messages.clear()
+            operations.clear()
 
         return wait
 
@@ -82,33 +82,33 @@ class Ranks:
         fetched: dict[str, Tensor] = {}
         for name, x in arrays.items():
             plan, rows = plans[name], positions_first(plans[name].heads_of(x, self.rank))
-            whole = rows.new_empty((len(plan.needed), *rows.shape[1:]))
-            fetched[name] = positions_last(whole)
+            rows_needed = rows.new_empty((len(plan.needed), *rows.shape[1:]))
+            fetched[name] = positions_last(rows_needed)
             packed: dict[tuple[Shard, int | None], Tensor] = {}
-            for peer in self.others:
-                if len(part := plan.to_send[peer]):
+            for peer in self.peers:
+                if len(shard := plan.to_send[peer]):
                     # Ranks often need the same rows.
-                    key = part, peer if plan.by_heads else None
+                    key = shard, peer if plan.by_heads else None
                     if key not in packed:
-                        packed[key] = _pack(positions_first(plan.heads_of(x, peer)), plan.held.locate(part))
+                        packed[key] = _pack(positions_first(plan.heads_of(x, peer)), plan.held.locate(shard))
                     sends.append((peer, packed[key]))
-                if len(part := plan.to_receive[peer]):
-                    at = plan.needed.locate(part)
-                    if len(at) == 1:
-                        receives.append((peer, whole[slice(*at[0])]))
+                if len(shard := plan.to_receive[peer]):
+                    ranges = plan.needed.locate(shard)
+                    if len(ranges) == 1:
+                        receives.append((peer, rows_needed[slice(*ranges[0])]))
                     else:
-                        buffer = rows.new_empty((len(part), *rows.shape[1:]))
+                        buffer = rows.new_empty((len(shard), *rows.shape[1:]))
                         receives.append((peer, buffer))
-                        copied_later.append((whole, at, buffer))
+                        copied_later.append((rows_needed, ranges, buffer))
         wait = self.post(sends, receives)
         for name, x in arrays.items():
-            to, source = plans[name].staying
-            copy_rows(positions_first(fetched[name]), to, positions_first(plans[name].heads_of(x, self.rank)), source)
+            (target_ranges, source_ranges), rows = plans[name].local_ranges, plans[name].heads_of(x, self.rank)
+            copy_rows(positions_first(fetched[name]), target_ranges, positions_first(rows), source_ranges)
 
         def finish() -> dict[str, Tensor]:
             wait()
-            for whole, at, buffer in copied_later:
-                copy_rows(whole, at, buffer)
+            for rows_needed, ranges, buffer in copied_later:
+                copy_rows(rows_needed, ranges, buffer)
             return fetched
 
         return finish
@@ -126,12 +126,12 @@ class Ranks:
         sums: dict[str, Tensor] = {}
 
         def messages() -> Iterator[None]:
-            for to, source in zip(self.others, reversed(self.others), strict=True) if gradients else ():
+            for destination, source in zip(self.peers, reversed(self.peers), strict=True) if gradients else ():
                 sends: list[tuple[int, Tensor]] = []
                 arriving: dict[str, Tensor] = {}
                 for name, x in gradients.items():
                     plan, rows = plans[name], positions_first(x)
-                    sends.append((to, _pack(rows, plan.needed.locate(plan.to_receive[to]))))
+                    sends.append((destination, _pack(rows, plan.needed.locate(plan.to_receive[destination]))))
                     arriving[name] = rows.new_empty((len(plan.to_send[source]), *rows.shape[1:]))
                 wait = self.post(sends, [(source, x) for x in arriving.values()])
                 del sends
@@ -139,8 +139,8 @@ class Ranks:
                 wait()
                 for name, rows in arriving.items():
                     plan = plans[name]
-                    at = plan.held.locate(plan.to_send[source])
-                    add_rows(positions_first(plan.heads_of(sums[name], source)), at, rows)
+                    needed_ranges = plan.held.locate(plan.to_send[source])
+                    add_rows(positions_first(plan.heads_of(sums[name], source)), needed_ranges, rows)
                 # Before those of the next rank need memory.
                 del arriving, rows, wait
 
@@ -149,11 +149,12 @@ class Ranks:
 
         def finish(totals: dict[str, Tensor]) -> None:
             for name, x in gradients.items():
-                (at, held), plan = plans[name].staying, plans[name]
+                (needed_ranges, held_ranges), plan = plans[name].local_ranges, plans[name]
                 if name not in totals:
                     zeros = x.new_zeros((*x.shape[:-2], len(plan.held), x.shape[-1]))
                     totals[name] = zeros.repeat_interleave(self.count, -4) if plan.by_heads else zeros
-                add_rows(positions_first(plan.heads_of(totals[name], self.rank)), held, positions_first(x), at)
+                rows = positions_first(plan.heads_of(totals[name], self.rank))
+                add_rows(rows, held_ranges, positions_first(x), needed_ranges)
             sums.update(totals)
             for _ in posted:
                 pass
@@ -192,8 +193,8 @@ class Transfers:
         return cls(held[rank], needed[rank], to_send, tuple(rows & needed[rank] for rows in held), by_heads)
 
     @property
-    def staying(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-        """Where the rows that the rank both needs and holds are among those needed, and among those held."""
+    def local_ranges(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+        """Ranges of the rows that the rank both needs and holds: among the rows needed, and among the rows held."""
         rows = self.held & self.needed
         return self.needed.locate(rows), self.held.locate(rows)
 
@@ -202,18 +203,18 @@ class Transfers:
         return x.chunk(len(self.to_send), -4)[rank] if self.by_heads else x
 
 
-def summed_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def with_summed_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return a view of an array that all ranks have, whose gradient is the sum over the ranks."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
 
-    def total(grad: Tensor) -> Tensor:
+    def all_reduce(grad: Tensor) -> Tensor:
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=group)
         return grad
 
     view = x.view_as(x)
-    view.register_hook(total)  # type: ignore[no-untyped-call]  # torch's own
+    view.register_hook(all_reduce)  # type: ignore[no-untyped-call]  # torch's own
     return view
 
 
@@ -227,25 +228,29 @@ def positions_last(x: Tensor) -> Tensor:
     return x.movedim(0, -2)
 
 
-def cut(x: Tensor, ranges: Sequence[Range], axis: int = -2) -> Tensor:
+def slice_ranges(x: Tensor, ranges: Sequence[Range], axis: int = -2) -> Tensor:
     """Return the rows of an array in `ranges` of its axis: a view where that is one range."""
     parts = [x.narrow(axis, start, stop - start) for start, stop in ranges or ((0, 0),)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
-def copy_rows(to: Tensor, to_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range] | None = None) -> None:
-    """Copy rows in `ranges` of the first axis, or all of them, to those in `to_ranges`, in order; as many of both."""
-    for target, source in paired(to_ranges, ((0, len(rows)),) if ranges is None else ranges):
-        to[target].copy_(rows[source])
+def copy_rows(
+    target: Tensor, target_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range] | None = None
+) -> None:
+    """Copy the rows in `ranges` of the first axis, or all, to as many rows of `target`, in `target_ranges`."""
+    for target_rows, source_rows in pair_slices(target_ranges, ((0, len(rows)),) if ranges is None else ranges):
+        target[target_rows].copy_(rows[source_rows])
 
 
-def add_rows(to: Tensor, to_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range] | None = None) -> None:
-    """Add rows to others, as `copy_rows` copies them."""
-    for target, source in paired(to_ranges, ((0, len(rows)),) if ranges is None else ranges):
-        to[target].add_(rows[source])
+def add_rows(
+    target: Tensor, target_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range] | None = None
+) -> None:
+    """Add rows to rows of `target`, as `copy_rows` copies them."""
+    for target_rows, source_rows in pair_slices(target_ranges, ((0, len(rows)),) if ranges is None else ranges):
+        target[target_rows].add_(rows[source_rows])
 
 
-def paired(first: Sequence[Range], second: Sequence[Range]) -> Iterator[tuple[slice, slice]]:
+def pair_slices(first: Sequence[Range], second: Sequence[Range]) -> Iterator[tuple[slice, slice]]:
     """Yield the largest slices of the same sizes that make up two lists of ranges with as many rows."""
     first, second = [*first][::-1], [*second][::-1]
     while first and second:
@@ -260,4 +265,4 @@ def paired(first: Sequence[Range], second: Sequence[Range]) -> Iterator[tuple[sl
 
 def _pack(rows: Tensor, ranges: Sequence[Range]) -> Tensor:
     """Return the rows in `ranges` in one piece of memory: a view where they are one already."""
-    return cut(rows, ranges, 0).contiguous()
+    return slice_ranges(rows, ranges, 0).contiguous()

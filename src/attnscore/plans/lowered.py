@@ -19,7 +19,7 @@ from attnscore.base.arguments import CallArguments
 from attnscore.kernels import Kernel, Plan
 from attnscore.kernels.native.plan import NativePlan
 from attnscore.kernels.tiling import TilePlan
-from attnscore.plans.padding import may_save, over_rows, real_rows
+from attnscore.plans.padding import may_save_time, project_rows, real_rows
 from attnscore.problem.problem import Problem
 from attnscore.scores import Additive, Bilinear, Cosine, ScaledDot
 from attnscore.scores.base import widen
@@ -52,13 +52,13 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
     if type(plan) is not NativePlan:
         return kernel.prepare(problem, tiles, arrays)
     # `plain_product` enters no `numeric_scope`: calls with a signature are outside of PyTorch's autocast.
-    is_product = type(score) is Bilinear and ops.dtype(score.W) == accumulator(problem.dtype)
+    is_matrix_product = type(score) is Bilinear and ops.dtype(score.W) == accumulator(problem.dtype)
     # Normalised keys (cosine) are no product.
     is_projected = computed[1] and type(score) is not Cosine
     # With heads, an axis in front of a key's positions is theirs.
-    is_unpadded = is_projected and plan.reads_lens and layout.axes == 3
-    leaves_out_padding = is_unpadded and may_save(ops, arrays["key"], key.shape[-1])
-    return LoweredPlan(ops, plan, score_of_plan, computed, is_product, leaves_out_padding)
+    can_leave_out_padding = is_projected and plan.reads_lens and layout.axes == 3
+    leaves_out_padding = can_leave_out_padding and may_save_time(ops, arrays["key"], key.shape[-1])
+    return LoweredPlan(ops, plan, score_of_plan, computed, is_matrix_product, leaves_out_padding)
 
 
 def lower(
@@ -73,7 +73,7 @@ def lower(
         if computed[0]:
             query = ops.in_c_order(score.project_query(ops, query))
         if rows is not None:
-            key = over_rows(ops, key, rows, lambda x: score.project_key(ops, x))
+            key = project_rows(ops, key, rows, lambda x: score.project_key(ops, x))
         elif computed[1]:
             key = ops.in_c_order(score.project_key(ops, key))
         if type(score) is not Additive:
@@ -93,8 +93,8 @@ class LoweredPlan(Plan):
     """The lowered score; w_v is None, as a plan holds no array."""
     computed: tuple[bool, bool]
     """Whether the lowering computes query and key."""
-    is_product: bool = False
-    """Whether it is one product, which needs no cast."""
+    is_matrix_product: bool = False
+    """Whether the lowering is one matrix product of query or key with `score.W`, without a cast."""
     leaves_out_padding: bool = False
     """Whether calls project their real keys alone, where their lengths leave so few that it saves time."""
 
@@ -106,20 +106,20 @@ class LoweredPlan(Plan):
         ops, (query, key, value, score, mask, lens, bias, sink, seed) = self.ops, arguments
         if type(score) is str:
             score = scores.resolve(score)
-        rows = real_rows(ops, key, lens, self.plan.operands[1].canonical[-1]) if self.leaves_out_padding else None
-        lowered = self._product(score, query, key) if rows is None else None
-        query, key, *w_v = lowered or lower(ops, score, query, key, self.computed, rows)
+        key_rows = real_rows(ops, key, lens, self.plan.operands[1].canonical[-1]) if self.leaves_out_padding else None
+        lowered_operands = self._project_by_product(score, query, key) if key_rows is None else None
+        query, key, *w_v = lowered_operands or lower(ops, score, query, key, self.computed, key_rows)
         score = replace(self.lowered, w_v=w_v[0]) if w_v else self.lowered
         # As in `attend`, without the constructor.
         lowered_arguments = query, key, value, score, mask, lens, bias, sink, seed
         return self.plan.run(tuple.__new__(CallArguments, lowered_arguments))
 
-    def _product(self, score: Any, query: Array, key: Array) -> list[Array] | None:
-        """Return query and key of a bilinear score as `lower` does; None unless that is a product and nothing else."""
-        if not self.is_product:
+    def _project_by_product(self, score: Any, query: Array, key: Array) -> list[Array] | None:
+        """Return query and key of a bilinear score as `lower` does; None where that is more than a matrix product."""
+        if not self.is_matrix_product:
             return None
-        ops, of_query = self.ops, self.computed[0]
-        x, matrix = (query, score.W) if of_query else (key, ops.matrix_transpose(score.W))
+        ops, is_query = self.ops, self.computed[0]
+        x, matrix = (query, score.W) if is_query else (key, ops.matrix_transpose(score.W))
         if (product := ops.plain_product(x, matrix, self.plan.threads())) is None:
             return None
-        return [product, key] if of_query else [query, product]
+        return [product, key] if is_query else [query, product]

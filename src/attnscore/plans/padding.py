@@ -14,16 +14,17 @@ from attnscore.backends.base import Array, Backend
 from attnscore.base import thresholds
 
 
-def may_save(ops: Backend, x: Array, units: int) -> bool:
+def may_save_time(ops: Backend, x: Array, units: int) -> bool:
     """Whether a projection of `x` to `units` features would save time if half of the keys were padded."""
     shape = x.shape
     if not ops.can_unpad or len(shape) != 3:
         return False
     half = shape[0] * shape[1] / 2
-    return _saves(half, half, shape[2], units)
+    return _saves_time(half, half, shape[2], units)
 
 
-def _saves(real: float, padded: float, features: int, units: int) -> bool:
+def _saves_time(real: float, padded: float, features: int, units: int) -> bool:
+    """Return whether projecting so many real keys alone takes less time than projecting the padded ones too."""
     return padded * features * units > thresholds.UNPADDING + thresholds.UNPADDING_A_NUMBER * real * (features + units)
 
 
@@ -37,13 +38,13 @@ def real_rows(ops: Backend, x: Array, lens: Any, units: int) -> Array | None:
         return None
     # By Python: an operation of the framework costs a call 10 us.
     real = sum(lens.tolist())
-    if not _saves(real, batch * length - real, features, units):
+    if not _saves_time(real, batch * length - real, features, units):
         return None
     # Lengths out of range become possible ones here; the call itself raises.
     return ops.indices_before(ops.asarray(lens, x), length)
 
 
-def over_rows(ops: Backend, x: Array, rows: Array, project: Callable[[Array], Array]) -> Array:
+def project_rows(ops: Backend, x: Array, rows: Array, project: Callable[[Array], Array]) -> Array:
     """Return the projection of the keys `rows` of `x` (batch, key, features), and zeros for all others."""
     batch, length, features = x.shape
     projected = project(ops.take(ops.reshape(x, (batch * length, features)), rows, 0))

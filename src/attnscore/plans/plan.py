@@ -27,7 +27,7 @@ from attnscore.base.arguments import CallArguments, check_flag
 from attnscore.base.cache import BoundedCache
 from attnscore.kernels import Plan, SinglePlan, tiling
 from attnscore.masks import Dense
-from attnscore.masks.cached import numbers_of
+from attnscore.masks.cached import arguments_signature
 from attnscore.plans import lowered
 from attnscore.problem.problem import NO_VALUE, Problem, build_problem
 from attnscore.scores import Dot, Gaussian, ScaledDot
@@ -36,14 +36,14 @@ from attnscore.scores.base import Score, arrays_of, with_arrays
 PLANS: BoundedCache[Plan] = BoundedCache(256, thresholds.PLANNED_HEADS)
 _LENS_DTYPES = ("int32", "int64")
 # Dtypes of NumPy's masks and lengths that each call reads, in the byte order of the machine.
-_READ_DTYPES = {np.dtype(name): name for name in ("bool", *_LENS_DTYPES)}
+_DTYPES_READ_AT_EACH_CALL = {np.dtype(name): name for name in ("bool", *_LENS_DTYPES)}
 
 
 def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashable | None:
     """Return the cache key of a call's plan, or None where it cannot be cached; `options` are the other arguments."""
     query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
     kind = type(query)
-    if (of_score := _score_signature(score)) is None or (ops := backends.of_type(kind)) is None:
+    if (score_signature := _score_signature(score)) is None or (ops := backends.of_type(kind)) is None:
         return None
     for x in (key, value):
         # Some may be parameters, or differentiated, and the others not.
@@ -53,7 +53,7 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
     if type(dropout) is float and dropout and seed is None and ops.draws_seeds_by_example():
         # Inside a vmap each example may draw a seed of its own, which no plan takes.
         return None
-    score_numbers, score_arrays = of_score
+    score_numbers, score_arrays = score_signature
     arrays = [query, key, value, *score_arrays]
     numbers: list[Hashable] = [score_numbers, bias is None, sink is None, *map(type, options), options]
     if bias is not None or sink is not None or seed is not None:
@@ -67,7 +67,7 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
     if mask is not None or valid_lens is not None:
         mask_array = _read_at_each_call(ops, query, mask, valid_lens)
         if mask_array is None:
-            mask_numbers = numbers_of(mask, valid_lens)
+            mask_numbers = arguments_signature(mask, valid_lens)
             if mask_numbers is None:
                 return None
             numbers.append(mask_numbers)
@@ -78,7 +78,7 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
             else:
                 arrays.append(mask_array)
     layouts = ops.signature(arrays)
-    if layouts is None and _is_product(score_numbers):
+    if layouts is None and _is_scaled_dot(score_numbers):
         layouts = ops.device_signature(arrays)
     return None if layouts is None else (*numbers, layouts)
 
@@ -90,7 +90,7 @@ def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Arra
     """
     x = mask if lens is None else lens
     if type(x) is np.ndarray:
-        dtype = _READ_DTYPES.get(x.dtype) if x.flags.aligned else None
+        dtype = _DTYPES_READ_AT_EACH_CALL.get(x.dtype) if x.flags.aligned else None
     elif backends.of_type(type(x)) is ops:
         dtype = ops.dtype(x)
     else:
@@ -109,8 +109,8 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
     return score.signature() if isinstance(score, Score) else None
 
 
-def _is_product(score_numbers: Any) -> bool:
-    """Whether a score with this signature is a product of queries and keys, times a number at most."""
+def _is_scaled_dot(score_numbers: Any) -> bool:
+    """Whether a score with this signature is q.k, times a number at most: PyTorch's function on GPUs computes it."""
     return score_numbers in (Dot, ScaledDot) or (type(score_numbers) is tuple and score_numbers[0] is ScaledDot)
 
 
@@ -152,9 +152,9 @@ def plan_for(
     return plan_for(None, arguments, options, has_value=has_value) if is_detached else (plan, arguments)
 
 
-def with_held_arrays(arguments: CallArguments) -> CallArguments:
-    """Return the arguments of a call with the arrays that variables hold in their place."""
-    return _with_arrays(arguments, backends.held)
+def with_variable_values(arguments: CallArguments) -> CallArguments:
+    """Return the arguments of a call with the values of variables in place of the variables."""
+    return _with_arrays(arguments, backends.variable_value)
 
 
 def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:

@@ -32,7 +32,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class PairDropout(Dropout):
-    """Dropout of pairs that are no tile of the call's: where each stands in the whole call, broadcast to the scores."""
+    """Dropout of pairs that are no tile of the call: their row and key in the whole call, broadcast to the scores."""
 
     row: Array
     """Of the query, counted over all batches and heads: (*lead, head, group, query or 1, 1)."""
@@ -81,8 +81,8 @@ def keep_factors(
     else:
         row = rows_of_matrices(ops, score_shape, like) + ops.reshape(ops.positions(*rows, like), (rows[1], 1))
         column = ops.reshape(ops.positions(*cols, like), (1, cols[1]))
-    low, high = (ops.uint32(word) if isinstance(word, int) else word for word in dropout.words)
-    # Reduced to 32 bits before each product or sum with a 32-bit constant, where JAX's 32-bit positions would overflow.
+    low, high = (ops.uint32(half) if isinstance(half, int) else half for half in dropout.words)
+    # JAX's 32-bit positions overflow, so each operand is reduced to 32 bits before it meets a 32-bit constant.
     stream = _mix(ops, ops.low_32_bits(ops.low_32_bits(row) + low))
     stream = _mix(ops, ops.low_32_bits(stream + ops.low_32_bits(ops.shift_right(row, 32)) + high))
     # The golden ratio spreads neighbouring keys over the 32 bits before mixing.

@@ -127,14 +127,15 @@ class Entmax(Normalizer):
     def threshold(self, ops: Backend, row_max: Array, fold: Fold) -> Array:
         """Find the threshold by Newton's method.
 
-        The norm |x|_r of the clipped numbers x_j = max(0, (alpha - 1) s_j - tau), r = 1 / (alpha - 1), falls with tau
-        and is convex. From the left, where it is 1 or more, Newton's steps towards 1 never overshoot.
+        A weight is x_j^r with the clipped numbers x_j = max(0, (alpha - 1) s_j - tau), r = 1 / (alpha - 1). Their norm
+        |x|_r falls with tau and is convex. From the left, where it is 1 or more, Newton's steps never overshoot 1.
         """
+        zero = 0.0 * ops.stop_gradient(row_max)
 
-        def step(threshold: Array) -> Array:
+        def newton_step(threshold: Array) -> Array:
             def add(sums: tuple[Array, Array], scores: Array) -> tuple[Array, Array]:
-                at = (scores, row_max, threshold)
-                weights, slopes = self.weights(ops, *at), self.slopes(ops, *at)
+                arguments = (scores, row_max, threshold)
+                weights, slopes = self.weights(ops, *arguments), self.slopes(ops, *arguments)
                 return (
                     sums[0] + ops.sum(weights, axis=-1, keepdims=True),
                     sums[1] + ops.sum(slopes, axis=-1, keepdims=True),
@@ -144,22 +145,21 @@ class Entmax(Normalizer):
             # (|x| - 1) / -(d|x| / dtau); a fully masked query has total = slope = 0.
             return (total - _power(ops, total, 2 - self.alpha)) / ops.where(slope == 0, 1.0, slope)
 
-        def move(state: tuple[Array, Array]) -> tuple[Array, Array]:
-            change = ops.stop_gradient(step(state[0]))
-            return state[0] + change, change
+        def take_step(state: tuple[Array, Array]) -> tuple[Array, Array]:
+            step = ops.stop_gradient(newton_step(state[0]))
+            return state[0] + step, step
 
-        def is_moving(state: tuple[Array, Array]) -> Any:
+        def has_not_converged(state: tuple[Array, Array]) -> Any:
             return _any_above(ops, state[1], tolerance)
 
-        zero = 0.0 * ops.stop_gradient(row_max)
         # Two steps follow, and each squares the distance.
         tolerance = 2.0 ** (-29 if ops.dtype(row_max) == "float64" else -15)
         # At a threshold of -1 the weight of the largest score is 1 by itself.
-        threshold = ops.stop_gradient(_repeat(ops, move, is_moving, (zero - 1.0, zero + 1.0))[0])
+        threshold = ops.stop_gradient(_repeat(ops, take_step, has_not_converged, (zero - 1.0, zero + 1.0))[0])
         # These are recorded where a framework differentiates the forward. Newton's method doubles the number of correct
         # derivatives too: the first step has the gradient of the threshold, the second also its second derivatives.
         for _ in range(2):
-            threshold = threshold + step(threshold)
+            threshold = threshold + newton_step(threshold)
         return threshold
 
 

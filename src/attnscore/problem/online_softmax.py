@@ -34,7 +34,7 @@ def safe_max(ops: Backend, maximum: Array) -> Array:
     return ops.where(maximum == NEG_INF, 0.0, maximum)
 
 
-def needed(statistics: tuple[str, ...]) -> list[str]:
+def needed_accumulators(statistics: tuple[str, ...]) -> list[str]:
     """Return the accumulators that these statistics need."""
     names = {TABLE[name].accumulator for name in statistics}
     return [name for name in ACCUMULATORS if name in names]
@@ -51,7 +51,7 @@ def start(
         out=ops.zeros((*rows, value_dim), like, dtype),
         sums={
             name: tuple(ops.full(shape, x, like, dtype) for x in ACCUMULATORS[name].initial)
-            for name in needed(statistics)
+            for name in needed_accumulators(statistics)
         },
     )
 
@@ -75,7 +75,7 @@ def update(
     logits = scores - safe
     weights = ops.exp(logits)
     tile = Tile(scores, unmasked, first, safe, logits, weights)
-    sums = {name: ACCUMULATORS[name].of_tile(ops, tile) for name in needed(statistics)}
+    sums = {name: ACCUMULATORS[name].of_tile(ops, tile) for name in needed_accumulators(statistics)}
     total = ops.sum(weights, axis=-1, keepdims=True)
     return merge(ops, state, RowState(maximum, total, pool(weights), sums))
 
@@ -129,7 +129,7 @@ def _sink_state(ops: Backend, keys: RowState, sink: Array) -> RowState:
     return RowState(max=sink + zero, total=1 + zero, out=ops.zeros(ops.shape(keys.out), keys.out), sums=sums)
 
 
-def whole_rows(ops: Backend, scores: Array, unmasked: Array | None, sink: Array | None) -> Array:
+def weights_of_rows(ops: Backend, scores: Array, unmasked: Array | None, sink: Array | None) -> Array:
     """Return the weights of queries from the scores of all keys (-inf where masked); `sink` is as in `finish`."""
     if scores.shape[-1] == 0:
         return scores

@@ -61,7 +61,7 @@ class Problem:
 
     @cached_property
     def visibility(self) -> tuple[IntervalSet | None, Mask | None]:
-        """The mask as a few intervals of keys per query, and the part of it that is no such intervals."""
+        """The mask as a few intervals of keys per query, and the remaining mask, which intervals do not express."""
         if self.mask is None:
             return None, None
         if is_unknown(self.score_shape.query_len) or is_unknown(self.score_shape.key_len):
@@ -118,9 +118,9 @@ def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Axis
     key = padded["key"]
     query, value = padded.get("query", key), padded.get("value", (*key[:-1], 0))
     if not may_equal(key[-2], value[-2]):
-        other = _LAYOUT_HINT if axes >= 4 and head_axis == -3 else None
+        layout_hint = _LAYOUT_HINT if axes >= 4 and head_axis == -3 else None
         raise ShapeError(
-            message("value", f"as many positions as key ({key[-2]})", value[-2], shapes=shapes, hint=other)
+            message("value", f"as many positions as key ({key[-2]})", value[-2], shapes=shapes, hint=layout_hint)
         )
     heads, groups = _heads(query[-3], key[-3], value[-3], shapes) if axes >= 4 else (1, 1)
     trailing = 3 if axes >= 4 else 2
@@ -159,13 +159,13 @@ def _check_each(ops: Backend, arrays: dict[str, Array]) -> dict[str, Shape]:
 def _check_addressable(
     score_shape: ScoreShape, dims: tuple[int, int, int], names: str, shapes: dict[str, Shape]
 ) -> None:
-    """Raise ShapeError where broadcast axes make an array beyond all addresses; sizes may be symbolic."""
+    """Raise ShapeError where a broadcast array is larger than an address space holds; sizes may be symbolic."""
     if not all(type(size) is int for size in (*score_shape.rows, score_shape.key_len, *dims)):
         return
-    longest = max(score_shape.query_len, score_shape.key_len) * max(dims)
-    count = math.prod(score_shape.rows[:-1]) * longest
-    if count > _MAX_NUMBERS:
-        raise ShapeError(message(names, f"axes whose product is at most {_MAX_NUMBERS}", count, shapes=shapes))
+    row_elements = max(score_shape.query_len, score_shape.key_len) * max(dims)
+    count = math.prod(score_shape.rows[:-1]) * row_elements
+    if count > _MAX_ELEMENTS:
+        raise ShapeError(message(names, f"axes whose product is at most {_MAX_ELEMENTS}", count, shapes=shapes))
 
 
 def _heads(query: int, key: int, value: int, shapes: dict[str, Shape]) -> tuple[int, int]:
@@ -191,11 +191,11 @@ def check_extra(ops: Backend, name: str, x: Any, like: Array) -> Array:
         x = check_number(name, x)
     elif not (isinstance(x, np.generic) or backends.is_array(x)):
         raise FrameworkError(message(name, "a number or an array", type(x).__name__, hint="make it an array first"))
-    sums = accumulator(ops.dtype(like))
+    accumulator_dtype = accumulator(ops.dtype(like))
     if is_number(x) and math.isfinite(x):
-        check_held(name, x, sums, float(x))
+        check_held(name, x, accumulator_dtype, float(x))
     backends.check_compatible(ops, like, {name: x})
-    x = ops.asarray(x, like, None if hasattr(x, "dtype") else sums)
+    x = ops.asarray(x, like, None if hasattr(x, "dtype") else accumulator_dtype)
     if not ops.is_floating(x):
         hint = "a boolean array is a mask: pass it as mask=" if ops.dtype(x) == "bool" else None
         raise DtypeError(message(name, FLOATING, ops.dtype(x), hint=hint))
@@ -208,7 +208,7 @@ def check_bias(ops: Backend, bias: Any, layout: AxisLayout, like: Array) -> Arra
     check_bias_shape(tuple(bias.shape), layout.score_shape)
     bias = layout.score_shape.to_canonical(ops, bias)
     is_open = bias.shape[-1] is None and bias.shape[-2] == 1
-    return relative.settled(ops, bias, layout.score_shape) if is_open else bias
+    return relative.expand_if_relative(ops, bias, layout.score_shape) if is_open else bias
 
 
 def check_sink(ops: Backend, sink: Any, layout: AxisLayout, like: Array) -> Array:
@@ -221,8 +221,8 @@ def check_sink(ops: Backend, sink: Any, layout: AxisLayout, like: Array) -> Arra
     return ops.reshape(sink, (1, 1) if is_shared else (layout.score_shape.heads, layout.score_shape.groups))
 
 
-# Of float64, in the 2^47 bytes that a process has addresses for.
-_MAX_NUMBERS = 2**44
+# Elements of float64 that the 2^47 bytes of a process's address space hold.
+_MAX_ELEMENTS = 2**44
 # Passed by functions of the weights alone: None would hide a forgotten value.
 NO_VALUE = object()
 
@@ -252,7 +252,7 @@ def build_problem(
     the VJP function of the score is returned too, for a framework without autodiff. With `rowwise`, the arrays are a
     part of a sequence: parts are lowered alike.
     """
-    bias, sink = map(backends.held, (bias, sink))
+    bias, sink = map(backends.variable_value, (bias, sink))
     arrays = {"query": query, "key": key} | ({} if value is NO_VALUE else {"value": value})
     extras = {name: x for name, x in (("bias", bias), ("sink", sink)) if backends.is_array(x)}
     ops = backends.of(arrays | extras)
@@ -276,7 +276,7 @@ def build_problem(
     checked_dropout = None
     if type(dropout) is not float or dropout != 0 or seed is not None:
         checked_dropout = check_dropout(dropout, ops.as_seed(seed), lambda: ops.draw_seed(query))
-    score = with_arrays(scores.resolve(score), backends.held)
+    score = with_arrays(scores.resolve(score), backends.variable_value)
     backends.register_pytree(type(score))
     scores.check_score_arrays(ops, score, query)
     canonical_query = layout.to_canonical(ops, query, is_query=True)
@@ -322,7 +322,7 @@ def requested_statistics(return_stats: Any, normalizer: Any = "softmax") -> tupl
     if return_stats is False:
         return ()
     is_softmax = normalizers.resolve(normalizer) is None
-    available = tuple(name for name, row in TABLE.items() if is_softmax or row.of != "softmax")
+    available = tuple(name for name, row in TABLE.items() if is_softmax or row.describes != "softmax")
     if return_stats is None or isinstance(return_stats, (bool, np.bool_)):
         return available if return_stats else ()
     expected = "a flag or names among " + ", ".join(available)
@@ -336,16 +336,16 @@ def requested_statistics(return_stats: Any, normalizer: Any = "softmax") -> tupl
 
 def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: Array) -> Mask | None:
     """Return `mask` and `valid_lens` as one checked mask."""
-    whole = cast(Mask, as_mask(mask, valid_lens, layout.score_shape))
+    combined = cast(Mask, as_mask(mask, valid_lens, layout.score_shape))
     ops.check_can_mask(layout.score_shape.query_len, layout.score_shape.key_len)
 
-    def check(whole: Mask) -> None:
-        backends.check_dense(ops, whole.arrays())
-        whole.check(ops, layout.score_shape)
-        backends.check_devices(ops, query, whole.arrays(), host_passes=True)
+    def check(combined: Mask) -> None:
+        backends.check_dense(ops, combined.arrays())
+        combined.check(ops, layout.score_shape)
+        backends.check_devices(ops, query, combined.arrays(), host_passes=True)
 
     try:
-        return cached_mask(whole, ops, layout.score_shape, check)
+        return cached_mask(combined, ops, layout.score_shape, check)
     except MaskError as error:
         misfit = str(error).startswith(("valid_lens: expected shape", "valid_lens: expected numbers from"))
         if not misfit or layout.axes < 4 or layout.head_axis == -2:

@@ -1,4 +1,4 @@
-"""Bias by relative position: one number for each key - query, in place of one for each pair.
+"""Bias by relative position: one number for each relative offset (key minus query), in place of one for each pair.
 
 An array (..., 1, query_len + key_len - 1) stands for ``bias[i, j] = array[j - i + query_len - 1]``: a Toeplitz matrix,
 which no kernel builds. With a single query the two are the same array.
@@ -136,7 +136,7 @@ def relative_buckets(
         check_count(name, x)
     signed = backends.host(positions)
     if signed is None:
-        traced: np.ndarray[Any, Any] = _looked_up(positions, buckets, max_distance, bidirectional)
+        traced: np.ndarray[Any, Any] = _look_up_buckets(positions, buckets, max_distance, bidirectional)
         return traced
     if signed.dtype.kind not in "iu":
         raise ArgumentError(message("positions", "whole numbers", shown(positions)))
@@ -155,26 +155,26 @@ def relative_buckets(
     return (bucket + side * (signed > 0) if bidirectional else bucket).astype(np.int64, copy=False)
 
 
-def _looked_up(positions: Array, buckets: int, max_distance: int, bidirectional: bool) -> Any:
+def _look_up_buckets(positions: Array, buckets: int, max_distance: int, bidirectional: bool) -> Any:
     """Return the buckets of positions that a program learns when it runs, from a table of all distances."""
     ops = backends.of({"positions": positions})
     if ops.is_floating(positions) or ops.dtype(positions) == "bool":
         raise ArgumentError(message("positions", "whole numbers", ops.dtype(positions)))
-    every = np.arange(-max_distance, max_distance + 1)
-    table = relative_buckets(every, buckets=buckets, max_distance=max_distance, bidirectional=bidirectional)
-    at = ops.xp.clip(positions, -max_distance, max_distance) + max_distance
-    return ops.reshape(ops.take(ops.asarray(table, positions), ops.reshape(at, (-1,)), 0), positions.shape)
+    distances = np.arange(-max_distance, max_distance + 1)
+    table = relative_buckets(distances, buckets=buckets, max_distance=max_distance, bidirectional=bidirectional)
+    index = ops.xp.clip(positions, -max_distance, max_distance) + max_distance
+    return ops.reshape(ops.take(ops.asarray(table, positions), ops.reshape(index, (-1,)), 0), positions.shape)
 
 
 def of_pairs(ops: Backend, bias: Array, query_len: int, key_len: int) -> Array:
     """Return the bias (..., query, key) of all pairs, from a relative bias."""
     query, key = (ops.positions(0, n, bias) for n in (query_len, key_len))
-    at = ops.reshape(key, (1, -1)) - ops.reshape(query, (-1, 1)) + (query_len - 1)
-    return ops.reshape(ops.take(bias, ops.reshape(at, (-1,)), -1), (*bias.shape[:-2], query_len, key_len))
+    index = ops.reshape(key, (1, -1)) - ops.reshape(query, (-1, 1)) + (query_len - 1)
+    return ops.reshape(ops.take(bias, ops.reshape(index, (-1,)), -1), (*bias.shape[:-2], query_len, key_len))
 
 
-def settled(ops: Backend, bias: Array, shape: ScoreShape) -> Array:
-    """Return a canonical bias (..., 1, unknown) as it is, or for each pair if it proves to be relative.
+def expand_if_relative(ops: Backend, bias: Array, shape: ScoreShape) -> Array:
+    """Return a canonical bias (..., 1, unknown), expanded to all pairs if it proves to be relative.
 
     TensorFlow's graphs learn when they run which of the two it is.
     """
@@ -195,9 +195,9 @@ def tile(ops: Backend, bias: Array, query_len: int, rows: Span, cols: Span) -> A
         return line
     # Row i of the tile is line[count - 1 - i :][:cols]. In copies of the line, one after the other, row i begins at
     # count - 1 + i * (width - 1): a reshape with rows of width - 1 aligns them, without a gather.
-    lead, spare = tuple(bias.shape[:-2]), _spare(count)
-    if spare:
-        line, width = ops.concat([line, ops.zeros((*lead, 1, spare), line)], -1), width + spare
+    lead, extra = tuple(bias.shape[:-2]), _extra_zeros(count)
+    if extra:
+        line, width = ops.concat([line, ops.zeros((*lead, 1, extra), line)], -1), width + extra
     copies = ops.reshape(ops.broadcast_to(line, (*lead, count, width)), (*lead, 1, count * width))
     copies = ops.slice_axis(copies, -1, count - 1, count * (width - 1))
     return ops.reshape(copies, (*lead, count, width - 1))[..., : cols[1]]
@@ -209,15 +209,15 @@ def sum_diagonals(ops: Backend, grad: Array) -> Array:
     if rows == 1:
         return grad
     # The steps of `tile` in reverse: pad each row to width - 1, reshape to copies of the line, and add these up.
-    spare = _spare(rows)
-    width, missing = rows + cols - 1 + spare, rows - 2 + spare
-    padded = ops.concat([grad, ops.zeros((*lead, rows, missing), grad)], -1) if spare or missing > 0 else grad
+    extra = _extra_zeros(rows)
+    width, missing = rows + cols - 1 + extra, rows - 2 + extra
+    padded = ops.concat([grad, ops.zeros((*lead, rows, missing), grad)], -1) if extra or missing > 0 else grad
     line = ops.reshape(padded, (*lead, 1, rows * (width - 1)))
     line = ops.concat([ops.zeros((*lead, 1, rows - 1), grad), line, ops.zeros((*lead, 1, 1), grad)], -1)
     sums = ops.sum(ops.reshape(line, (*lead, rows, width)), axis=-2, keepdims=True)
-    return ops.slice_axis(sums, -1, 0, width - spare) if spare else sums
+    return ops.slice_axis(sums, -1, 0, width - extra) if extra else sums
 
 
-def _spare(count: Any) -> int:
-    """Return how many zeros go after a line: of a symbolic length, JAX has to see that no size is negative."""
+def _extra_zeros(count: Any) -> int:
+    """Return how many zeros are appended to a line: JAX has to see that no size of a symbolic line is negative."""
     return 2 if is_unknown(count) else 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from attnscore.backends.base import Array
 from attnscore.problem.problem import Problem
-from attnscore.problem.statistics import AttentionStats, returned
+from attnscore.problem.statistics import AttentionStats, in_returned_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +48,6 @@ def present(problem: Problem, result: Result) -> Any:
     if problem.matrix is not None:
         outputs.append(layout.scores_from_canonical(ops, ops.astype(result.matrix, problem.dtype)))
     if problem.statistics:
-        rows = {name: returned(ops, name, result.statistics[name][..., 0]) for name in problem.statistics}
+        rows = {name: in_returned_dtype(ops, name, result.statistics[name][..., 0]) for name in problem.statistics}
         outputs.append(AttentionStats(**{name: layout.rows_from_canonical(ops, x) for name, x in rows.items()}))
     return outputs[0] if len(outputs) == 1 else tuple(outputs)

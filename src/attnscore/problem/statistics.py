@@ -96,15 +96,15 @@ class Statistic(NamedTuple):
     """One field of `AttentionStats`."""
 
     definition: str
-    of: Literal["softmax", "weights", "scores"]
-    """What the statistic describes: the softmax alone, or weights or scores, which every normalizer has."""
+    describes: Literal["softmax", "weights", "scores"]
+    """Weights and scores, which every normalizer has, or something that only the softmax has."""
     of_matrix: Callable[[Backend, Matrix], Array] | None
     """Its definition, for the dense kernel; None, as the next, for the log-sum-exp, which every forward returns."""
     finish: Callable[[Backend, Row], Array] | None
     accumulator: str | None = None
     differentiable: bool = False
     joined_with: str | None = None
-    """Another one that `Accumulator.of_result` reads."""
+    """Another statistic, which `Accumulator.of_result` reads."""
     dtype: str | None = None
     """Dtype that the caller gets; inside all statistics are in the accumulator dtype."""
 
@@ -121,11 +121,11 @@ def _sum_exp_logit(ops: Backend, tile: Tile) -> Sums:
 
 def _merge_sum_exp_logit(ops: Backend, first: Part, second: Part) -> Sums:
     # sum e (s - new) = e^(old - new) (sum e (s - old) + (old - new) sum e)
-    moved = [part.factor * (part.sums[0] + part.step * part.total) for part in (first, second)]
-    return (moved[0] + moved[1],)
+    rescaled = [part.factor * (part.sums[0] + part.step * part.total) for part in (first, second)]
+    return (rescaled[0] + rescaled[1],)
 
 
-def _squares(ops: Backend, tile: Tile) -> Sums:
+def _sum_squares(ops: Backend, tile: Tile) -> Sums:
     return (_sum(ops, tile.weights * tile.weights),)
 
 
@@ -169,19 +169,19 @@ def _minimum(ops: Backend, x: Array, y: Array) -> Array:
     return -ops.maximum(-x, -y)
 
 
-def _least(ops: Backend, tile: Tile) -> Sums:
+def _min_score(ops: Backend, tile: Tile) -> Sums:
     scores = tile.scores if tile.unmasked is None else ops.where(tile.unmasked, tile.scores, _INF)
     return (-ops.stop_gradient(ops.max(-scores, axis=-1, keepdims=True)),)
 
 
-def _first_key(ops: Backend, scores: Array, largest: Array, first: Any = 0) -> Array:
+def _first_key(ops: Backend, scores: Array, max_score: Array, first: Any = 0) -> Array:
     """Return the first key, counted from `first`, with this score; -1 where there is none, and for a score of -inf."""
     keys = ops.astype(ops.positions(first, scores.shape[-1], scores), ops.dtype(scores))
-    key = -ops.max(ops.where(scores == largest, -keys, _NEG_INF), axis=-1, keepdims=True)
-    return ops.where(ops.logical_or(key == _INF, largest == _NEG_INF), -1.0, key)
+    key = -ops.max(ops.where(scores == max_score, -keys, _NEG_INF), axis=-1, keepdims=True)
+    return ops.where(ops.logical_or(key == _INF, max_score == _NEG_INF), -1.0, key)
 
 
-def _largest(ops: Backend, tile: Tile) -> Sums:
+def _max_score(ops: Backend, tile: Tile) -> Sums:
     # Of a fully masked query `max` is 0, and no score.
     key = _first_key(ops, tile.scores, tile.max, tile.first)
     return ops.where(ops.logical_and(key < 0, tile.max == 0), _NEG_INF, tile.max), key
@@ -199,19 +199,19 @@ ACCUMULATORS = {
         lambda ops, x: (ops.where(x["log_denom"] == _NEG_INF, 0.0, (x["log_denom"] - x["entropy"]) * x["total"]),),
     ),
     "squares": Accumulator(
-        (0.0,), _squares, _merge_squares, lambda ops, x: (x["sum_sq_weights"] * x["total"] * x["total"],)
+        (0.0,), _sum_squares, _merge_squares, lambda ops, x: (x["sum_sq_weights"] * x["total"] * x["total"],)
     ),
     "moments": Accumulator(
         (0.0,) * 4, _moments, _merge_moments,
         lambda ops, x: (x["count"], x["mean_score"], 0 * x["count"], x["var_score"] * x["count"]),
     ),
-    "least": Accumulator(
-        (_INF,), _least,
+    "min_score": Accumulator(
+        (_INF,), _min_score,
         lambda ops, first, second: (_minimum(ops, first.sums[0], second.sums[0]),),
         lambda ops, x: (x["min_score"],),
     ),
-    "largest": Accumulator(
-        (_NEG_INF, -1.0), _largest,
+    "max_score": Accumulator(
+        (_NEG_INF, -1.0), _max_score,
         lambda ops, a, b: (ops.maximum(a.sums[0], b.sums[0]), _first_of_largest(ops, *a.sums, *b.sums)),
         lambda ops, x: (x["max_score"], x["argmax_key"]),
     ),
@@ -290,16 +290,16 @@ TABLE = {
     "min_score": Statistic(
         "smallest unmasked score", "scores",
         lambda ops, x: -_max(ops, ops.where(x.unmasked, -x.scores, _NEG_INF), 0.0 * x.count + _NEG_INF),
-        lambda ops, row: row.sums_of_keys["least"][0],
-        "least",
+        lambda ops, row: row.sums_of_keys["min_score"][0],
+        "min_score",
     ),
     "argmax_key": Statistic(
         "index of the key with the largest score, the smallest of equal ones; -1 without one, or with a NaN", "scores",
         lambda ops, x: 0.0 * x.count - 1.0 if 0 in x.scores.shape else _first_key(
             ops, x.scores, ops.max(x.scores, axis=-1, keepdims=True)
         ),
-        lambda ops, row: row.sums_of_keys["largest"][1],
-        "largest", joined_with="max_score", dtype="int32",
+        lambda ops, row: row.sums_of_keys["max_score"][1],
+        "max_score", joined_with="max_score", dtype="int32",
     ),
 }  # fmt: skip
 STATISTICS = tuple(TABLE)
@@ -313,31 +313,31 @@ COUNTED = tuple(name for name, row in TABLE.items() if row.accumulator == "momen
 """Statistics that are merged by the numbers of unmasked keys."""
 
 
-def joinable(statistics: Iterable[str]) -> tuple[str, ...]:
-    """Return these statistics, and the statistics that are read where parts of them are joined."""
+def statistics_to_join(statistics: Iterable[str]) -> tuple[str, ...]:
+    """Return these statistics, and the statistics that joining the results of parts of the keys reads."""
     names = {*statistics, *(TABLE[name].joined_with for name in statistics)}
     return tuple(name for name in TABLE if name in names)
 
 
-def returned(ops: Backend, name: str, x: Array) -> Array:
+def in_returned_dtype(ops: Backend, name: str, x: Array) -> Array:
     """Return a statistic in the dtype that the caller gets."""
     dtype = TABLE[name].dtype
     return x if dtype is None else ops.astype(x, dtype)
 
 
-def in_whole(ops: Backend, statistics: dict[str, Array], places: Callable[[], Array]) -> dict[str, Array]:
-    """Return the statistics of some keys, `places` of all, with indices of keys counted over all keys."""
+def with_global_keys(ops: Backend, statistics: dict[str, Array], key_indices: Callable[[], Array]) -> dict[str, Array]:
+    """Return the statistics of the keys `key_indices()` of a sequence, with indices of keys counted in the sequence."""
     if not {*statistics} & {*KEYS}:
         return statistics
-    table = places()
-    # One more place, for the index of no key.
+    table = key_indices()
+    # One more entry, for the index of no key.
     count, table = ops.shape(table)[0], ops.concat([table, ops.full((1,), -1, table)], 0)
 
-    def moved(x: Array) -> Array:
-        at = ops.astype(ops.where(x < 0, float(count), x), "int64")
-        return ops.astype(ops.reshape(ops.take(table, ops.reshape(at, (-1,)), 0), ops.shape(x)), ops.dtype(x))
+    def look_up(x: Array) -> Array:
+        index = ops.astype(ops.where(x < 0, float(count), x), "int64")
+        return ops.astype(ops.reshape(ops.take(table, ops.reshape(index, (-1,)), 0), ops.shape(x)), ops.dtype(x))
 
-    return {name: moved(x) if name in KEYS else x for name, x in statistics.items()}
+    return {name: look_up(x) if name in KEYS else x for name, x in statistics.items()}
 
 
 class AttentionStats(NamedTuple):
@@ -370,7 +370,8 @@ class AttentionStats(NamedTuple):
     min_score: Array = None
     argmax_key: Array = None
 
-    def _need(self, *names: str) -> list[Array]:
+    def _require(self, *names: str) -> list[Array]:
+        """Return these statistics; raise ArgumentError where one was not requested."""
         missing = [name for name in names if getattr(self, name) is None]
         if missing:
             raise ArgumentError(message("return_stats", f"the statistics {', '.join(names)}", f"none of {missing}"))
@@ -378,19 +379,19 @@ class AttentionStats(NamedTuple):
 
     def jacobian_trace(self) -> Array:
         """Trace of the softmax Jacobian diag(p) - p p^T: sum p - sum p^2. Near 0 the softmax passes no gradient."""
-        total, squares = self._need("sum_weights", "sum_sq_weights")
+        total, squares = self._require("sum_weights", "sum_sq_weights")
         return total - squares
 
     def effective_keys(self) -> Array:
         """exp(entropy): the number of keys that evenly spread weights of this entropy would have."""
-        (entropy,) = self._need("entropy")
+        (entropy,) = self._require("entropy")
         return backends.of({"entropy": entropy}).exp(entropy)
 
     def saturated(self, threshold: float = 0.99) -> Array:
         """Whether the largest weight of a query is at least `threshold`."""
         if not is_number(threshold) or not 0 < threshold <= 1:
             raise ArgumentError(message("threshold", "a number in (0, 1]", shown(threshold)))
-        (weight,) = self._need("max_weight")
+        (weight,) = self._require("max_weight")
         return weight >= threshold
 
     def summary(self) -> dict[str, dict[str, float]]:
@@ -398,7 +399,7 @@ class AttentionStats(NamedTuple):
 
         Arrays on a device are copied to the host; traced ones, without values yet, are an ArgumentError.
         """
-        (total,) = self._need("sum_weights")
+        (total,) = self._require("sum_weights")
         alive = _values("sum_weights", total) != 0
         summary: dict[str, dict[str, float]] = {}
         for name in self._fields:

@@ -59,16 +59,16 @@ class Program(ABC):
 
 
 def forward(program: Program, problem: Problem, tiles: TilePlan, shapes: Shapes) -> dict[str, Array]:
-    """Return the arrays of these shapes, which a forward fills, by name."""
-    mask_arrays, mask = _mask_arrays(program, problem, tiles)
-    if mask is None:
+    """Return the arrays of these shapes, which a forward fills, by name; in chunks where a mask part is evaluated."""
+    mask_arrays, evaluated = _mask_arrays(program, problem, tiles)
+    if evaluated is None:
         return program.forward(problem, mask_arrays, shapes)
-    chunks = _Chunks(program, problem, tiles, mask_arrays, mask)
+    chunks = _Chunks(program, problem, tiles, mask_arrays, evaluated)
     ops, buffers = program.buffers(problem, shapes)
 
     def add_chunk(buffers: dict[str, Array], start: Any, size: int) -> dict[str, Array]:
-        part, part_masks = chunks.part(start, size)
-        outputs = program.forward(part, part_masks, output_shapes(part))
+        chunk_problem, chunk_masks = chunks.chunk(start, size)
+        outputs = program.forward(chunk_problem, chunk_masks, output_shapes(chunk_problem))
         return {name: ops.add_at(x, -2, start, outputs[name]) for name, x in buffers.items()}
 
     return chunks.fold(ops, add_chunk, buffers)
@@ -77,22 +77,27 @@ def forward(program: Program, problem: Problem, tiles: TilePlan, shapes: Shapes)
 def backward(
     program: Program, problem: Problem, tiles: TilePlan, inputs: dict[str, Array], requested: frozenset[str]
 ) -> dict[str, Array]:
-    """Return the gradients that a backward fills, by name; `inputs`: see `marshalling.backward_inputs`."""
-    mask_arrays, mask = _mask_arrays(program, problem, tiles)
+    """Return the gradients that a backward fills, by name; in chunks of queries where part of the mask is evaluated.
+
+    The gradients of a chunk are added to its rows of the buffers; gradients with an axis of keys, to all keys.
+    `inputs`: see `marshalling.backward_inputs`.
+    """
+    mask_arrays, evaluated = _mask_arrays(program, problem, tiles)
     shapes = gradient_shapes(problem, requested)
-    if mask is None:
+    if evaluated is None:
         return program.backward(problem, mask_arrays, inputs, shapes)
-    chunks = _Chunks(program, problem, tiles, mask_arrays, mask)
+    chunks = _Chunks(program, problem, tiles, mask_arrays, evaluated)
     ops, buffers = program.buffers(problem, shapes)
 
     def add_chunk(buffers: dict[str, Array], start: Any, size: int) -> dict[str, Array]:
-        part, part_masks = chunks.part(start, size)
+        chunk_problem, chunk_masks = chunks.chunk(start, size)
         rows = {name: chunks.rows(x, start, size) for name, x in inputs.items()}
-        gradients = program.backward(part, part_masks, rows, gradient_shapes(part, requested))
+        gradients = program.backward(chunk_problem, chunk_masks, rows, gradient_shapes(chunk_problem, requested))
 
-        def added(name: str, x: Array) -> Array:
+        def add_to_buffer(name: str, x: Array) -> Array:
             axis, first = -1, 0
             if name == "bias" and problem.has_relative_bias:
+                # Its axis is the key minus the query: the last queries have the first entries.
                 first = problem.score_shape.query_len - start - size
             elif name == "query_bias":
                 first = start
@@ -100,18 +105,21 @@ def backward(
                 axis, first = -2, start
             return ops.add_at(x, axis, first, gradients[name])
 
-        return {name: added(name, x) for name, x in buffers.items()}
+        return {name: add_to_buffer(name, x) for name, x in buffers.items()}
 
     return chunks.fold(ops, add_chunk, buffers)
 
 
 def _mask_arrays(program: Program, problem: Problem, tiles: TilePlan) -> tuple[MaskArrays, Mask | None]:
-    """Return the arrays of the mask, and the part of it that has to be evaluated in several chunks."""
-    mask_arrays, mask = program.mask_arrays(problem, tiles)
+    """Return the arrays of the mask, and the part of it that is evaluated in several chunks.
+
+    A part that one chunk serves is evaluated here, and is among the arrays.
+    """
+    mask_arrays, evaluated = program.mask_arrays(problem, tiles)
     query_len = problem.score_shape.query_len
-    if mask is not None and 0 < query_len == chunk_size(problem, mask):
-        return mask_arrays | {"mask": program.evaluate(problem, tiles, mask, 0, query_len)}, None
-    return mask_arrays, mask
+    if evaluated is not None and 0 < query_len == chunk_size(problem, evaluated):
+        return mask_arrays | {"mask": program.evaluate(problem, tiles, evaluated, 0, query_len)}, None
+    return mask_arrays, evaluated
 
 
 def chunk_size(problem: Problem, mask: Mask) -> int:
@@ -146,40 +154,40 @@ class _Chunks:
         carry = ops.loop(full, lambda i, carry: add_chunk(carry, i * count, count), carry)
         return add_chunk(carry, full * count, tail) if tail else carry
 
-    def part(self, start: Any, size: int) -> tuple[Problem, MaskArrays]:
+    def chunk(self, start: Any, size: int) -> tuple[Problem, MaskArrays]:
         """Return the problem of a chunk, and the arrays of its mask."""
         problem, ops, dropout = self.problem, self.problem.ops, self.problem.dropout
 
-        def cut(x: Array, role: Role) -> Array:
+        def rows_of_operand(x: Array, role: Role) -> Array:
             return self.rows(x, start, size) if role == "query" else x
 
-        def cut_mask(x: Array) -> Array:
+        def columns_of_mask(x: Array) -> Array:
             # Intervals that the host knows have 64 bits, which the framework's own arrays may not have.
-            is_known = isinstance(x, np.ndarray) and isinstance(start, int)
-            return x[..., start : start + size] if is_known else ops.slice_axis(x, -1, start, size)
+            is_in_memory = isinstance(x, np.ndarray) and isinstance(start, int)
+            return x[..., start : start + size] if is_in_memory else ops.slice_axis(x, -1, start, size)
 
         if dropout is not None:
             dropout = ChunkDropout(dropout.probability, dropout.seed, start, problem.score_shape.query_len)
         # `query` stays: the lowered form has it, and outside a gradient hook it may belong to another tape.
-        part = dataclasses.replace(
+        chunk_problem = dataclasses.replace(
             problem,
             layout=dataclasses.replace(
                 problem.layout, score_shape=dataclasses.replace(problem.score_shape, query_len=size)
             ),
-            form=problem.form.part(cut),
-            bias=None if problem.bias is None else self._bias(problem.bias, start, size),
+            form=problem.form.part(rows_of_operand),
+            bias=None if problem.bias is None else self._bias_of_chunk(problem.bias, start, size),
             mask=None,
             dropout=dropout,
         )
-        mask_arrays = {name: x if name == "key_ids" else cut_mask(x) for name, x in self.mask_arrays.items()}
+        mask_arrays = {name: x if name == "key_ids" else columns_of_mask(x) for name, x in self.mask_arrays.items()}
         mask_arrays["mask"] = self.program.evaluate(problem, self.tiles, self.mask, start, size)
-        return part, mask_arrays
+        return chunk_problem, mask_arrays
 
     def rows(self, x: Array, start: Any, size: int) -> Array:
         """Return the rows of a chunk; an array that is broadcast over rows stays as it is."""
         return x if x.shape[-2] == 1 else self.problem.ops.slice_axis(x, -2, start, size)
 
-    def _bias(self, x: Array, start: Any, size: int) -> Array:
+    def _bias_of_chunk(self, x: Array, start: Any, size: int) -> Array:
         """Return the bias of a chunk."""
         if not self.problem.has_relative_bias:
             return self.rows(x, start, size)

@@ -22,7 +22,7 @@ from attnscore.kernels.native.marshalling import (
     STORED,
     MaskArrays,
     Shapes,
-    aligned,
+    allocate_aligned,
     score_spec,
 )
 from attnscore.kernels.native.plan import thread_counter
@@ -36,7 +36,7 @@ _ANY_STRIDES = frozenset(("out", "grad_out", "grad_attention_scores", "grad_atte
 
 
 def _zeros(name: str, shape: tuple[int, ...], dtype: str) -> HostArray:
-    return aligned(np.zeros, shape, dtype)
+    return allocate_aligned(np.zeros, shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class InMemory(Program):
 
     def mask_arrays(self, problem: Problem, tiles: TilePlan) -> tuple[MaskArrays, Mask | None]:
         ops, score_shape, value = problem.ops, problem.score_shape, problem.value
-        direct, evaluated = lowering.partition(tiles.rest)
+        direct, evaluated = lowering.partition(tiles.remaining_mask)
         arrays = lowering.arrays(ops, score_shape, value, direct, with_evaluated=bool(evaluated)) if direct else {}
         if tiles.interval_set is not None:
             arrays["start"], arrays["stop"] = tiles.interval_set.with_holes
@@ -79,10 +79,10 @@ class InMemory(Program):
         return unmasked
 
     def buffers(self, problem: Problem, shapes: Shapes) -> tuple[Backend, dict[str, Array]]:
-        return backends.load("numpy"), _allocated(np.zeros, shapes)
+        return backends.load("numpy"), _allocate(np.zeros, shapes)
 
     def forward(self, problem: Problem, mask_arrays: MaskArrays, shapes: Shapes) -> dict[str, Array]:
-        outputs = _allocated(np.empty, shapes)
+        outputs = _allocate(np.empty, shapes)
         threads = thread_counter(_native, problem.ops)()
         # The log-sum-exp is filled by execution plans alone.
         _native.forward(*_marshal(problem, mask_arrays), [outputs.get(name) for name in FILLED], threads)
@@ -108,16 +108,16 @@ class InMemory(Program):
         return problem.ops.from_memory(x, dtype, problem.value)
 
 
-def _allocated(make: Callable[..., HostArray], shapes: Shapes) -> dict[str, HostArray]:
-    return {name: aligned(make, shape, STORED.get(dtype, dtype)) for name, (shape, dtype) in shapes.items()}
+def _allocate(make: Callable[..., HostArray], shapes: Shapes) -> dict[str, HostArray]:
+    return {name: allocate_aligned(make, shape, STORED.get(dtype, dtype)) for name, (shape, dtype) in shapes.items()}
 
 
 def _marshal(problem: Problem, mask_arrays: MaskArrays) -> tuple[tuple[Any, ...], tuple[HostArray | None, ...]]:
     """Return the arguments of the native module: the score's parameters, and the memory of the arrays in `ORDER`."""
     score, arrays = score_spec(problem, mask_arrays)
     # Arrays of a mask may be NumPy's in every framework.
-    in_numpy = {name for name, x in mask_arrays.items() if isinstance(x, np.ndarray)}
-    memory = {name: x if name in in_numpy else problem.ops.memory(x) for name, x in arrays.items()}
+    numpy_names = {name for name, x in mask_arrays.items() if isinstance(x, np.ndarray)}
+    memory = {name: x if name in numpy_names else problem.ops.memory(x) for name, x in arrays.items()}
     # Of a relative bias each query reads another part, of which one in C order is the fastest.
     in_c_order = ("start", "stop", *(("bias",) if problem.has_relative_bias else ()))
     memory |= {name: np.ascontiguousarray(memory[name]) for name in in_c_order if name in memory}

@@ -73,7 +73,7 @@ class Native(Kernel):
     def notes(self, problem: Problem, tiles: TilePlan) -> tuple[str, ...]:
         if problem.ops.needs_host_callback(*marshalling.arrays_of(problem)):
             return ()
-        _, parts = lowering.partition(tiles.rest)
+        _, parts = lowering.partition(tiles.remaining_mask)
         if not parts:
             return ()
         mask = reduce(And, parts)

@@ -33,7 +33,7 @@ _FORMS: dict[type, str] = {InnerForm: "inner", AdditiveForm: "additive", Distanc
 ALIGNMENT = 64
 
 
-def aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
+def allocate_aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
     """Return ``make(shape, dtype)`` at an address that any framework can share.
 
     `make` is ``numpy.empty`` or ``numpy.zeros``, whose large arrays begin 16 bytes into a page.
@@ -41,9 +41,9 @@ def aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) ->
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size < thresholds.ALIGNED_BYTES:
         return make(shape, dtype)
-    whole = make(size + ALIGNMENT, np.uint8)
-    start = -whole.ctypes.data % ALIGNMENT
-    return whole[start : start + size].view(dtype).reshape(shape)
+    buffer = make(size + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + size].view(dtype).reshape(shape)
 
 
 def arrays_of(problem: Problem) -> list[Array]:
@@ -83,15 +83,15 @@ def reasons(problem: Problem) -> list[str]:
         # The checks below would read the arrays.
         causes = "on a device, traced, with tangents, byte-swapped, misaligned, lazily negated or conjugated"
         return [*reasons, f"{', '.join(unreadable)}: arrays whose memory the CPU cannot read ({causes})"]
-    rest = None if problem.mask is None else problem.visibility[1]
-    if rest is None:
+    remaining_mask = None if problem.mask is None else problem.visibility[1]
+    if remaining_mask is None:
         return reasons
-    if not isinstance(rest, lowering.DIRECT) and _is_staged(problem):
+    if not isinstance(remaining_mask, lowering.DIRECT) and _is_staged(problem):
         interval_set, has_dropout = problem.visibility[0], problem.dropout is not None
         reasons += lowering.staged_reasons(
-            ops, problem.score_shape, problem.value, rest, interval_set, has_dropout=has_dropout
+            ops, problem.score_shape, problem.value, remaining_mask, interval_set, has_dropout=has_dropout
         )
-    return reasons + lowering.unreadable_reasons(ops, problem.value, rest)
+    return reasons + lowering.unreadable_reasons(ops, problem.value, remaining_mask)
 
 
 def _is_staged(problem: Problem) -> bool:
@@ -124,26 +124,26 @@ class ChunkDropout(Dropout):
 def score_spec(problem: Problem, others: MaskArrays) -> tuple[tuple[Any, ...], dict[str, Array]]:
     """Return the score's parameters in the module's order, and the operands by name; `others` are those of the mask."""
     ops, bias, dropout, value_dtype = problem.ops, problem.bias, problem.dropout, problem.dtype
-    sums = problem.accumulator
+    accumulator = problem.accumulator
     form: Any = problem.form
     kind, query, key, caps = _FORMS[type(form)], form.query, form.key, form.caps
     score_dtype = ops.dtype(query)
     if score_dtype != ops.dtype(key):
         # A parameter wider than the data, such as W of a bilinear score, has widened one of the two.
-        query, key, score_dtype = ops.astype(query, sums), ops.astype(key, sums), sums
+        query, key, score_dtype = ops.astype(query, accumulator), ops.astype(key, accumulator), accumulator
 
-    def in_sums(x: Array | None) -> Array | None:
-        return None if x is None else ops.astype(x, sums)
+    def to_accumulator(x: Array | None) -> Array | None:
+        return None if x is None else ops.astype(x, accumulator)
 
     activation, slope, scale, w_v, query_bias, key_bias, scales = "tanh", 0.0, 1.0, None, None, None, None
     if kind == "additive":
-        activation, slope, w_v = form.activation.name, form.activation.negative_slope, in_sums(form.w_v)
+        activation, slope, w_v = form.activation.name, form.activation.negative_slope, to_accumulator(form.w_v)
     elif hasattr(form.scale, "shape"):
-        scales = in_sums(ops.reshape(form.scale, form.scale.shape[:2]))
+        scales = to_accumulator(ops.reshape(form.scale, form.scale.shape[:2]))
     else:
         scale = form.scale
     if kind == "inner":
-        query_bias, key_bias = in_sums(form.query_bias), in_sums(form.key_bias)
+        query_bias, key_bias = to_accumulator(form.query_bias), to_accumulator(form.key_bias)
     score = (
         *(kind, activation, slope, scale, caps, score_dtype, value_dtype),
         "float32" if bias is None else ops.dtype(bias),
@@ -153,7 +153,7 @@ def score_spec(problem: Problem, others: MaskArrays) -> tuple[tuple[Any, ...], d
     )
     arrays = {
         **{"query": query, "key": key, "value": problem.value, "query_bias": query_bias, "key_bias": key_bias},
-        **{"bias": bias, "w_v": w_v, "sink": in_sums(problem.sink), "scales": scales},
+        **{"bias": bias, "w_v": w_v, "sink": to_accumulator(problem.sink), "scales": scales},
         **others,
     }
     return score, {name: x for name, x in arrays.items() if x is not None}
@@ -213,7 +213,7 @@ def outputs_of(problem: Problem, result: Result) -> dict[str, Array]:
 
 def backward_inputs(problem: Problem, result: Result, grads: RowGradients) -> dict[str, Array]:
     """Return the arrays that a backward reads in addition to the operands, by the names in `BACKWARD_INPUTS`."""
-    ops, sums = problem.ops, problem.accumulator
+    ops, accumulator = problem.ops, problem.accumulator
     arrays = {"row_max": result.row_max, "log_denom": result.log_denom, "saved_scores": result.scores}
     arrays["grad_log_sum_exp"] = grads.log_sum_exp
     if grads.entropy is not None:
@@ -222,10 +222,10 @@ def backward_inputs(problem: Problem, result: Result, grads: RowGradients) -> di
         arrays[f"grad_attention_{problem.matrix}"] = grads.matrix
         if problem.matrix == "weights":
             arrays["attention_weights"] = result.matrix
-    arrays = {name: ops.astype(x, sums) for name, x in arrays.items() if x is not None}
-    grad_out = ops.zeros(ops.shape(result.out), result.out, sums) if grads.out is None else grads.out
+    arrays = {name: ops.astype(x, accumulator) for name, x in arrays.items() if x is not None}
+    grad_out = ops.zeros(ops.shape(result.out), result.out, accumulator) if grads.out is None else grads.out
     if ops.dtype(grad_out) not in DTYPES:
-        grad_out = ops.astype(grad_out, sums)
+        grad_out = ops.astype(grad_out, accumulator)
     return arrays | {"out": result.out, "grad_out": grad_out}
 
 
@@ -239,7 +239,7 @@ def gradient_shapes(problem: Problem, requested: frozenset[str]) -> Shapes:
     """Return the shapes of the arrays in which gradients are accumulated, in the order of `GRADIENTS`."""
     score_shape, form = problem.score_shape, problem.form
     arrays = problem.operands()
-    shared = _shared(problem)
+    shared_lead = _lead_of_shared_gradients(problem)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, x in arrays.items():
         if name in ("sink", "scale"):
@@ -247,9 +247,9 @@ def gradient_shapes(problem: Problem, requested: frozenset[str]) -> Shapes:
         elif name == "bias":
             shapes[name] = tuple(x.shape)
         elif name == "w_v":
-            shapes[name] = (*shared, x.shape[-1])
+            shapes[name] = (*shared_lead, x.shape[-1])
         elif name == "value" or form.role(name) == "key":
-            shapes[name] = (*shared, score_shape.key_len, *x.shape[-1:])
+            shapes[name] = (*shared_lead, score_shape.key_len, *x.shape[-1:])
         else:
             shapes[name] = (*score_shape.rows, *x.shape[-1:])
     for name in ("query_bias", "key_bias"):
@@ -259,17 +259,17 @@ def gradient_shapes(problem: Problem, requested: frozenset[str]) -> Shapes:
     return {name: (shapes[name], problem.accumulator) for name in filled}
 
 
-def _shared(problem: Problem) -> tuple[int, ...]:
+def _lead_of_shared_gradients(problem: Problem) -> tuple[int, ...]:
     """Return the leading axes (*lead, head, group) of the gradients of key, value and w_v.
 
     An axis is 1 where all of these arrays have size 1: the module then sums their gradients over it.
     """
-    form, whole = problem.form, problem.score_shape.rows[:-1]
+    form, lead = problem.form, problem.score_shape.rows[:-1]
     shapes = [x.shape[:-2] for name, x in form.arrays().items() if form.role(name) == "key"]
     shapes.append(problem.value.shape[:-2])
     if isinstance(form, AdditiveForm) and len(form.w_v.shape) > 1:
         shapes.append((*(1 for _ in problem.score_shape.lead), *form.w_v.shape[:2]))
-    return tuple(1 if all(n == 1 for n in lengths) else length for length, *lengths in zip(whole, *shapes, strict=True))
+    return tuple(1 if all(n == 1 for n in lengths) else length for length, *lengths in zip(lead, *shapes, strict=True))
 
 
 def as_operand(problem: Problem, grad: Array, name: str, operand: Array) -> Array:

@@ -27,7 +27,7 @@ from attnscore.base import thresholds
 from attnscore.base.arguments import CallArguments
 from attnscore.base.layout import AxisLayout
 from attnscore.kernels import tiling
-from attnscore.kernels.base import Kernel, Plan, SinglePlan, saved
+from attnscore.kernels.base import Kernel, Plan, SinglePlan, snapshot
 from attnscore.kernels.native.marshalling import (
     BACKWARD_INPUTS,
     FILLED,
@@ -35,7 +35,7 @@ from attnscore.kernels.native.marshalling import (
     ORDER,
     PAIRS,
     STORED,
-    aligned,
+    allocate_aligned,
     gradient_shapes,
     score_spec,
 )
@@ -44,7 +44,7 @@ from attnscore.masks import Mask, ValidLens, lowering
 from attnscore.masks.cached import CachedMask
 from attnscore.masks.index_values import lens_per_query
 from attnscore.problem.problem import Problem, build_problem
-from attnscore.problem.statistics import DIFFERENTIABLE, KEYS, AttentionStats, returned
+from attnscore.problem.statistics import DIFFERENTIABLE, KEYS, AttentionStats, in_returned_dtype
 from attnscore.scores import Additive
 from attnscore.scores.forms import AdditiveForm, TileForm
 from attnscore.scores.gaussian import bandwidth_gradient, scale_of
@@ -227,7 +227,7 @@ class NativePlan(Plan):
     def record(self, arguments: CallArguments, score: Any, arrays: Sequence[Array]) -> Any:
         """Return what `attend` returns, of a call on these arrays that autograd records."""
         # The backward reads the mask or the lengths of this call, whatever the caller's array holds by then.
-        mask = saved(arguments.mask) if self.reads_mask else None
+        mask = snapshot(arguments.mask) if self.reads_mask else None
         if self.reads_lens:
             mask = self._checked_bounds(arguments.valid_lens)
         op = NativeOp(self, score, mask, self._seed(arguments) if self.dropout else 0)
@@ -272,13 +272,13 @@ class NativePlan(Plan):
 
         `mask` is a boolean mask, or valid lengths or their bounds, which the plan reads.
         """
-        ops, lens, in_memory = self.ops, (), mask
-        plan, layouts, outputs, saved = self._forwards.get(saves) or self._build_forward(saves)
+        ops, lens, caller_mask = self.ops, (), mask
+        plan, filled_layouts, outputs, saved = self._forwards.get(saves) or self._build_forward(saves)
         if self.reads_lens and type(mask) is not tuple:
-            lens, in_memory = (mask,) if type(mask) is np.ndarray else tuple(ops.buffers((mask,))), None
-        buffers = self._buffers(arrays, in_memory)
-        empty = _aligned_empty if ops.wants_aligned else np.empty
-        filled = plan.allocate_and_run(buffers, lens, empty, layouts, seed, self.threads())
+            lens, caller_mask = (mask,) if type(mask) is np.ndarray else tuple(ops.buffers((mask,))), None
+        buffers = self._buffers(arrays, caller_mask)
+        empty = _empty_aligned if ops.wants_aligned else np.empty
+        filled = plan.allocate_and_run(buffers, lens, empty, filled_layouts, seed, self.threads())
         if filled is None:
             ValidLens(mask).check(ops, self.layout.score_shape)
         results, from_memory, like = [], ops.from_memory, arrays[2]
@@ -297,11 +297,11 @@ class NativePlan(Plan):
             with np.errstate(all="ignore"):  # of a tiny bandwidth it is infinite
                 scale = scale_of(np.float64(ops.number(arrays[-1])))
                 buffers = (*buffers[:-1], np.full((1, 1), scale, self.accumulator))
-        of_mask = mask if self.reads_lens else (_memory(ops, mask),) if self.reads_mask else self._planned_bounds
-        if of_mask is None:
+        mask_buffers = mask if self.reads_lens else (_memory(ops, mask),) if self.reads_mask else self._planned_bounds
+        if mask_buffers is None:
             return buffers
         before_mask = 4 if self.operands[3:] and self.operands[3].name == "bias" else 3
-        return (*buffers[:before_mask], *of_mask, *buffers[before_mask:])
+        return (*buffers[:before_mask], *mask_buffers, *buffers[before_mask:])
 
     @cached_property
     def _planned_bounds(self) -> tuple[HostArray, HostArray] | None:
@@ -374,7 +374,8 @@ class NativePlan(Plan):
         if not {*self.statistics} & {*KEYS}:
             return fields_of
         return lambda outputs: tuple(
-            x if x is None else returned(self.ops, name, x) for name, x in zip(fields, fields_of(outputs), strict=True)
+            x if x is None else in_returned_dtype(self.ops, name, x)
+            for name, x in zip(fields, fields_of(outputs), strict=True)
         )
 
     @cached_property
@@ -419,7 +420,7 @@ class NativePlan(Plan):
             names = [name for name, x in zip(self.backward_inputs, inputs, strict=False) if x is not None]
             incoming = {name.removeprefix("grad_") for name in names if name.startswith("grad_")}
             backward = self._backwards[key] = self._build_backward(incoming, requested)
-        in_memory: list[Array] = []
+        input_buffers: list[Array] = []
         for position, axis, is_in_c_order in backward.inputs:
             x = inputs[position]
             if x is None:  # the gradient of the output, which the module always reads
@@ -427,23 +428,23 @@ class NativePlan(Plan):
                 x = ops.zeros(out.shape, out)
             if axis is not None:
                 x = _with_heads_first(ops, x, axis)
-            in_memory.append(x if is_in_c_order else ops.buffer_in_c_order(x))
-        empty = _aligned_empty if ops.wants_aligned else np.empty
+            input_buffers.append(x if is_in_c_order else ops.buffer_in_c_order(x))
+        empty = _empty_aligned if ops.wants_aligned else np.empty
         filled = [empty(shape, self.accumulator) for shape in backward.filled]
-        backward.plan((*self._buffers(arrays, mask), *in_memory, *filled), seed, self.threads())
+        backward.plan((*self._buffers(arrays, mask), *input_buffers, *filled), seed, self.threads())
         gradients: list[Array | None] = []
         from_memory, dtype, like = ops.from_memory, self.accumulator, arrays[2]
-        for filled_at, operand in backward.gradients:
-            if filled_at is None:
+        for filled_index, operand in backward.gradients:
+            if filled_index is None:
                 gradients.append(None)
             elif operand is None:
-                gradients.append(from_memory(filled[filled_at], dtype, like))
+                gradients.append(from_memory(filled[filled_index], dtype, like))
             else:
-                gradients.append(self._finished(filled[filled_at], operand, arrays[len(gradients)], like))
+                gradients.append(self._finish_gradient(filled[filled_index], operand, arrays[len(gradients)], like))
         return gradients
 
-    def _finished(self, rows: HostArray, operand: Operand, x: Array, like: Array) -> Array:
-        """Return the gradient of an operand `x` from what the module has filled."""
+    def _finish_gradient(self, rows: HostArray, operand: Operand, x: Array, like: Array) -> Array:
+        """Return the gradient of an operand `x` from the rows that the module has filled."""
         ops = self.ops
         if operand.name == "scale":
             grad_scale = rows.sum(dtype=np.float64)
@@ -547,7 +548,9 @@ class NativeOp(DifferentiableOp):
             return (None,) * len(arrays)
         requested = requested if requested is not None else [True] * len(arrays)
         if ops.needs_grad(*arrays, *incoming) or not call.are_as_planned([*arrays, *outputs], incoming):
-            return tuple(self._rebuilt(arrays, dict(zip(call.differentiable, grads, strict=True)), requested))
+            return tuple(
+                self._recompute_gradients(arrays, dict(zip(call.differentiable, grads, strict=True)), requested)
+            )
         return tuple(call.backward(arrays, self.mask, (*outputs, *self.saved, *grads), self.seed, requested))
 
     def _mask(self) -> Any:
@@ -557,7 +560,7 @@ class NativeOp(DifferentiableOp):
             return CachedMask(start, stop, "ValidLens(...)")
         return self.mask if self.call.reads_mask else self.call.mask
 
-    def _rebuilt(
+    def _recompute_gradients(
         self, arrays: Sequence[Array], grads: dict[str, Array | None], requested: Sequence[bool]
     ) -> Iterator[Array | None]:
         """Yield the gradients that a `SinglePlan` computes on a newly built problem: autodiff may differentiate them.
@@ -566,8 +569,8 @@ class NativeOp(DifferentiableOp):
         """
         call, ops = self.call, self.call.ops
         operands = {operand.name: x for operand, x in zip(call.operands, arrays, strict=True)}
-        of_score = {x.kind.field: operands.pop(x.name) for x in call.operands if x.kind.field is not None}
-        score = dataclasses.replace(self.score, **of_score) if of_score else call.score
+        score_arrays = {x.kind.field: operands.pop(x.name) for x in call.operands if x.kind.field is not None}
+        score = dataclasses.replace(self.score, **score_arrays) if score_arrays else call.score
         problem, _ = build_problem(
             **operands, score=score, mask=self._mask(), dropout=call.dropout,
             seed=self.seed, head_axis=call.layout.head_axis, statistics=call.statistics,
@@ -606,7 +609,7 @@ def saves_scores(problem: Problem, tiles: TilePlan) -> bool:
     ):
         return False
     # An evaluated mask runs in chunks of queries, each of which would copy its part of the scores.
-    return not lowering.partition(tiles.rest)[1]
+    return not lowering.partition(tiles.remaining_mask)[1]
 
 
 def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> NativePlan | None:
@@ -617,7 +620,7 @@ def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Map
     if hasattr(problem.score, "reads_values") and problem.score.reads_values(ops, form.query, form.key):
         return None
     # A plan reads one boolean array or holds intervals, but not both.
-    if (tiles.interval_set if "mask" in arrays else tiles.rest) is not None:
+    if (tiles.interval_set if "mask" in arrays else tiles.remaining_mask) is not None:
         return None
     reads_mask, reads_lens = "mask" in arrays, "valid_lens" in arrays
     if not (problem.mask is None or reads_mask or reads_lens or isinstance(problem.mask, CachedMask)):
@@ -625,12 +628,12 @@ def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Map
     # No plan for the scores alone, nor without rows: the strides of an empty view are NumPy's, not the caller's.
     if 0 in problem.score_shape.rows or problem.matrix == "scores":
         return None
-    spec, lowered = score_spec(problem, {})
+    spec, inputs_by_name = score_spec(problem, {})
     operands = {kind: arrays[kind.field or kind.name] for kind in _OPERANDS if (kind.field or kind.name) in arrays}
     # The module must read no array that lowering computed, such as query_bias: the next call would read it too.
-    if lowered.keys() != {kind.input for kind in operands}:
+    if inputs_by_name.keys() != {kind.input for kind in operands}:
         return None
-    inputs = _inputs(problem, tiles, arrays, lowered)
+    inputs = _inputs(problem, tiles, arrays, inputs_by_name)
     if inputs is None:
         return None
     copies_bias = problem.has_relative_bias and not ops.memory(arrays["bias"]).flags.c_contiguous
@@ -712,7 +715,7 @@ def thread_counter(module: Any, ops: Backend) -> Callable[[], int]:
     return lambda: -ops.threads()
 
 
-_aligned_empty = partial(aligned, np.empty)
+_empty_aligned = partial(allocate_aligned, np.empty)
 
 
 def _memory(ops: Backend, x: Any) -> HostArray:

@@ -36,7 +36,7 @@ from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
 
 
-def _passed(problem: Problem) -> list[Array]:
+def _callback_arrays(problem: Problem) -> list[Array]:
     """Return the arrays passed to the callback: the operands, unknown arrays of the mask, a traced seed."""
     arrays = [*problem.operands().values()]
     if problem.mask is not None:
@@ -47,7 +47,7 @@ def _passed(problem: Problem) -> list[Array]:
 
 
 def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Problem]:
-    """Return a function that builds the problem from arrays in the order of `_passed`, for the backend `ops`.
+    """Return a function that builds the problem from arrays in the order of `_callback_arrays`, for the backend `ops`.
 
     On the host it checks the shapes of the mask against lengths that the graph did not know.
     """
@@ -64,19 +64,21 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
     if mask is not None:
         mask = mask.with_leaves(iter([PLACEHOLDER] * len(static_leaves)))
     absent = dict.fromkeys(("score", "query", "key", "value", "bias", "sink", "dropout", "mask"))
-    layout = _measured(problem.layout, (0,) * len(problem.score_shape.lead), 0, 0) if unknown else problem.layout
+    layout = (
+        _layout_with_lengths(problem.layout, (0,) * len(problem.score_shape.lead), 0, 0) if unknown else problem.layout
+    )
     empty = dataclasses.replace(problem, ops=ops, form=form, layout=layout, **absent)  # type: ignore[arg-type]
     dropout = dataclasses.replace(dropout, seed=0) if dropout is not None and seeded else dropout
 
     def rebuild(arrays: Sequence[Array]) -> Problem:
-        named, left = dict(zip(names, arrays, strict=False)), iter(arrays[len(names) :])
-        fields: dict[str, Any] = {name: named.pop(name) for name in ("value", "bias", "sink") if name in named}
-        fields["form"] = new_form = form.with_arrays(named)
+        by_name, remaining = dict(zip(names, arrays, strict=False)), iter(arrays[len(names) :])
+        fields: dict[str, Any] = {name: by_name.pop(name) for name in ("value", "bias", "sink") if name in by_name}
+        fields["form"] = new_form = form.with_arrays(by_name)
         if mask is not None:
-            fields["mask"] = mask.with_leaves(iter([next(left) if x is None else x for x in static_leaves]))
+            fields["mask"] = mask.with_leaves(iter([next(remaining) if x is None else x for x in static_leaves]))
         fields["dropout"] = dropout
         if dropout is not None and seeded:
-            low, high = left
+            low, high = remaining
             seed = int(low) | int(high) << 32 if isinstance(low, (np.ndarray, np.generic)) else SeedHalves(low, high)
             fields["dropout"] = dataclasses.replace(dropout, seed=seed)
         if unknown:
@@ -84,7 +86,7 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
                 ops.shape(x) for x in (*(new_form.arrays()[n] for n in ("query", "key")), fields["value"])
             )
             lead = broadcast(query[:-4], key[:-4], value[:-4])
-            fields["layout"] = _measured(layout, lead, query[-2], key[-2])
+            fields["layout"] = _layout_with_lengths(layout, lead, query[-2], key[-2])
         rebuilt = dataclasses.replace(empty, **fields)
         if is_checked and rebuilt.mask is not None:
             check_shapes(rebuilt.mask, rebuilt.score_shape)
@@ -93,12 +95,12 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
     return rebuild
 
 
-def _measured(layout: AxisLayout, lead: tuple[Any, ...], query_len: Any, key_len: Any) -> AxisLayout:
+def _layout_with_lengths(layout: AxisLayout, lead: tuple[Any, ...], query_len: Any, key_len: Any) -> AxisLayout:
     score_shape = dataclasses.replace(layout.score_shape, lead=lead, query_len=query_len, key_len=key_len)
     return dataclasses.replace(layout, score_shape=score_shape)
 
 
-def _on_host(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
+def _host_rebuilder(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
     return _rebuilder(problem, problem.ops.at_run_time(backends.load("numpy")))
 
 
@@ -127,19 +129,19 @@ class _Plans:
             return None
         return cls(kernel, rebuild, tuple(problem.operands()), has_lens, None if isinstance(seed, SeedHalves) else seed)
 
-    def bound(self, arrays: Sequence[HostArray]) -> BoundPlan | None:
+    def bind(self, arrays: Sequence[HostArray]) -> BoundPlan | None:
         """Return the plan for these layouts, bound to these arrays; None where the module cannot read them so."""
         key = tuple((x.shape, x.strides) for x in arrays)
         plan = self._plans.get_or_compute(key, lambda: self._build(arrays))
         if plan is None:
             return None
-        named, left = dict(zip(self.names, arrays, strict=False)), iter(arrays[len(self.names) :])
-        bounds = plan.bounds_of(next(left)) if self.has_lens else None
+        by_name, remaining = dict(zip(self.names, arrays, strict=False)), iter(arrays[len(self.names) :])
+        bounds = plan.bounds_of(next(remaining)) if self.has_lens else None
         seed = self.seed
         if seed is None:
-            low, high = left
+            low, high = remaining
             seed = int(low) | int(high) << 32
-        return BoundPlan(plan, [named[operand.name] for operand in plan.operands], bounds, seed % 2**63)
+        return BoundPlan(plan, [by_name[operand.name] for operand in plan.operands], bounds, seed % 2**63)
 
     def _build(self, arrays: Sequence[HostArray]) -> NativePlan | None:
         problem = self.rebuild(arrays)
@@ -173,8 +175,8 @@ class BoundPlan(NamedTuple):
         """Return the outputs by name; statistics get the last axis of 1 that they have on the canonical axes."""
         plan = self.plan
         outputs, saved = plan.forward(self.operands, self.bounds, self.seed, saves=True)
-        named = dict(zip((*plan.returned, *plan.saved), (*outputs, *saved), strict=True))
-        return {name: x if name in ("out", "attention_weights") else x[..., None] for name, x in named.items()}
+        by_name = dict(zip((*plan.returned, *plan.saved), (*outputs, *saved), strict=True))
+        return {name: x if name in ("out", "attention_weights") else x[..., None] for name, x in by_name.items()}
 
     def backward(self, inputs: dict[str, HostArray], requested: Collection[str]) -> dict[str, HostArray]:
         """Return the gradients by name, from `marshalling.backward_inputs`."""
@@ -194,56 +196,56 @@ class HostCallback:
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         """Stage the forward."""
-        on_host, in_program = _on_host(problem), _rebuilder(problem, problem.ops)
-        plans, shapes = _Plans.of(self.kernel, problem, on_host), output_shapes(problem)
+        rebuild_on_host, rebuild_in_program = _host_rebuilder(problem), _rebuilder(problem, problem.ops)
+        plans, shapes = _Plans.of(self.kernel, problem, rebuild_on_host), output_shapes(problem)
         # The functions hold no tensor, and sizes in shapes may be tensors.
         names = tuple(shapes)
 
-        def outputs(kernel: Kernel, rebuilt: Problem) -> tuple[Array, ...]:
-            named = outputs_of(rebuilt, kernel.forward(rebuilt, tiling.plan(rebuilt)))
-            return tuple(named[name] for name in names)
+        def forward_outputs(kernel: Kernel, rebuilt: Problem) -> tuple[Array, ...]:
+            by_name = outputs_of(rebuilt, kernel.forward(rebuilt, tiling.plan(rebuilt)))
+            return tuple(by_name[name] for name in names)
 
         def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-            if plans is None or (planned := plans.bound(arrays)) is None:
-                return outputs(self.kernel, on_host(arrays))
-            named = planned.forward()
-            return tuple(named[name] for name in names)
+            if plans is None or (bound_plan := plans.bind(arrays)) is None:
+                return forward_outputs(self.kernel, rebuild_on_host(arrays))
+            by_name = bound_plan.forward()
+            return tuple(by_name[name] for name in names)
 
         def alternative(*arrays: Array) -> tuple[Array, ...]:
-            return outputs(self.kernel.differentiable, in_program(arrays))
+            return forward_outputs(self.kernel.differentiable, rebuild_in_program(arrays))
 
-        arrays = problem.ops.host_callback(run, list(shapes.values()), _passed(problem), alternative)
+        arrays = problem.ops.host_callback(run, list(shapes.values()), _callback_arrays(problem), alternative)
         return result_of(problem, dict(zip(shapes, arrays, strict=True)))
 
     def backward(
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
         """Stage the backward."""
-        on_host, in_program = _on_host(problem), _rebuilder(problem, problem.ops)
-        plans, inputs = _Plans.of(self.kernel, problem, on_host), backward_inputs(problem, result, grads)
+        rebuild_on_host, rebuild_in_program = _host_rebuilder(problem), _rebuilder(problem, problem.ops)
+        plans, inputs = _Plans.of(self.kernel, problem, rebuild_on_host), backward_inputs(problem, result, grads)
         shapes = {
             name: (tuple(x.shape), problem.accumulator) for name, x in problem.operands().items() if name in requested
         }
         # As in `forward`.
         input_names, names, count = tuple(inputs), tuple(shapes), len(inputs)
 
-        def gradients(kernel: Kernel, rebuilt: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
+        def backward_gradients(kernel: Kernel, rebuilt: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
             arguments = result_and_gradients(rebuilt, dict(zip(input_names, rows, strict=True)))
-            named = kernel.backward(rebuilt, tiling.plan(rebuilt), *arguments, frozenset(names))
-            return tuple(named[name] for name in names)
+            by_name = kernel.backward(rebuilt, tiling.plan(rebuilt), *arguments, frozenset(names))
+            return tuple(by_name[name] for name in names)
 
         def run(*arrays: HostArray) -> tuple[HostArray, ...]:
             rows, others = arrays[:count], arrays[count:]
-            if plans is None or (planned := plans.bound(others)) is None:
-                return gradients(self.kernel, on_host(others), rows)
-            named = planned.backward(dict(zip(input_names, rows, strict=True)), names)
-            return tuple(named[name] for name in names)
+            if plans is None or (bound_plan := plans.bind(others)) is None:
+                return backward_gradients(self.kernel, rebuild_on_host(others), rows)
+            by_name = bound_plan.backward(dict(zip(input_names, rows, strict=True)), names)
+            return tuple(by_name[name] for name in names)
 
         def alternative(*arrays: Array) -> tuple[Array, ...]:
             rows, others = arrays[:count], arrays[count:]
-            return gradients(self.kernel.differentiable, in_program(others), rows)
+            return backward_gradients(self.kernel.differentiable, rebuild_in_program(others), rows)
 
         arrays = problem.ops.host_callback(
-            run, list(shapes.values()), [*inputs.values(), *_passed(problem)], alternative
+            run, list(shapes.values()), [*inputs.values(), *_callback_arrays(problem)], alternative
         )
         return dict(zip(shapes, arrays, strict=True))

@@ -215,9 +215,9 @@ def tabulate(
             tl.store(target + width * pitch, power, mask=inside[None, :])
             if powers is not None:
                 # A NaN reaches gradients through that of the scores; here it would reach those of masked pairs.
-                to = powers + z * rows * width + at[:, None] * width + c[None, :]
+                target_powers = powers + z * rows * width + at[:, None] * width + c[None, :]
                 mask = (at < rows)[:, None] & inside[None, :]
-                tl.store(to, tl.where(value == value, power, 1.0), mask=mask)
+                tl.store(target_powers, tl.where(value == value, power, 1.0), mask=mask)
     tl.store(channels + 2 * width * pitch + at, largest)
 
 

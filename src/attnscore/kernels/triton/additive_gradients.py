@@ -29,13 +29,13 @@ from attnscore.kernels.triton.operands import Operand, RowGrads
 from attnscore.kernels.triton.tile import (
     ADDITIVE,
     Matrix,
-    attended,
     base,
     finite_of,
     matrix_of,
     side_of,
     side_tile,
     typed,
+    unmasked_in_interval,
     vectors,
 )
 from attnscore.kernels.triton.tiles import SUMS, padded
@@ -70,14 +70,14 @@ class Chunk(NamedTuple):
 
 
 @triton.jit
-def visited(masking, interval, b, tile, tiles, key_tiles):
+def key_tiles_of(masking, interval, b, tile, tiles, key_tiles):
     """Return the first and last key tile that an interval of a query tile visits, and how many those before visit."""
     before = 0
     if masking.start is None:
         first, last = 0, key_tiles
     else:
-        of_batch = tl.minimum(b, masking.ends_batch - 1)
-        at = masking.ends + (of_batch.to(tl.int64) * tiles + tile) * 4
+        batch_line = tl.minimum(b, masking.ends_batch - 1)
+        at = masking.ends + (batch_line.to(tl.int64) * tiles + tile) * 4
         for _ in tl.range(0, interval):
             before += tl.load(at + 3) - tl.load(at)
             at += masking.ends_batch * tiles * 4
@@ -93,24 +93,24 @@ def store_gradients(
 ):  # fmt: skip
     """Compute the gradients of the scores of a query tile of the chunk, its weights, and the gradient of its bias."""
     inputs = typed(inputs)
-    local, of_chunk = tl.program_id(0), tl.program_id(1)
+    local, chunk_matrix = tl.program_id(0), tl.program_id(1)
     tile = chunk.first_tile + local
-    m = matrix_of(chunk.first_matrix * sizes.groups + of_chunk, sizes.heads, sizes.groups)
+    m = matrix_of(chunk.first_matrix * sizes.groups + chunk_matrix, sizes.heads, sizes.groups)
     i, dv = (tile * BM + tl.arange(0, BM))[:, None], tl.arange(0, DV)
-    of_query, of_key, of_value = side_of(inputs.query, m), side_of(inputs.key, m), side_of(inputs.value, m)
-    queries = side_tile(of_query, i, None, sizes.n_q, sizes.dim, ADDITIVE)
+    query_side, key_side, value_side = side_of(inputs.query, m), side_of(inputs.key, m), side_of(inputs.value, m)
+    queries = side_tile(query_side, i, None, sizes.n_q, sizes.dim, ADDITIVE)
     do = vectors(side_of(grad_out, m), i.to(tl.int64), dv[None, :], queries.live, sizes.value_dim)
-    of_rows = row_values(rows, m.z, i, sizes.n_q)
-    stored = (of_chunk.to(tl.int64) * chunk.tile_count + local) * BM + tl.arange(0, BM)
+    row_numbers = row_values(rows, m.z, i, sizes.n_q)
+    stored = (chunk_matrix.to(tl.int64) * chunk.tile_count + local) * BM + tl.arange(0, BM)
     for interval in tl.range(0, INTERVALS):
-        first, last, before = visited(inputs.masking, interval, m.b, tile, chunk.tiles, tl.cdiv(sizes.n_k, BN))
+        first, last, before = key_tiles_of(inputs.masking, interval, m.b, tile, chunk.tiles, tl.cdiv(sizes.n_k, BN))
         for at_tile in tl.range(first, last):
             j = (at_tile * BN + tl.arange(0, BN))[None, :]
-            keys = side_tile(of_key, j, None, sizes.n_k, sizes.dim, ADDITIVE)
-            v = vectors(of_value, j.to(tl.int64), dv[:, None], keys.live, sizes.value_dim)
-            attends = attended(inputs.masking, interval, m, i, j, sizes)
+            keys = side_tile(key_side, j, None, sizes.n_k, sizes.dim, ADDITIVE)
+            v = vectors(value_side, j.to(tl.int64), dv[:, None], keys.live, sizes.value_dim)
+            attends = unmasked_in_interval(inputs.masking, interval, m, i, j, sizes)
             _, weights, grad, ds = tile_gradients(
-                inputs, queries, keys, do, v, rows, of_rows, attends, m, sizes, 1.0, slope,
+                inputs, queries, keys, do, v, rows, row_numbers, attends, m, sizes, 1.0, slope,
                 ADDITIVE, ACTIVATION, CAPS, RELATIVE, PRECISION,
             )  # fmt: skip
             if grad_bias is not None:
@@ -170,28 +170,28 @@ def _sums(
 
 @triton.jit
 def _side_sums(
-    own, other, channels, position, c, chunk, ds, masking, b, own_tile, own_len, other_len, slope,
+    target, other, channels, position, c, chunk, ds, masking, b, target_tile, target_len, other_len, slope,
     ACTIVATION: tl.constexpr, TERMS: tl.constexpr, IS_QUERY: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     INTERVALS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of `_sums` over all positions of the other side that were visited with the own ones."""
-    at_own = own.data + position.to(tl.int64)[:, None] * own.row + c.to(tl.int64)[None, :] * own.column
-    a = tl.load(at_own, mask=(position < own_len)[:, None] & (c < channels)[None, :], other=0.0).to(tl.float32)
+    """Return the sums of `_sums` over all positions of the other side that were visited with the target positions."""
+    at_target = target.data + position.to(tl.int64)[:, None] * target.row + c.to(tl.int64)[None, :] * target.column
+    a = tl.load(at_target, mask=(position < target_len)[:, None] & (c < channels)[None, :], other=0.0).to(tl.float32)
     acc, acc_value = tl.zeros((BLOCK, CHANNELS), tl.float32), tl.zeros((BLOCK, CHANNELS), tl.float32)
     acc_ds = tl.zeros((BLOCK,), tl.float32)
-    key_tiles = tl.cdiv(other_len if IS_QUERY else own_len, BN)
+    key_tiles = tl.cdiv(other_len if IS_QUERY else target_len, BN)
     for part in tl.range(0, INTERVALS if IS_QUERY else INTERVALS * chunk.tile_count):
-        # The query tile of the own queries, or one query tile of the chunk after the other.
-        tile = chunk.first_tile + (own_tile if IS_QUERY else part // INTERVALS)
-        first, last, before = visited(masking, part % INTERVALS, b, tile, chunk.tiles, key_tiles)
+        # The query tile of the target queries, or one query tile of the chunk after the other.
+        tile = chunk.first_tile + (target_tile if IS_QUERY else part // INTERVALS)
+        first, last, before = key_tiles_of(masking, part % INTERVALS, b, tile, chunk.tiles, key_tiles)
         if IS_QUERY:
             start, stop, step = first * BN, tl.minimum(last * BN, other_len), 1
             query, column = position, before * BN
         else:
             start, step = tile * BM, chunk.pitch
-            is_visited = (first <= own_tile) & (own_tile < last)
+            is_visited = (first <= target_tile) & (target_tile < last)
             stop = tl.where(is_visited, tl.minimum(start + BM, other_len), start)
-            query, column = start, (before + own_tile - first) * BN + (position - own_tile * BN)
+            query, column = start, (before + target_tile - first) * BN + (position - target_tile * BN)
         at = ds + (query - chunk.first_tile * BM).to(tl.int64) * chunk.pitch + column
         acc, acc_value, acc_ds = _sums(
             acc, acc_value, acc_ds, a, other, c, channels, at, step, start, stop, slope, ACTIVATION, TERMS, HAS_WEIGHTS
@@ -201,38 +201,38 @@ def _side_sums(
 
 @triton.jit
 def side_gradient(
-    own, other, own_powers, other_powers, own_sizes, other_size, w_v, chunk, gradient, weights, masking,
-    own_len, other_len, hidden, heads, groups, group, own_groups, slope,
+    target, other, target_powers, other_powers, target_sizes, other_size, w_v, chunk, gradient, weights, masking,
+    target_len, other_len, hidden, heads, groups, group, target_groups, slope,
     ACTIVATION: tl.constexpr, IS_QUERY: tl.constexpr, INTERVALS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a tile (positions, channels) of one side from those of a chunk of the scores.
 
     Of queries: a program writes its gradient, and its part of that of w_v. Of keys: it adds to what earlier launches
-    left, for the query heads `group` of their KV heads; `own_groups` is 1 where these share their keys.
+    left, for the query heads `group` of their KV heads; `target_groups` is 1 where these share their keys.
     """
     masking = typed(masking)
     block, z = tl.program_id(0), tl.program_id(2)
     HAS_WEIGHTS: tl.constexpr = weights is not None
     if IS_QUERY:
-        kv, g, of_scores = chunk.first_matrix + z // groups, z % groups, z
-        own_tile, matrix = block * BLOCK // BM, kv * groups + g
+        kv, g, ds_matrix = chunk.first_matrix + z // groups, z % groups, z
+        target_tile, matrix = block * BLOCK // BM, kv * groups + g
         block += chunk.first_tile * (BM // BLOCK)
     else:
-        kv, g, of_scores = chunk.first_matrix + z, group, z * groups + group
-        own_tile, matrix = block * BLOCK // BN, kv * own_groups + tl.minimum(group, own_groups - 1)
+        kv, g, ds_matrix = chunk.first_matrix + z, group, z * groups + group
+        target_tile, matrix = block * BLOCK // BN, kv * target_groups + tl.minimum(group, target_groups - 1)
     m = Matrix(kv * groups + g, kv // heads, kv % heads, g)
     position = block * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    live = position < own_len
-    ds = chunk.ds + of_scores.to(tl.int64) * chunk.tile_count * BM * chunk.pitch
-    a, other_a = side_of(own, m), side_of(other, m)
-    common = (position, c, chunk, ds, masking, m.b, own_tile, own_len, other_len, slope)
+    live = position < target_len
+    ds = chunk.ds + ds_matrix.to(tl.int64) * chunk.tile_count * BM * chunk.pitch
+    a, other_a = side_of(target, m), side_of(other, m)
+    common = (position, c, chunk, ds, masking, m.b, target_tile, target_len, other_len, slope)
     if ACTIVATION == "tanh" or ACTIVATION == "sigmoid":
         reach: tl.constexpr = 1.0 if ACTIVATION == "tanh" else 2.0
-        size = tl.max(tl.load(base(own_sizes, m) + position, mask=live, other=0.0), 0)
+        size = tl.max(tl.load(base(target_sizes, m) + position, mask=live, other=0.0), 0)
         size_of_other = tl.load(base(other_size, m))
-        exp_a, exp_b, width = side_of(own_powers, m), side_of(other_powers, m), table_width(hidden)
+        exp_a, exp_b, width = side_of(target_powers, m), side_of(other_powers, m), table_width(hidden)
         if size + size_of_other <= reach * TWO_TERMS:
             acc, acc_value, acc_ds = _side_sums(
                 exp_a, exp_b, width, *common, ACTIVATION, 2, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS
@@ -253,15 +253,15 @@ def side_gradient(
     w = tl.load(base(w_v, m) + c, mask=c < hidden, other=0.0)[None, :]
     # tanh' = 4 r (1 - r), and tanh = 1 - 2 r.
     grad_tile = acc * (4.0 * w if ACTIVATION == "tanh" else w)
-    to = gradient + (matrix.to(tl.int64) * own_len + position[:, None]) * hidden + c[None, :]
+    grad_at = gradient + (matrix.to(tl.int64) * target_len + position[:, None]) * hidden + c[None, :]
     if not IS_QUERY:
-        grad_tile += tl.load(to, mask=is_written, other=0.0)
-    tl.store(to, grad_tile, mask=is_written)
+        grad_tile += tl.load(grad_at, mask=is_written, other=0.0)
+    tl.store(grad_at, grad_tile, mask=is_written)
     if HAS_WEIGHTS:
         total = tl.sum(acc_value, 0)
         if ACTIVATION == "tanh":
             total = tl.sum(acc_ds, 0) - 2.0 * total
-        blocks = tl.cdiv(own_len, BLOCK)
+        blocks = tl.cdiv(target_len, BLOCK)
         tl.store(
             weights + (matrix.to(tl.int64) * blocks + block) * hidden + c, total, mask=(c < hidden) & (block < blocks)
         )
@@ -275,22 +275,22 @@ def value_gradient(
 ):  # fmt: skip
     """Add to the gradient of a tile of values what the queries of the chunk contribute, over all heads of a group."""
     inputs = typed(inputs)
-    block, of_chunk = tl.program_id(0), tl.program_id(1)
-    kv = chunk.first_matrix + of_chunk
+    block, chunk_matrix = tl.program_id(0), tl.program_id(1)
+    kv = chunk.first_matrix + chunk_matrix
     b, h = kv // sizes.heads, kv % sizes.heads
     j, dv, local = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DV), tl.arange(0, BM)
     key_tile = block * BLOCK // BN
-    to = gradient + (kv.to(tl.int64) * sizes.n_k + j[:, None]) * sizes.value_dim + dv[None, :]
+    grad_at = gradient + (kv.to(tl.int64) * sizes.n_k + j[:, None]) * sizes.value_dim + dv[None, :]
     is_written = (j < sizes.n_k)[:, None] & (dv < sizes.value_dim)[None, :]
-    acc = tl.load(to, mask=is_written, other=0.0)
+    acc = tl.load(grad_at, mask=is_written, other=0.0)
     is_bad = 0
     for part in tl.range(0, sizes.groups * chunk.tile_count * INTERVALS):
-        of_tile, interval = part // INTERVALS, part % INTERVALS
-        g, tile = of_tile // chunk.tile_count, chunk.first_tile + of_tile % chunk.tile_count
+        group_tile, interval = part // INTERVALS, part % INTERVALS
+        g, tile = group_tile // chunk.tile_count, chunk.first_tile + group_tile % chunk.tile_count
         m = Matrix(kv * sizes.groups + g, b, h, g)
-        first, last, before = visited(inputs.masking, interval, b, tile, chunk.tiles, tl.cdiv(sizes.n_k, BN))
+        first, last, before = key_tiles_of(inputs.masking, interval, b, tile, chunk.tiles, tl.cdiv(sizes.n_k, BN))
         if (first <= key_tile) & (key_tile < last):
-            of_row = (of_chunk * sizes.groups + g).to(tl.int64) * chunk.tile_count + of_tile % chunk.tile_count
+            of_row = (chunk_matrix * sizes.groups + g).to(tl.int64) * chunk.tile_count + group_tile % chunk.tile_count
             stored = of_row * BM + local
             column = (before + key_tile - first) * BN + (j - key_tile * BN)
             p = tl.load(chunk.weights + stored[None, :] * chunk.pitch + column[:, None])
@@ -305,7 +305,7 @@ def value_gradient(
                 acc, inputs.masking, inputs.bias, side_of(grad_out, m), m, j[:, None], sizes,
                 INTERVALS, RELATIVE, False, BM, DV,
             )  # fmt: skip
-    tl.store(to, acc, mask=is_written)
+    tl.store(grad_at, acc, mask=is_written)
 
 
 def gradients(
@@ -316,7 +316,7 @@ def gradients(
     runner: Runner,
     requested: frozenset[str],
 ) -> dict[str, torch.Tensor]:
-    """Return the gradients of query', key', w_v and value that are wanted, in float32, of every (batch, head).
+    """Return the gradients of query', key', w_v and value that are requested, in float32, of every (batch, head).
 
     Those of queries are (batch, head, group, query, h), of keys (batch, head, group or 1, key, h), of values
     (batch, head, 1, key, value_dim), of w_v (head, group, h). `grad_bias` is filled, where it has a number for each
@@ -341,19 +341,19 @@ def gradients(
         "key": zeros(operands.batch, heads, key_groups, n_k, hidden),
         "value": zeros(operands.batch, heads, 1, n_k, value_dim),
     }
-    of_weights = zeros(operands.batch, heads, groups, triton.cdiv(n_q, block), hidden)
+    grad_w_v = zeros(operands.batch, heads, groups, triton.cdiv(n_q, block), hidden)
     pairs_of_tile = groups * tile.queries * pitch
-    most_kv = max(1, min(kv_heads, thresholds.GRADIENT_PAIRS // (tiles * pairs_of_tile)))
-    most_tiles = tiles if most_kv > 1 else max(1, min(tiles, thresholds.GRADIENT_PAIRS // pairs_of_tile))
-    ds, weights = torch.empty((2, most_kv * most_tiles * pairs_of_tile), dtype=torch.float32, device=device)
+    max_kv_heads = max(1, min(kv_heads, thresholds.GRADIENT_PAIRS // (tiles * pairs_of_tile)))
+    max_tiles = tiles if max_kv_heads > 1 else max(1, min(tiles, thresholds.GRADIENT_PAIRS // pairs_of_tile))
+    ds, weights = torch.empty((2, max_kv_heads * max_tiles * pairs_of_tile), dtype=torch.float32, device=device)
     shape: dict[str, Any] = {"INTERVALS": intervals, "BM": tile.queries, "BN": tile.keys}
     scores = {"ACTIVATION": operands.function, "CAPS": operands.caps, "RELATIVE": operands.is_relative}
     values = {"DV": padded(value_dim), "PRECISION": operands.precision}
     sums = {"BLOCK": block, **shape, "num_warps": 4}
     columns = triton.cdiv(hidden, channels)
     query, key = sides.query_table, sides.key_table
-    for kv, first in itertools.product(range(0, kv_heads, most_kv), range(0, tiles, most_tiles)):
-        kvs, count = min(most_kv, kv_heads - kv), min(most_tiles, tiles - first)
+    for kv, first in itertools.product(range(0, kv_heads, max_kv_heads), range(0, tiles, max_tiles)):
+        kvs, count = min(max_kv_heads, kv_heads - kv), min(max_tiles, tiles - first)
         chunk = Chunk(ds, weights, pitch, kv, first, count, tiles)
         runner.run(
             store_gradients, (count, kvs * groups),
@@ -364,7 +364,7 @@ def gradients(
             runner.run(
                 side_gradient, (count * tile.queries // block, columns, kvs * groups),
                 sides.query, sides.key, query.powers, key.powers, query.sizes, key.largest, sides.w_v, chunk,
-                totals["query"], of_weights, inputs.masking, n_q, n_k, hidden, heads, groups, 0, groups, operands.slope,
+                totals["query"], grad_w_v, inputs.masking, n_q, n_k, hidden, heads, groups, 0, groups, operands.slope,
                 ACTIVATION=operands.function, IS_QUERY=True, CHANNELS=channels, **sums,
             )  # fmt: skip
         for group in range(groups if "key" in requested else 0):
@@ -380,5 +380,5 @@ def gradients(
                 inputs, grad_out, chunk, totals["value"], operands.sizes,
                 RELATIVE=operands.is_relative, **values, **sums,
             )  # fmt: skip
-    totals["w_v"] = of_weights.sum((0, 3))
+    totals["w_v"] = grad_w_v.sum((0, 3))
     return {name: x for name, x in totals.items() if name in requested}

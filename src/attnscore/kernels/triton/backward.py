@@ -20,11 +20,9 @@ from attnscore.kernels.triton.tile import (
     LOG2E,
     NEG_INF,
     Matrix,
-    attended,
-    attended_by_any,
+    apply_caps,
     base,
-    capped,
-    capped_slope,
+    caps_slope,
     distance_gradient,
     finite_of,
     function_gradient,
@@ -41,6 +39,8 @@ from attnscore.kernels.triton.tile import (
     store_vectors,
     tile_of_step,
     typed,
+    unmasked_in_any_interval,
+    unmasked_in_interval,
     vectors,
     with_bias,
 )
@@ -48,7 +48,7 @@ from attnscore.kernels.triton.tile import (
 
 @triton.jit
 def row_sums(out, grad_out, grad_log_sum_exp, delta, n_q, value_dim, heads, groups, BM: tl.constexpr, DV: tl.constexpr):
-    """Compute delta = dlse - dout . out of a tile of queries, so that ds = p (dp + delta)."""
+    """Compute delta = dout . out - dlse of a tile of queries, so that ds = p (dp - delta)."""
     m = matrix_of(tl.program_id(1), heads, groups)
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     row, dv = i.to(tl.int64)[:, None], tl.arange(0, DV)[None, :]
@@ -56,10 +56,10 @@ def row_sums(out, grad_out, grad_log_sum_exp, delta, n_q, value_dim, heads, grou
     x = vectors(side_of(out, m), row, dv, live, value_dim).to(tl.float32)
     grad = vectors(side_of(grad_out, m), row, dv, live, value_dim)
     # A query that attends nothing has the output 0, and ignores a gradient of NaN.
-    total = -tl.sum(tl.where(x == 0, 0.0, x * grad.to(tl.float32)), 1)
+    total = tl.sum(tl.where(x == 0, 0.0, x * grad.to(tl.float32)), 1)
     at = m.z.to(tl.int64) * n_q + i
     if grad_log_sum_exp is not None:
-        total += tl.load(grad_log_sum_exp + at, mask=i < n_q, other=0.0)
+        total -= tl.load(grad_log_sum_exp + at, mask=i < n_q, other=0.0)
     tl.store(delta + at, total, mask=i < n_q)
 
 
@@ -82,14 +82,14 @@ def row_values(rows, z, i, n_q):
 
 @triton.jit
 def tile_gradients(
-    inputs, queries, keys, grad_out, value, rows, of_rows, attends, m, sizes, scale, slope,
+    inputs, queries, keys, grad_out, value, rows, row_numbers, attends, m, sizes, scale, slope,
     FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, RELATIVE: tl.constexpr, PRECISION: tl.constexpr,
     FULL: tl.constexpr = False, OF_KEYS: tl.constexpr = False,
 ):  # fmt: skip
     """Return `pair_scores` of a tile, weights after dropout, and gradients of the scores after and before the caps.
 
     `value` is (value_dim, N), or (N, value_dim) where the rows are keys (`OF_KEYS`); `grad_out` is (M, value_dim).
-    `attends` are the pairs that the mask leaves, all where `FULL`; `of_rows` are the `row_values` of `rows`.
+    `attends` are the pairs that the mask leaves, all where `FULL`; `row_numbers` are the `row_values` of `rows`.
     """
     i, j = queries.at, keys.at
     raw = pair_scores(queries, keys, inputs, m, sizes, scale, slope, FORM, FUNCTION, PRECISION, OF_KEYS)
@@ -98,14 +98,14 @@ def tile_gradients(
     else:
         dp = tl.dot(grad_out.to(value.dtype), value, input_precision=PRECISION)
     uncapped = function_scores(raw, inputs.shared, m, FORM, FUNCTION)
-    s = capped(uncapped, CAPS)
+    s = apply_caps(uncapped, CAPS)
     if FUNCTION is None and not FULL:
         s = tl.where(s == NEG_INF, float("nan"), s)
     s, attends = with_bias(s, attends, inputs.bias, m, i, j, sizes, RELATIVE)
     # A custom function may be NaN for the zeros that stand past the last query.
     MASKED: tl.constexpr = not FULL or inputs.bias is not None or FUNCTION is not None
     # Forward: p = exp(s - row_max - log_denom)
-    log_p = (s - of_rows.row_max) - of_rows.log_denom
+    log_p = (s - row_numbers.row_max) - row_numbers.log_denom
     p = tl.exp2(log_p * LOG2E)
     if MASKED:
         p = tl.where(attends, p, 0.0)
@@ -114,16 +114,16 @@ def tile_gradients(
         keep = keeps_by_dropout(inputs.dropout, m.z, i, j, sizes.n_q)
         dropped = tl.where(keep, p * inputs.dropout.factor, 0.0)
         dp = tl.where(keep, dp * inputs.dropout.factor, 0.0)
-    grad = p * (dp + of_rows.delta)
+    grad = p * (dp - row_numbers.delta)
     if rows.grad_entropy is not None:
         # Forward: H = -sum p log p
-        grad -= p * (tl.where(p == 0, 0.0, log_p) + of_rows.entropy) * of_rows.grad_entropy
+        grad -= p * (tl.where(p == 0, 0.0, log_p) + row_numbers.entropy) * row_numbers.grad_entropy
     if MASKED:
         grad = tl.where(attends, grad, 0.0)
     raw_grad = grad
     if len(CAPS) > 0:
         # Where the gradient is 0, so is that before the caps, whatever the score is.
-        raw_grad = tl.where(grad == 0, 0.0, grad * capped_slope(uncapped, CAPS))
+        raw_grad = tl.where(grad == 0, 0.0, grad * caps_slope(uncapped, CAPS))
     return raw, dropped, grad, raw_grad
 
 
@@ -170,37 +170,37 @@ def d_query(
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     r, d, dv = tile * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, DV)
     i = r[:, None]
-    of_query, of_key, of_value = side_of(inputs.query, m), side_of(inputs.key, m), side_of(inputs.value, m)
-    queries = side_tile(of_query, i, d[None, :], sizes.n_q, sizes.dim, FORM)
+    query_side, key_side, value_side = side_of(inputs.query, m), side_of(inputs.key, m), side_of(inputs.value, m)
+    queries = side_tile(query_side, i, d[None, :], sizes.n_q, sizes.dim, FORM)
     scale = scale_of(scale, inputs.scales, m, sizes)
     do = vectors(side_of(grad_out, m), i.to(tl.int64), dv[None, :], queries.live, sizes.value_dim)
-    of_rows = row_values(rows, m.z, i, sizes.n_q)
+    row_numbers = row_values(rows, m.z, i, sizes.n_q)
     acc = tl.zeros((BM, D), tl.float32)
-    of_query_bias = tl.zeros((BM,), tl.float32)
-    of_scale = tl.zeros((BM,), tl.float32)
+    acc_query_bias = tl.zeros((BM,), tl.float32)
+    acc_scale = tl.zeros((BM,), tl.float32)
     for interval in tl.range(0, INTERVALS):
         visited = key_segments(inputs.masking, interval, m, tile, sizes, BM, BN, TESTED)
         # The full tiles, then those that are tested.
         for full in tl.static_range(1, -1, -1):
             for step in tl.range(0, steps_of(visited, full)):
                 j = (tile_of_step(step, visited, full) * BN + tl.arange(0, BN))[None, :]
-                keys = side_tile(of_key, j, d[:, None], sizes.n_k, sizes.dim, FORM)
-                v = vectors(of_value, j.to(tl.int64), dv[:, None], keys.live, sizes.value_dim)
+                keys = side_tile(key_side, j, d[:, None], sizes.n_k, sizes.dim, FORM)
+                v = vectors(value_side, j.to(tl.int64), dv[:, None], keys.live, sizes.value_dim)
                 if full:
                     attends = queries.live & keys.live
                 else:
-                    attends = attended(inputs.masking, interval, m, i, j, sizes)
+                    attends = unmasked_in_interval(inputs.masking, interval, m, i, j, sizes)
                 raw, _, grad, ds = tile_gradients(
-                    inputs, queries, keys, do, v, rows, of_rows, attends, m, sizes, scale, slope,
+                    inputs, queries, keys, do, v, rows, row_numbers, attends, m, sizes, scale, slope,
                     FORM, FUNCTION, CAPS, RELATIVE, PRECISION, full,
                 )  # fmt: skip
                 ds = function_gradient(ds, raw, inputs.shared, m, FORM, DERIVATIVE)
                 if grad_bias is not None:
                     store_bias_gradient(grad_bias, grad, attends, m, i, j)
                 if grad_query_bias is not None:
-                    of_query_bias += tl.sum(ds, 1)
+                    acc_query_bias += tl.sum(ds, 1)
                 if grad_scale is not None:
-                    of_scale += tl.sum(tl.where(ds == 0, 0.0, ds * raw), 1)
+                    acc_scale += tl.sum(tl.where(ds == 0, 0.0, ds * raw), 1)
                 acc = with_gradient(
                     acc, ds, queries, keys, inputs.shared, m, sizes.dim, scale,
                     FORM, DERIVATIVE, PRECISION, not full or inputs.bias is not None, False, D,
@@ -210,10 +210,10 @@ def d_query(
     store_vectors(grad_query, m, i, d[None, :], queries.live, sizes.dim, acc)
     at_row, live = m.z.to(tl.int64) * sizes.n_q + r, r < sizes.n_q
     if grad_query_bias is not None:
-        tl.store(grad_query_bias + at_row, of_query_bias, mask=live)
+        tl.store(grad_query_bias + at_row, acc_query_bias, mask=live)
     if grad_scale is not None:
         # Forward: s = -scale * distance
-        tl.store(grad_scale + at_row, of_scale / scale, mask=live)
+        tl.store(grad_scale + at_row, acc_scale / scale, mask=live)
 
 
 @triton.jit
@@ -229,42 +229,44 @@ def d_key(
     first = matrix_of(tl.program_id(1) * members, sizes.heads, sizes.groups)
     c, d, dv = tile * BN + tl.arange(0, BN), tl.arange(0, D), tl.arange(0, DV)
     j = c[:, None]
-    of_key = side_of(inputs.key, first)
-    keys = side_tile(of_key, j, d[None, :], sizes.n_k, sizes.dim, FORM)
+    key_side = side_of(inputs.key, first)
+    keys = side_tile(key_side, j, d[None, :], sizes.n_k, sizes.dim, FORM)
     v = vectors(side_of(inputs.value, first), j.to(tl.int64), dv[None, :], keys.live, sizes.value_dim)
     acc = tl.zeros((BN, D), tl.float32)
-    of_value = tl.zeros((BN, DV), tl.float32)
-    of_key_bias = tl.zeros((BN,), tl.float32)
+    acc_value = tl.zeros((BN, DV), tl.float32)
+    acc_key_bias = tl.zeros((BN,), tl.float32)
     line = 0
     if tiles is not None:
         line = tl.minimum(first.b, inputs.masking.ends_batch - 1) * tl.num_programs(0) + tile
     visited, is_bad = segments(tiles, line, sizes.n_q, BM, TESTED), 0
     for member in tl.range(0, members):
         m = Matrix(first.z + member, first.b, first.h, first.g + member)
-        of_query, of_grad_out = side_of(inputs.query, m), side_of(grad_out, m)
+        query_side, grad_out_side = side_of(inputs.query, m), side_of(grad_out, m)
         scale = scale_of(scale, inputs.scales, m, sizes)
         # The full tiles, then those that are tested.
         for full in tl.static_range(1, -1, -1):
             for step in tl.range(0, steps_of(visited, full)):
                 r = tile_of_step(step, visited, full) * BM + tl.arange(0, BM)
                 i = r[None, :]
-                queries = side_tile(of_query, i, d[:, None], sizes.n_q, sizes.dim, FORM)
-                do = vectors(of_grad_out, r.to(tl.int64)[:, None], dv[None, :], r[:, None] < sizes.n_q, sizes.value_dim)
+                queries = side_tile(query_side, i, d[:, None], sizes.n_q, sizes.dim, FORM)
+                do = vectors(
+                    grad_out_side, r.to(tl.int64)[:, None], dv[None, :], r[:, None] < sizes.n_q, sizes.value_dim
+                )
                 if full:
                     attends = queries.live & keys.live
                 else:
-                    attends = attended_by_any(inputs.masking, m, i, j, sizes, INTERVALS)
-                of_rows = row_values(rows, m.z, i, sizes.n_q)
+                    attends = unmasked_in_any_interval(inputs.masking, m, i, j, sizes, INTERVALS)
+                row_numbers = row_values(rows, m.z, i, sizes.n_q)
                 raw, dropped, _, ds = tile_gradients(
-                    inputs, queries, keys, do, v, rows, of_rows, attends, m, sizes, scale, slope,
+                    inputs, queries, keys, do, v, rows, row_numbers, attends, m, sizes, scale, slope,
                     FORM, FUNCTION, CAPS, RELATIVE, PRECISION, full, True,
                 )  # fmt: skip
                 ds = function_gradient(ds, raw, inputs.shared, m, FORM, DERIVATIVE)
                 if not full or inputs.bias is not None:
                     do, is_bad = finite_of(do, is_bad)
-                of_value = tl.dot(dropped.to(do.dtype), do, of_value, input_precision=PRECISION)
+                acc_value = tl.dot(dropped.to(do.dtype), do, acc_value, input_precision=PRECISION)
                 if grad_key_bias is not None:
-                    of_key_bias += tl.sum(ds, 1)
+                    acc_key_bias += tl.sum(ds, 1)
                 acc = with_gradient(
                     acc, ds, queries, keys, inputs.shared, m, sizes.dim, scale,
                     FORM, DERIVATIVE, PRECISION, not full or inputs.bias is not None, True, D,
@@ -275,14 +277,14 @@ def d_key(
     if is_bad > 0:
         for member in tl.range(0, members):
             m = Matrix(first.z + member, first.b, first.h, first.g + member)
-            of_value = with_nonfinite(
-                of_value, inputs.masking, inputs.bias, side_of(grad_out, m), m, j, sizes,
+            acc_value = with_nonfinite(
+                acc_value, inputs.masking, inputs.bias, side_of(grad_out, m), m, j, sizes,
                 INTERVALS, RELATIVE, False, BM, DV,
             )  # fmt: skip
-    store_vectors(grad_value, first, j, dv[None, :], keys.live, sizes.value_dim, of_value)
+    store_vectors(grad_value, first, j, dv[None, :], keys.live, sizes.value_dim, acc_value)
     if grad_key_bias is not None:
         at = base(grad_key_bias, first) + c.to(tl.int64) * grad_key_bias.row
-        tl.store(at, of_key_bias, mask=c < sizes.n_k)
+        tl.store(at, acc_key_bias, mask=c < sizes.n_k)
 
 
 @triton.jit
@@ -298,11 +300,11 @@ def tile_gradient(
     keys = side_tile(side_of(inputs.key, m), j, d[:, None], sizes.n_k, sizes.dim, FORM)
     do = vectors(side_of(grad_out, m), i.to(tl.int64), dv[None, :], queries.live, sizes.value_dim)
     v = vectors(side_of(inputs.value, m), j.to(tl.int64), dv[:, None], keys.live, sizes.value_dim)
-    attends = attended_by_any(inputs.masking, m, i, j, sizes, INTERVALS)
+    attends = unmasked_in_any_interval(inputs.masking, m, i, j, sizes, INTERVALS)
     scale = scale_of(scale, inputs.scales, m, sizes)
-    of_rows = row_values(rows, m.z, i, sizes.n_q)
+    row_numbers = row_values(rows, m.z, i, sizes.n_q)
     raw, _, grad, ds = tile_gradients(
-        inputs, queries, keys, do, v, rows, of_rows, attends, m, sizes, scale, slope,
+        inputs, queries, keys, do, v, rows, row_numbers, attends, m, sizes, scale, slope,
         FORM, FUNCTION, CAPS, RELATIVE, PRECISION,
     )  # fmt: skip
     return queries, keys, raw, grad, ds
@@ -329,17 +331,17 @@ def member_of(member, first_member, batches, kv_heads, group_count, sizes):
 def d_bias(
     inputs, grad_out, rows, grad_bias, all_batches, batches, kv_heads, group_count, sizes, scale, slope,
     FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
-    OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient of a bias over the matrices that share it, for one tile of pairs.
 
     The bias has the sizes `batches`, `kv_heads` and `group_count`, each whole or 1. Where it has no axis of queries
-    (not `OF_ROWS`) or keys, each tile of queries or keys has its own sum.
+    (not `HAS_ROWS`) or keys, each tile of queries or keys has its own sum.
     """
     inputs = typed(inputs)
-    tile, at_tile, of_bias = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_member = matrix_of(of_bias, kv_heads, group_count)
+    tile, at_tile, bias_matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_member = matrix_of(bias_matrix, kv_heads, group_count)
     total = tl.zeros((BM, BN), tl.float32)
     for member in tl.range(0, members_of(all_batches, batches, kv_heads, group_count, sizes)):
         m = member_of(member, first_member, batches, kv_heads, group_count, sizes)
@@ -349,15 +351,15 @@ def d_bias(
         )  # fmt: skip
         total += grad
     r, c = tile * BM + tl.arange(0, BM), at_tile * BN + tl.arange(0, BN)
-    rows_of_bias = sizes.n_q if OF_ROWS else tl.num_programs(0)
-    columns = sizes.n_k if OF_COLUMNS else tl.num_programs(1)
-    first = grad_bias + of_bias.to(tl.int64) * rows_of_bias * columns
-    if OF_ROWS and OF_COLUMNS:
+    bias_rows = sizes.n_q if HAS_ROWS else tl.num_programs(0)
+    columns = sizes.n_k if HAS_COLUMNS else tl.num_programs(1)
+    first = grad_bias + bias_matrix.to(tl.int64) * bias_rows * columns
+    if HAS_ROWS and HAS_COLUMNS:
         at = first + r.to(tl.int64)[:, None] * columns + c[None, :]
         tl.store(at, total, mask=(r[:, None] < sizes.n_q) & (c[None, :] < sizes.n_k))
-    elif OF_ROWS:
+    elif HAS_ROWS:
         tl.store(first + r.to(tl.int64) * columns + at_tile, tl.sum(total, 1), mask=r < sizes.n_q)
-    elif OF_COLUMNS:
+    elif HAS_COLUMNS:
         tl.store(first + tile.to(tl.int64) * columns + c, tl.sum(total, 0), mask=c < sizes.n_k)
     else:
         tl.store(first + tile * columns + at_tile, tl.sum(total))
@@ -374,9 +376,9 @@ def d_relative_bias(
     Each program adds to a line of its own, (share, matrix of the bias, key - query), which holds zeros before.
     """
     inputs = typed(inputs)
-    share, of_bias = tl.program_id(0), tl.program_id(1)
-    first_member = matrix_of(of_bias, kv_heads, group_count)
-    line = grad_bias + (share * tl.num_programs(1) + of_bias).to(tl.int64) * (sizes.n_q + sizes.n_k - 1)
+    share, bias_matrix = tl.program_id(0), tl.program_id(1)
+    first_member = matrix_of(bias_matrix, kv_heads, group_count)
+    line = grad_bias + (share * tl.num_programs(1) + bias_matrix).to(tl.int64) * (sizes.n_q + sizes.n_k - 1)
     WIDTH: tl.constexpr = BM + BN
     w = tl.arange(0, WIDTH)
     # Entry w of a tile's line has the pairs whose key - query is w - (BM - 1), within the tile.
@@ -402,14 +404,14 @@ def d_relative_bias(
 
 @triton.jit
 def d_parameter(
-    inputs, grad_out, rows, sums, sizes, scale, slope,
-    FORM: tl.constexpr, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr, WHICH: tl.constexpr, CAPS: tl.constexpr,
+    inputs, grad_out, rows, partial_sums, sizes, scale, slope,
+    FORM: tl.constexpr, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr, PARAMETER: tl.constexpr, CAPS: tl.constexpr,
     INTERVALS: tl.constexpr, TESTED: tl.constexpr, RELATIVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradient of a custom score's parameter number `WHICH` over the pairs of a tile of queries.
+    """Sum the gradient of a custom score's parameter number `PARAMETER` over the pairs of a tile of queries.
 
-    `sums` are (matrix, query tile, dim) of a sum over channels, else (matrix, query tile).
+    `partial_sums` are (matrix, query tile, dim) of a sum over channels, else (matrix, query tile).
     """
     inputs = typed(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
@@ -417,7 +419,7 @@ def d_parameter(
     first, last = tl.cdiv(sizes.n_k, BN), 0
     for interval in tl.range(0, INTERVALS):
         visited = key_segments(inputs.masking, interval, m, tile, sizes, BM, BN, TESTED)
-        first, last = tl.minimum(first, visited.some_lo), tl.maximum(last, visited.some_hi)
+        first, last = tl.minimum(first, visited.any_start), tl.maximum(last, visited.any_stop)
     for at_tile in tl.range(first, last):
         queries, keys, raw, _, ds = tile_gradient(
             inputs, grad_out, rows, m, tile, at_tile, sizes, scale, slope,
@@ -425,12 +427,12 @@ def d_parameter(
         )  # fmt: skip
         # DERIVATIVE returns d/dx (of channels: d/dq and d/dk), then one derivative for each parameter.
         if FORM == CHANNELS:
-            acc = channel_gradient(acc, ds, queries, keys, inputs.shared, m, sizes.dim, DERIVATIVE, 2 + WHICH, D)
+            acc = channel_gradient(acc, ds, queries, keys, inputs.shared, m, sizes.dim, DERIVATIVE, 2 + PARAMETER, D)
         else:
-            acc += tl.sum(scaled_derivative(ds, raw, inputs.shared, m, DERIVATIVE, 1 + WHICH), 1, keep_dims=True)
+            acc += tl.sum(scaled_derivative(ds, raw, inputs.shared, m, DERIVATIVE, 1 + PARAMETER), 1, keep_dims=True)
     at = m.z.to(tl.int64) * tl.num_programs(0) + tile
     if FORM == CHANNELS:
         d = tl.arange(0, D)
-        tl.store(sums + at * sizes.dim + d, tl.sum(acc, 0), mask=d < sizes.dim)
+        tl.store(partial_sums + at * sizes.dim + d, tl.sum(acc, 0), mask=d < sizes.dim)
     else:
-        tl.store(sums + at, tl.sum(tl.sum(acc, 1), 0))
+        tl.store(partial_sums + at, tl.sum(tl.sum(acc, 1), 0))

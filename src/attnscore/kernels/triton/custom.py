@@ -31,7 +31,7 @@ class Parameter(NamedTuple):
 
 
 @triton.jit
-def loaded(parameters, m, c):
+def load_parameters(parameters, m, c):
     """Return the parameters of the head of a matrix and a channel, as a tuple."""
     values = ()
     for k in tl.static_range(len(parameters)):
@@ -50,26 +50,26 @@ def channel_of(x, c):
 @triton.jit
 def value_of(x, parameters, m, VALUE: tl.constexpr):
     """Return value(x) of a tile of products or squared distances; NaN where x is not finite."""
-    s = VALUE(x, *loaded(parameters, m, 0))
+    s = VALUE(x, *load_parameters(parameters, m, 0))
     tl.static_assert(s.shape == x.shape, "value of a custom score has to return one number for each of its argument")
     return tl.where(x - x == 0, s, float("nan")).to(tl.float32)
 
 
 @triton.jit
-def _derivative(derivatives, WHICH: tl.constexpr):
+def _derivative(derivatives, INDEX: tl.constexpr):
     """Return one of the derivatives that a gradient function returned."""
     tl.static_assert(not isinstance(derivatives, tl.tensor), "gradient of a custom score has to return a tuple")
     tl.static_assert(
-        len(derivatives) > WHICH,
+        len(derivatives) > INDEX,
         "gradient of a custom score has to return a derivative for each argument that is an array",
     )
-    return derivatives[WHICH]
+    return derivatives[INDEX]
 
 
 @triton.jit
-def scaled_derivative(ds, x, parameters, m, GRADIENT: tl.constexpr, WHICH: tl.constexpr):
+def scaled_derivative(ds, x, parameters, m, GRADIENT: tl.constexpr, INDEX: tl.constexpr):
     """Return ds times a derivative of value(x)."""
-    scaled = ds * _derivative(GRADIENT(x, *loaded(parameters, m, 0)), WHICH)
+    scaled = ds * _derivative(GRADIENT(x, *load_parameters(parameters, m, 0)), INDEX)
     tl.static_assert(scaled.shape == ds.shape, "gradient of a custom score has to return one number for each pair")
     # A masked pair has ds = 0, whose product with a non-finite derivative would be NaN.
     return tl.where(ds == 0, 0.0, scaled)
@@ -80,28 +80,28 @@ def channel_scores(queries, keys, parameters, m, dim, VALUE: tl.constexpr):
     """Return sum_c value(q_c, k_c) of a tile of queries and one of keys."""
     total = (queries.at + keys.at).to(tl.float32) * 0.0
     # 0, or NaN where a channel is not finite.
-    of_query, of_key = queries.at.to(tl.float32) * 0.0, keys.at.to(tl.float32) * 0.0
+    query_nan, key_nan = queries.at.to(tl.float32) * 0.0, keys.at.to(tl.float32) * 0.0
     for c in tl.range(0, dim):
         a, b = channel_of(queries, c), channel_of(keys, c)
-        s = VALUE(a, b, *loaded(parameters, m, c))
+        s = VALUE(a, b, *load_parameters(parameters, m, c))
         tl.static_assert(
             (s + total).shape == total.shape, "value of a custom score has to return one number for each pair"
         )
         total += s
-        of_query += a - a
-        of_key += b - b
-    return total + (of_query + of_key)
+        query_nan += a - a
+        key_nan += b - b
+    return total + (query_nan + key_nan)
 
 
 @triton.jit
 def channel_gradient(
-    acc, ds, queries, keys, parameters, m, dim, GRADIENT: tl.constexpr, WHICH: tl.constexpr, D: tl.constexpr
+    acc, ds, queries, keys, parameters, m, dim, GRADIENT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr
 ):
     """Return acc plus, in column c, the sums of ds times a derivative of channel c over the second axis of `ds`."""
     channel = tl.arange(0, D)[None, :]
     for c in tl.range(0, dim):
         a, b = channel_of(queries, c), channel_of(keys, c)
-        scaled = ds * _derivative(GRADIENT(a, b, *loaded(parameters, m, c)), WHICH)
+        scaled = ds * _derivative(GRADIENT(a, b, *load_parameters(parameters, m, c)), INDEX)
         tl.static_assert(scaled.shape == ds.shape, "gradient of a custom score has to return one number for each pair")
         # As in `scaled_derivative`.
         column = tl.sum(tl.where(ds == 0, 0.0, scaled), 1)
@@ -114,7 +114,7 @@ class Custom(NamedTuple):
 
     tile: TritonTile
     parameters: tuple[Parameter, ...]
-    learned: tuple[str, ...]
+    learned_names: tuple[str, ...]
     """Names of the operands that are parameters, in the order of the derivatives."""
 
 
@@ -134,8 +134,8 @@ def custom_of(problem: Problem) -> Custom:
             values = torch.full((1, 1, 1), float(x), device=problem.value.device)
         strides = (0 if n == 1 else stride for n, stride in zip(values.shape, values.stride(), strict=True))
         parameters.append(Parameter(values, *strides))
-    learned = tuple(PARAMETER + name for name in tile.names if name in form.parameters)
-    return Custom(tile, tuple(parameters), learned)
+    learned_names = tuple(PARAMETER + name for name in tile.names if name in form.parameters)
+    return Custom(tile, tuple(parameters), learned_names)
 
 
 def _per_head(problem: Problem, name: str, x: torch.Tensor, has_channels: bool) -> torch.Tensor:

@@ -10,10 +10,8 @@ import triton.language as tl
 from attnscore.kernels.triton.tile import (
     LOG2E,
     NEG_INF,
-    attended,
-    attended_by_any,
+    apply_caps,
     bias_of,
-    capped,
     finite_of,
     function_scores,
     is_finite,
@@ -29,6 +27,8 @@ from attnscore.kernels.triton.tile import (
     store_vectors,
     tile_of_step,
     typed,
+    unmasked_in_any_interval,
+    unmasked_in_interval,
     vectors,
     with_bias,
 )
@@ -50,22 +50,22 @@ class Moments(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The online softmax of some queries after some of their keys; sums that are not wanted stay 0.
+    """The online softmax of some queries after some of their keys; sums that are not requested stay 0.
 
     Sums are (queries, columns) until the last key: each lane of a warp adds what it holds, and lanes are added once.
     """
 
-    top: Any
-    """Largest score less the base of `moments`, which is 0 where these are not wanted."""
+    shifted_max: Any
+    """Largest score less the base of `moments`, which is 0 where these are not requested."""
     total: Any
-    """Sum of the weights in units of exp(top)."""
+    """Sum of the weights in units of exp(shifted_max)."""
     sum_exp_logit: Any
     """Sum of each weight times its logarithm to base 2."""
     squares: Any
     moments: Any
-    least: Any
+    min_score: Any
     """Smallest unmasked score."""
-    largest: Any
+    max_score: Any
     key: Any
     """First key of the largest score; -1 before the first one."""
 
@@ -88,7 +88,7 @@ def with_nonfinite(
         for step in tl.range(0, count):
             other = tl.zeros((1, 1), tl.int32) + (tile * BLOCK + step)
             i, j = (positions, other) if OF_KEYS else (other, positions)
-            attends = attended_by_any(masking, m, i, j, sizes, INTERVALS)
+            attends = unmasked_in_any_interval(masking, m, i, j, sizes, INTERVALS)
             if bias is not None:
                 attends = attends & (bias_of(bias, m, i, j, sizes, RELATIVE) != NEG_INF)
             y = vectors(side, other.to(tl.int64), d, True, sizes.value_dim).to(tl.float32)
@@ -97,14 +97,14 @@ def with_nonfinite(
 
 
 @triton.jit
-def _masked(
+def _mask_scores(
     s, inputs, interval, m, queries, keys, sizes, FUNCTION: tl.constexpr, RELATIVE: tl.constexpr, FULL: tl.constexpr
 ):
     """Return the scores with the bias, -inf where masked, and the pairs that attend; `FULL`: the mask leaves all."""
     if FULL:
         attends = queries.live & keys.live
     else:
-        attends = attended(inputs.masking, interval, m, queries.at, keys.at, sizes)
+        attends = unmasked_in_interval(inputs.masking, interval, m, queries.at, keys.at, sizes)
         if FUNCTION is None:
             # A product with an infinity counts as NaN, as on the CPU.
             s = tl.where(s == NEG_INF, float("nan"), s)
@@ -115,9 +115,9 @@ def _masked(
 
 
 @triton.jit
-def _finite_top(top):
+def _finite_max(shifted_max):
     """Return the largest score, 0 where it is -inf: all scores less it are -inf then, not NaN."""
-    return tl.where(top == NEG_INF, 0.0, top)
+    return tl.where(shifted_max == NEG_INF, 0.0, shifted_max)
 
 
 @triton.jit
@@ -155,30 +155,31 @@ def _lane_sums(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def _plus(x, count, y, other):
+def _add_pairs(x, count, y, other):
+    """Add two pairs of a sum and a count, for `tl.reduce`."""
     return x + y, count + other
 
 
 @triton.jit
-def _less_base(old, s, attends, step, ALL: tl.constexpr):
+def _subtract_base(old, s, attends, step, ALL: tl.constexpr):
     """Return the scores less the base, and the moments after a tile of them."""
     base = old.base
     # One instruction with the product by the scale.
     s = s - base[:, None]
     if ALL:
-        here = tl.zeros_like(old.count) + s.shape[1]
+        tile_count = tl.zeros_like(old.count) + s.shape[1]
         if step == 0:
             move = _first_mean(old.count, tl.sum(s, 1) / s.shape[1])
             base, s = base + move, s - move[:, None]
         x = s
     else:
         # Both in one sum, or the compiler computes the mask twice.
-        total, here = tl.reduce((tl.where(attends, s, 0.0), tl.where(attends, 1.0, 0.0)), 1, _plus)
-        move = _first_mean(old.count, total / tl.maximum(here, 1.0))
+        total, tile_count = tl.reduce((tl.where(attends, s, 0.0), tl.where(attends, 1.0, 0.0)), 1, _add_pairs)
+        move = _first_mean(old.count, total / tl.maximum(tile_count, 1.0))
         base, s = base + move, s - move[:, None]
         x = tl.where(attends, s, 0.0)
     total, squares = old.sum + _lane_sums(x, old.sum.shape[1]), _with_products(old.squares, x, x)
-    return s, Moments(old.count + here, base, total, squares)
+    return s, Moments(old.count + tile_count, base, total, squares)
 
 
 @triton.jit
@@ -194,73 +195,75 @@ def _with_tile(old, s, attends, keys, rows, step, ALL: tl.constexpr):
     `keys` are the indices of its keys, `ALL`: all pairs attend, in a tile that is number `step` of its kind.
     """
     LANES: tl.constexpr = old.total.shape[1]
-    moments, least = old.moments, old.least
+    moments, min_score = old.moments, old.min_score
     if rows.min_score is not None:
-        least = tl.minimum(least, tl.min(tl.where(attends, s, float("inf")), 1))
-    largest, key = old.largest, old.key
+        min_score = tl.minimum(min_score, tl.min(tl.where(attends, s, float("inf")), 1))
+    max_score, key = old.max_score, old.key
     if rows.argmax_key is not None:
         tile_max = tl.max(s, 1)
         first = tl.min(tl.where(s == tile_max[:, None], keys, MOST_INT), 1)
         # Tiles do not come in the order of the keys.
-        key = tl.where((tile_max > largest) | ((tile_max == largest) & (first < key)), first, key)
-        largest = tl.maximum(largest, tile_max)
+        key = tl.where((tile_max > max_score) | ((tile_max == max_score) & (first < key)), first, key)
+        max_score = tl.maximum(max_score, tile_max)
     if (rows.mean_score is not None) or (rows.var_score is not None):
-        s, moments = _less_base(moments, s, attends, step, ALL)
-    top = tl.maximum(old.top, tl.max(s, 1))
-    in_units = _finite_top(top) * LOG2E
-    log_p, log_alpha = s * LOG2E - in_units[:, None], old.top * LOG2E - in_units
+        s, moments = _subtract_base(moments, s, attends, step, ALL)
+    shifted_max = tl.maximum(old.shifted_max, tl.max(s, 1))
+    max_log2 = _finite_max(shifted_max) * LOG2E
+    log_p, log_alpha = s * LOG2E - max_log2[:, None], old.shifted_max * LOG2E - max_log2
     p, alpha = tl.exp2(log_p), tl.exp2(log_alpha)
-    of_lanes = alpha[:, None]
+    lane_alpha = alpha[:, None]
     sum_exp_logit, squares = old.sum_exp_logit, old.squares
     if rows.entropy is not None:
-        moved = of_lanes * sum_exp_logit + _product(alpha, log_alpha)[:, None] * old.total
-        sum_exp_logit = _with_products(moved, p, tl.maximum(log_p, LEAST_LOG))
+        rescaled = lane_alpha * sum_exp_logit + _product(alpha, log_alpha)[:, None] * old.total
+        sum_exp_logit = _with_products(rescaled, p, tl.maximum(log_p, LEAST_LOG))
     if rows.sum_sq_weights is not None:
-        squares = _with_products(of_lanes * of_lanes * squares, p, p)
-    total = of_lanes * old.total + _lane_sums(p, LANES)
-    return Softmax(top, total, sum_exp_logit, squares, moments, least, largest, key), p, alpha
+        squares = _with_products(lane_alpha * lane_alpha * squares, p, p)
+    total = lane_alpha * old.total + _lane_sums(p, LANES)
+    return Softmax(shifted_max, total, sum_exp_logit, squares, moments, min_score, max_score, key), p, alpha
 
 
 @triton.jit
-def _over_lanes(softmax):
+def _sum_lanes(softmax):
     """Return the softmax with the sum of each query."""
     old = softmax.moments
     moments = Moments(old.count, old.base, tl.sum(old.sum, 1), tl.sum(old.squares, 1))
     total, sum_exp_logit = tl.sum(softmax.total, 1), tl.sum(softmax.sum_exp_logit, 1)
     squares = tl.sum(softmax.squares, 1)
-    return Softmax(softmax.top, total, sum_exp_logit, squares, moments, softmax.least, softmax.largest, softmax.key)
+    return Softmax(
+        softmax.shifted_max, total, sum_exp_logit, squares, moments, softmax.min_score, softmax.max_score, softmax.key
+    )
 
 
 @triton.jit
 def _with_sink(old, acc, sink):
     """Return softmax and output after one more score, whose value is 0."""
     sink = sink - old.moments.base
-    top = tl.maximum(old.top, sink)
-    in_units = _finite_top(top) * LOG2E
-    log_factor, log_sink = old.top * LOG2E - in_units, sink * LOG2E - in_units
+    shifted_max = tl.maximum(old.shifted_max, sink)
+    max_log2 = _finite_max(shifted_max) * LOG2E
+    log_factor, log_sink = old.shifted_max * LOG2E - max_log2, sink * LOG2E - max_log2
     # A sink of NaN.
     factor, sink_factor = tl.exp2(log_factor), tl.where(is_nan(sink), float("nan"), tl.exp2(log_sink))
-    moved = factor * old.sum_exp_logit + _product(factor, log_factor) * old.total
-    sum_exp_logit = moved + _product(sink_factor, log_sink)
+    rescaled = factor * old.sum_exp_logit + _product(factor, log_factor) * old.total
+    sum_exp_logit = rescaled + _product(sink_factor, log_sink)
     total = factor * old.total + sink_factor
     squares = factor * factor * old.squares
-    softmax = Softmax(top, total, sum_exp_logit, squares, old.moments, old.least, old.largest, old.key)
+    softmax = Softmax(shifted_max, total, sum_exp_logit, squares, old.moments, old.min_score, old.max_score, old.key)
     return softmax, acc * factor[:, None]
 
 
 @triton.jit
 def _store_rows(rows, at, live, softmax, of_keys):
     """Store row_max, log_denom and statistics from the softmax with the sink, and that of the keys alone."""
-    moments, top, is_empty = softmax.moments, _finite_top(softmax.top), softmax.total == 0
+    moments, finite_max, is_empty = softmax.moments, _finite_max(softmax.shifted_max), softmax.total == 0
     divisor = tl.where(is_empty, 1.0, softmax.total)
     log_denom = tl.log(divisor)
-    tl.store(rows.row_max + at, tl.where(softmax.top == NEG_INF, 0.0, moments.base + top), mask=live)
+    tl.store(rows.row_max + at, tl.where(softmax.shifted_max == NEG_INF, 0.0, moments.base + finite_max), mask=live)
     tl.store(rows.log_denom + at, tl.where(is_empty, NEG_INF, log_denom), mask=live)
     if rows.max_score is not None:
-        max_score = tl.where(is_nan(of_keys.total), float("nan"), moments.base + of_keys.top)
+        max_score = tl.where(is_nan(of_keys.total), float("nan"), moments.base + of_keys.shifted_max)
         tl.store(rows.max_score + at, max_score, mask=live)
     if rows.min_score is not None:
-        tl.store(rows.min_score + at, tl.where(is_nan(of_keys.total), float("nan"), of_keys.least), mask=live)
+        tl.store(rows.min_score + at, tl.where(is_nan(of_keys.total), float("nan"), of_keys.min_score), mask=live)
     if rows.argmax_key is not None:
         key = tl.where(is_nan(of_keys.total), -1, of_keys.key).to(tl.float32)
         tl.store(rows.argmax_key + at, key, mask=live)
@@ -274,7 +277,7 @@ def _store_rows(rows, at, live, softmax, of_keys):
     if rows.entropy is not None:
         entropy = log_denom - softmax.sum_exp_logit * LN2 / divisor
         tl.store(rows.entropy + at, tl.where(is_empty, 0.0, entropy), mask=live)
-    max_of_keys = tl.exp2(_finite_top(of_keys.top) * LOG2E - top * LOG2E)
+    max_of_keys = tl.exp2(_finite_max(of_keys.shifted_max) * LOG2E - finite_max * LOG2E)
     max_of_keys = tl.where(of_keys.total == 0, 0.0, max_of_keys)
     if rows.max_weight is not None:
         tl.store(rows.max_weight + at, max_of_keys / divisor, mask=live)
@@ -295,8 +298,8 @@ def forward(
     inputs = typed(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     i, d, dv = tile * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, DV)[None, :]
-    of_query, of_key, of_value = side_of(inputs.query, m), side_of(inputs.key, m), side_of(inputs.value, m)
-    queries = side_tile(of_query, i[:, None], d[None, :], sizes.n_q, sizes.dim, FORM)
+    query_side, key_side, value_side = side_of(inputs.query, m), side_of(inputs.key, m), side_of(inputs.value, m)
+    queries = side_tile(query_side, i[:, None], d[None, :], sizes.n_q, sizes.dim, FORM)
     scale = scale_of(scale, inputs.scales, m, sizes)
     zero = tl.zeros((BM,), tl.float32)
     none = tl.zeros((BM, LANES), tl.float32)
@@ -310,24 +313,24 @@ def forward(
         for full in tl.static_range(1, -1, -1):
             for step in tl.range(0, steps_of(visited, full)):
                 c = tile_of_step(step, visited, full) * BN + tl.arange(0, BN)
-                keys = side_tile(of_key, c[None, :], d[:, None], sizes.n_k, sizes.dim, FORM, full)
+                keys = side_tile(key_side, c[None, :], d[:, None], sizes.n_k, sizes.dim, FORM, full)
                 s = pair_scores(queries, keys, inputs, m, sizes, scale, slope, FORM, FUNCTION, PRECISION)
-                s = capped(function_scores(s, inputs.shared, m, FORM, FUNCTION), CAPS)
-                s, attends = _masked(s, inputs, interval, m, queries, keys, sizes, FUNCTION, RELATIVE, full)
+                s = apply_caps(function_scores(s, inputs.shared, m, FORM, FUNCTION), CAPS)
+                s, attends = _mask_scores(s, inputs, interval, m, queries, keys, sizes, FUNCTION, RELATIVE, full)
                 softmax, p, alpha = _with_tile(softmax, s, attends, keys.at, rows, step, full and inputs.bias is None)
                 if inputs.dropout is not None:
                     p = tl.where(keeps_by_dropout(inputs.dropout, m.z, queries.at, keys.at, sizes.n_q), p, 0.0)
                 v = vectors(
-                    of_value, c.to(tl.int64)[:, None], dv, True if full else c[:, None] < sizes.n_k, sizes.value_dim
+                    value_side, c.to(tl.int64)[:, None], dv, True if full else c[:, None] < sizes.n_k, sizes.value_dim
                 )
                 if not full or inputs.bias is not None:
                     v, is_bad = finite_of(v, is_bad)
                 acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     if is_bad > 0:
         acc = with_nonfinite(
-            acc, inputs.masking, inputs.bias, of_value, m, queries.at, sizes, INTERVALS, RELATIVE, True, BN, DV
+            acc, inputs.masking, inputs.bias, value_side, m, queries.at, sizes, INTERVALS, RELATIVE, True, BN, DV
         )  # fmt: skip
-    softmax = _over_lanes(softmax)
+    softmax = _sum_lanes(softmax)
     of_keys = softmax
     if sink is not None:
         softmax, acc = _with_sink(softmax, acc, tl.load(sink + m.h * sizes.groups + m.g))

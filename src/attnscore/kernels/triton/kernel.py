@@ -114,7 +114,7 @@ def _reasons(problem: Problem) -> list[str]:
     if problem.dtype == "float64":
         reasons.append("float64, of which GPUs have few units")
     if problem.matrix is not None:
-        reasons.append("the matrix of all pairs is wanted")
+        reasons.append("the matrix of all pairs is requested")
     matrices = math.prod(problem.score_shape.rows[:-1])
     if matrices > MOST_MATRICES:
         reasons.append(f"{matrices} heads of the batch, above the {MOST_MATRICES} of a grid's second axis")

@@ -73,7 +73,7 @@ RUNNER = Runner()
 
 @dataclass(frozen=True, eq=False)
 class DeviceIntervals:
-    """The intervals of a mask on a device, int32 (interval, batch or 1, query), and what kernels have made of them."""
+    """The intervals of a mask on a device, int32 (interval, batch or 1, query), and tables that kernels made of it."""
 
     start: torch.Tensor
     stop: torch.Tensor
@@ -81,7 +81,7 @@ class DeviceIntervals:
     """By stream, as another stream may read them too early, and by what they depend on; None: of this call alone."""
 
     def table(self, runner: Runner, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what a kernel derives from the intervals, as ends of tiles: of an earlier call, or from `make`."""
+        """Return a table that a kernel makes of the intervals, such as ends of tiles: an earlier one, or `make()`."""
         if self.tables is None or not runner.keeps_tables:
             return make()
         if self.start.is_cuda:
@@ -127,8 +127,8 @@ class Operands:
 
     @property
     def precision(self) -> str:
-        of_products = self.arrays.query.data if self.additive is None else self.arrays.value.data
-        return precision_of(of_products, self.runner.architecture(of_products))
+        factor = self.arrays.query.data if self.additive is None else self.arrays.value.data
+        return precision_of(factor, self.runner.architecture(factor))
 
     @property
     def interval_count(self) -> int:
@@ -184,16 +184,16 @@ class Operands:
         count, ends_batch, queries = masking.start.shape
         tiles = triton.cdiv(queries, tile.queries)
 
-        def ends() -> torch.Tensor:
-            made: torch.Tensor = masking.start.new_empty((count, ends_batch, tiles, 4))
+        def compute_ends() -> torch.Tensor:
+            tile_ends: torch.Tensor = masking.start.new_empty((count, ends_batch, tiles, 4))
             self.runner.run(
-                ranges.ends_of_tiles, (tiles, count, ends_batch), masking._replace(ends=made), made, queries, tiles,
-                TESTED=self.is_tested, BM=tile.queries, BN=tile.keys,
+                ranges.ends_of_tiles, (tiles, count, ends_batch), masking._replace(ends=tile_ends), tile_ends,
+                queries, tiles, TESTED=self.is_tested, BM=tile.queries, BN=tile.keys,
             )  # fmt: skip
-            return made
+            return tile_ends
 
-        made = self.intervals.table(self.runner, self.ends_key(tile), ends)
-        return self.arrays._replace(masking=masking._replace(ends=made))
+        tile_ends = self.intervals.table(self.runner, self.ends_key(tile), compute_ends)
+        return self.arrays._replace(masking=masking._replace(ends=tile_ends))
 
     def ends_key(self, tile: Tile) -> Hashable:
         """Return what the ends of the tiles depend on, beside the mask."""
@@ -215,28 +215,28 @@ def _allows_tf32() -> bool:
 def operands_of(problem: Problem, tiles: TilePlan, runner: Runner, *, has_backward: bool = False) -> Operands:
     """Return the operands of a problem, on its device, without copies where the strides allow."""
     shape, form = problem.score_shape, problem.form
-    sums = torch.float32
+    accumulator = torch.float32
     lead, heads, groups = shape.lead, shape.heads, shape.groups
 
-    def narrowed(x: torch.Tensor) -> torch.Tensor:
-        return x if x.dtype in _KERNEL_DTYPES else x.to(sums)
+    def narrow(x: torch.Tensor) -> torch.Tensor:
+        return x if x.dtype in _KERNEL_DTYPES else x.to(accumulator)
 
-    def placed(x: torch.Tensor, row: int) -> Operand:
+    def as_operand(x: torch.Tensor, row: int) -> Operand:
         return operand(x, lead, heads, groups, row)
 
-    query, key = narrowed(form.query), narrowed(form.key)
+    query, key = narrow(form.query), narrow(form.key)
     if query.dtype != key.dtype:
-        query, key = query.to(sums), key.to(sums)
+        query, key = query.to(accumulator), key.to(accumulator)
     kind, scale, slope, scales, query_bias, key_bias = INNER, 1.0, 0.0, None, None, None
     additive = custom = shared = function = derivative = None
     if isinstance(form, InnerForm):
         scale = float(form.scale)
-        query_bias = None if form.query_bias is None else placed(narrowed(form.query_bias), shape.query_len)
-        key_bias = None if form.key_bias is None else placed(narrowed(form.key_bias), shape.key_len)
+        query_bias = None if form.query_bias is None else as_operand(narrow(form.query_bias), shape.query_len)
+        key_bias = None if form.key_bias is None else as_operand(narrow(form.key_bias), shape.key_len)
     elif isinstance(form, DistanceForm):
         kind = DISTANCE
         if isinstance(form.scale, torch.Tensor):
-            scales = form.scale.to(sums).expand(heads, groups, 1, 1).contiguous()
+            scales = form.scale.to(accumulator).expand(heads, groups, 1, 1).contiguous()
         else:
             scale = float(form.scale)
     if isinstance(form, TileForm):
@@ -247,13 +247,13 @@ def operands_of(problem: Problem, tiles: TilePlan, runner: Runner, *, has_backwa
         scale = -1.0 if kind == DISTANCE else 1.0
     bias, sink = problem.bias, problem.sink
     if bias is not None:
-        bias = placed(narrowed(bias), 1 if problem.has_relative_bias else shape.query_len)
+        bias = as_operand(narrow(bias), 1 if problem.has_relative_bias else shape.query_len)
         bias = _over_keys(bias, shape.key_len)
     if sink is not None:
-        sink = sink.to(sums).expand(heads, groups).contiguous()
+        sink = sink.to(accumulator).expand(heads, groups).contiguous()
     intervals, masking = _masking(problem, tiles)
-    query_operand, key_operand = placed(query, shape.query_len), placed(key, shape.key_len)
-    value_operand = placed(narrowed(problem.value), shape.key_len)
+    query_operand, key_operand = as_operand(query, shape.query_len), as_operand(key, shape.key_len)
+    value_operand = as_operand(narrow(problem.value), shape.key_len)
     if isinstance(form, AdditiveForm):
         kind = ADDITIVE
         additive = sides_of(form, query_operand, key_operand, heads, groups, runner, with_powers=has_backward)
@@ -303,23 +303,23 @@ _ON_DEVICE: WeakKeyDictionary[IntervalSet, dict[Hashable, DeviceIntervals]] = We
 def _masking(problem: Problem, tiles: TilePlan) -> tuple[DeviceIntervals | None, Masking]:
     """Return the intervals of the mask, and the mask without the ends of tiles."""
     ops, shape, like = problem.ops, problem.score_shape, problem.value
-    interval_set, rest = tiles.interval_set, tiles.rest
+    interval_set, remaining_mask = tiles.interval_set, tiles.remaining_mask
     batch = math.prod(shape.lead)
     intervals = None
     if interval_set is not None:
         intervals = _on_device(interval_set, like.device, shape.batch, batch)
-    elif rest is not None:
+    elif remaining_mask is not None:
         # Lengths on the device: their intervals are computed there.
-        ends, others = traced_visibility(ops, shape, like, rest)
+        ends, other_parts = traced_visibility(ops, shape, like, remaining_mask)
         if ends is not None and len(ends[0].shape) == 2:
-            rest = others
+            remaining_mask = other_parts
             start, stop = (x.to(torch.int32).contiguous()[None] for x in ends)
             start, stop = (_per_merged_batch(x, shape.batch, batch, axis=1) for x in (start, stop))
             intervals = DeviceIntervals(start, stop, None)
-    direct, evaluated = lowering.partition(rest)
+    direct, evaluated = lowering.partition(remaining_mask)
     mask_arrays = lowering.arrays(ops, shape, like, direct, with_evaluated=bool(evaluated))
-    for part in evaluated:
-        unmasked = lowering.evaluate(ops, shape, like, part)
+    for mask_part in evaluated:
+        unmasked = lowering.evaluate(ops, shape, like, mask_part)
         mask_arrays["mask"] = unmasked if "mask" not in mask_arrays else ops.logical_and(mask_arrays["mask"], unmasked)
     masking = Masking()
     if "mask" in mask_arrays:
@@ -376,8 +376,8 @@ def forward(problem: Problem, tiles: TilePlan, runner: Runner = RUNNER) -> Resul
 
 def forward_constants(operands: Operands, tile: Tile) -> dict[str, Any]:
     """Return what the forward is compiled for."""
-    of_forward = {"TESTED": operands.is_tested, "RELATIVE": operands.is_relative, "LANES": operands.lanes(tile)}
-    return of_forward | operands.constants(tile)
+    constants = {"TESTED": operands.is_tested, "RELATIVE": operands.is_relative, "LANES": operands.lanes(tile)}
+    return constants | operands.constants(tile)
 
 
 def run_forward(
@@ -423,13 +423,13 @@ class _Backward:
         self.is_empty = not operands.matrices * queries
         grad_out = result.out.new_zeros(()).expand(result.out.shape) if grads.out is None else grads.out
         # The products with the value are in its dtype.
-        self.grad_out = self.placed(grad_out, queries)
+        self.grad_out = self.as_operand(grad_out, queries)
         delta = self.new_rows()
         if not self.is_empty:
             block = 32
             operands.runner.run(
                 backward_kernels.row_sums, (triton.cdiv(queries, block), operands.matrices),
-                self.placed(result.out, queries), self.grad_out, _row_array(grads.log_sum_exp), delta,
+                self.as_operand(result.out, queries), self.grad_out, _row_array(grads.log_sum_exp), delta,
                 queries, value_dim, heads, groups, BM=block, DV=padded(value_dim),
             )  # fmt: skip
         grad_entropy = _row_array(grads.entropy)
@@ -458,7 +458,7 @@ class _Backward:
             for name, x in self.gradients.items()
         }
 
-    def placed(self, x: torch.Tensor, row: int) -> Operand:
+    def as_operand(self, x: torch.Tensor, row: int) -> Operand:
         """Return an array on the canonical axes as an operand."""
         return operand(x, self.problem.score_shape.lead, *self.operands.sizes[4:], row)
 
@@ -499,7 +499,7 @@ class _Backward:
             self.gradients["scale"] = grad_scale
         self.launch(
             backward_kernels.d_query, (triton.cdiv(queries, tile.queries), operands.matrices), tile,
-            operands.inputs(tile), self.placed(grad_query, queries), grad_query_bias, grad_scale, grad_bias,
+            operands.inputs(tile), self.as_operand(grad_query, queries), grad_query_bias, grad_scale, grad_bias,
             **self.score_constants,
         )  # fmt: skip
 
@@ -520,21 +520,21 @@ class _Backward:
         if bias is None or tuple(bias.shape) != (*rows, self.operands.sizes[1]):
             return None
         self.gradients["bias"] = torch.zeros_like(bias, memory_format=torch.contiguous_format)
-        return self.placed(self.gradients["bias"], rows[-1])
+        return self.as_operand(self.gradients["bias"], rows[-1])
 
     def d_key(self) -> None:
         """Compute the gradients that have an axis of keys."""
         operands, tile = self.operands, self.operands.tile("d_key")
         _, keys, dim, value_dim, heads, groups = operands.sizes
-        of_keys = ("key", "value", "key_bias")
-        shared = all(self.arrays[name].shape[-3] == 1 for name in of_keys if name in self.arrays)
+        key_operands = ("key", "value", "key_bias")
+        shared = all(self.arrays[name].shape[-3] == 1 for name in key_operands if name in self.arrays)
         lead = (*self.problem.score_shape.lead, heads, 1 if shared else groups)
         grad_key = self.gradient("key", (*lead, keys, dim))
         grad_value = self.gradient("value", (*lead, keys, value_dim))
         grad_key_bias = None
         if "key_bias" in self.arrays:
             self.gradients["key_bias"] = grad_value.new_empty((*lead, keys, 1), dtype=torch.float32)
-            grad_key_bias = self.placed(self.gradients["key_bias"], keys)
+            grad_key_bias = self.as_operand(self.gradients["key_bias"], keys)
         inputs = operands.inputs(tile)
         tiles, count = None, triton.cdiv(keys, tile.keys)
         if operands.intervals is not None:
@@ -542,39 +542,39 @@ class _Backward:
             def query_tiles_by_key_tile() -> torch.Tensor:
                 # (batch or 1, key tile, 4), in the order of `ends`.
                 ends = inputs.masking.ends
-                intervals, batch, query_tiles, _ = ends.shape
-                made: torch.Tensor = ends.new_empty((batch, count, 4))
+                intervals, batch, query_tile_count, _ = ends.shape
+                query_tiles: torch.Tensor = ends.new_empty((batch, count, 4))
                 operands.runner.run(
-                    ranges.tiles_of_queries, (count, batch), ends, made, intervals, query_tiles, BLOCK=128
+                    ranges.tiles_of_queries, (count, batch), ends, query_tiles, intervals, query_tile_count, BLOCK=128
                 )
-                return made
+                return query_tiles
 
             key = "tiles of queries", count, operands.ends_key(tile)
             tiles = operands.intervals.table(operands.runner, key, query_tiles_by_key_tile)
         self.launch(
             backward_kernels.d_key, (count, operands.matrices // groups if shared else operands.matrices), tile, inputs,
-            tiles, self.placed(grad_key, keys), self.placed(grad_value, keys), grad_key_bias,
+            tiles, self.as_operand(grad_key, keys), self.as_operand(grad_value, keys), grad_key_bias,
             SHARED=shared, **self.score_constants,
         )  # fmt: skip
 
     def d_parameters(self) -> None:
         """Compute the gradients of the parameters of a custom score."""
         operands, custom = self.operands, self.operands.custom
-        if custom is None or not self.requested.intersection(custom.learned):
+        if custom is None or not self.requested.intersection(custom.learned_names):
             return
         tile = operands.tile("d_query")
         inputs = operands.inputs(tile)
         queries, _, dim, _, heads, groups = operands.sizes
         tiles = triton.cdiv(queries, tile.queries)
         shape = (operands.batch, heads, groups, tiles, dim if operands.form == CHANNELS else 1)
-        for which, name in enumerate(custom.learned):
+        for index, name in enumerate(custom.learned_names):
             if name in self.requested:
-                sums = self.rows.delta.new_empty(shape)
+                partial_sums = self.rows.delta.new_empty(shape)
                 self.launch(
-                    backward_kernels.d_parameter, (tiles, operands.matrices), tile, inputs, sums,
-                    WHICH=which, **self.score_constants,
+                    backward_kernels.d_parameter, (tiles, operands.matrices), tile, inputs, partial_sums,
+                    PARAMETER=index, **self.score_constants,
                 )  # fmt: skip
-                self.gradients[name] = parameter_gradient(self.problem, custom, name, sums)
+                self.gradients[name] = parameter_gradient(self.problem, custom, name, partial_sums)
 
     def d_bias(self, bias: torch.Tensor) -> None:
         """Compute the gradient of a bias that several pairs share."""
@@ -589,31 +589,31 @@ class _Backward:
         inputs = operands.inputs(tile)
         if operands.is_relative:
             shares = max(1, min(RELATIVE_SHARES, triton.cdiv(queries, tile.queries)))
-            sums = bias.new_zeros((shares, *lead, kv_heads, group_count, 1, column), dtype=torch.float32)
+            partial_sums = bias.new_zeros((shares, *lead, kv_heads, group_count, 1, column), dtype=torch.float32)
             # The diagonals of a tile are summed in a line of queries + keys, which must be a power of 2.
             size = min(tile.queries, tile.keys)
             kernel = backward_kernels.d_relative_bias
-            self.launch(kernel, (shares, matrices), tile, inputs, sums, *counts, BM=size, BN=size)
-            self.gradients["bias"] = sums.sum(0)
+            self.launch(kernel, (shares, matrices), tile, inputs, partial_sums, *counts, BM=size, BN=size)
+            self.gradients["bias"] = partial_sums.sum(0)
             return
         tiles = triton.cdiv(queries, tile.queries), triton.cdiv(keys, tile.keys)
-        of_rows, of_columns = (whole > 1 and n == whole for n, whole in ((row, queries), (column, keys)))
-        shape = (queries if of_rows else tiles[0], keys if of_columns else tiles[1])
-        sums = bias.new_empty((*lead, kv_heads, group_count, *shape), dtype=torch.float32)
+        has_rows, has_columns = (length > 1 and n == length for n, length in ((row, queries), (column, keys)))
+        shape = (queries if has_rows else tiles[0], keys if has_columns else tiles[1])
+        partial_sums = bias.new_empty((*lead, kv_heads, group_count, *shape), dtype=torch.float32)
         self.launch(
-            backward_kernels.d_bias, (*tiles, matrices), tile, inputs, sums, *counts,
-            OF_ROWS=of_rows, OF_COLUMNS=of_columns,
+            backward_kernels.d_bias, (*tiles, matrices), tile, inputs, partial_sums, *counts,
+            HAS_ROWS=has_rows, HAS_COLUMNS=has_columns,
         )  # fmt: skip
-        axes = [axis for axis, is_whole in ((-2, of_rows), (-1, of_columns)) if not is_whole]
-        self.gradients["bias"] = sums.sum(axes, keepdim=True) if axes else sums
+        axes = [axis for axis, is_complete in ((-2, has_rows), (-1, has_columns)) if not is_complete]
+        self.gradients["bias"] = partial_sums.sum(axes, keepdim=True) if axes else partial_sums
 
     def d_sink(self, sink: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the sink: a score whose value is 0, so p (delta - ...) without a product."""
+        """Return the gradient of the sink: a score whose value is 0, so ds = p (0 - delta) without a product."""
         rows = self.rows
-        of_row = sink.float().reshape(*sink.shape, 1, 1)
-        log_p = online_softmax.log_weights(self.problem.ops, of_row, rows.row_max, rows.log_denom)
+        sink_score = sink.float().reshape(*sink.shape, 1, 1)
+        log_p = online_softmax.log_weights(self.problem.ops, sink_score, rows.row_max, rows.log_denom)
         p = log_p.exp()
-        grad = p * rows.delta
+        grad = -p * rows.delta
         if rows.grad_entropy is not None:
             grad = grad - p * (torch.where(p == 0, 0.0, log_p) + rows.entropy) * rows.grad_entropy
         grad_sink: torch.Tensor = sum_to(self.problem.ops, grad, (*sink.shape, 1, 1)).reshape(sink.shape)

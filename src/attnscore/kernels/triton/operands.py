@@ -1,4 +1,4 @@
-"""What the Triton kernels are given: named tuples of tensors and strides, as Triton takes them, and how they are made.
+"""Operands of the Triton kernels: named tuples of tensors and strides, as Triton takes them.
 
 A broadcast axis has stride 0, so no operand is copied for it. None in a tuple is a constant to Triton's compiler: what
 a call does not have is not in its code.
@@ -104,11 +104,11 @@ _ROWS: Any = ("row_max", "log_denom", *(name for name in TABLE if name != "log_s
 # By a variable, as type checkers take only literal names.
 _namedtuple: Any = namedtuple
 Rows = _namedtuple("Rows", _ROWS, defaults=(None,) * len(_ROWS))
-"""One float32 a query, (batch, head, group, query) in C order; None: not wanted."""
+"""One float32 a query, (batch, head, group, query) in C order; None: not requested."""
 
 
 class RowGrads(NamedTuple):
-    """What the backward knows of each query: delta = dlse - dout . out, and of the entropy."""
+    """Numbers of each query that the backward reads: delta = dout . out - dlse, and the entropy with its gradient."""
 
     row_max: Any
     log_denom: Any
@@ -119,9 +119,9 @@ class RowGrads(NamedTuple):
 
 def operand(x: torch.Tensor, lead: Sequence[int], heads: int, groups: int, row: int) -> Operand:
     """Return an array (*lead, head, group, row, column), each axis whole or 1, with its leading axes as one."""
-    whole = x.expand(*lead, heads, groups, row, x.shape[-1])
+    expanded = x.expand(*lead, heads, groups, row, x.shape[-1])
     # Leading axes that no single stride describes are copied.
-    return strided(whole.reshape(math.prod(lead), *whole.shape[len(lead) :]))
+    return strided(expanded.reshape(math.prod(lead), *expanded.shape[len(lead) :]))
 
 
 def strided(x: torch.Tensor) -> Operand:

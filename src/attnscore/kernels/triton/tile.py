@@ -32,12 +32,12 @@ class Matrix(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """The tiles that a tile visits (`ranges`): some_lo to some_hi, of which all_lo to all_hi are full."""
+    """The tiles that a tile visits (`ranges`): any_start to any_stop, of which full_start to full_stop are full."""
 
-    some_lo: Any
-    all_lo: Any
-    all_hi: Any
-    some_hi: Any
+    any_start: Any
+    full_start: Any
+    full_stop: Any
+    any_stop: Any
 
 
 class SideTile(NamedTuple):
@@ -96,10 +96,10 @@ def vectors(side, rows, columns, live, dim):
 
 
 @triton.jit
-def store_vectors(to, m, at, d, live, dim, x):
+def store_vectors(target, m, at, d, live, dim, x):
     """Store numbers (positions, channels) in an `Operand`, at positions that are live and channels below `dim`."""
-    at_x = base(to, m) + at.to(tl.int64) * to.row + d * to.column
-    tl.store(at_x, x.to(to.data.dtype.element_ty), mask=live & (d < dim))
+    pointers = base(target, m) + at.to(tl.int64) * target.row + d * target.column
+    tl.store(pointers, x.to(target.data.dtype.element_ty), mask=live & (d < dim))
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def tanh(x):
 
 
 @triton.jit
-def capped(s, CAPS: tl.constexpr):
+def apply_caps(s, CAPS: tl.constexpr):
     """Return the scores after the caps, in order: factor * cap * tanh(s / cap); cap 0 stands for infinity."""
     for k in tl.static_range(len(CAPS)):
         if CAPS[k][0] == 0:
@@ -177,8 +177,8 @@ def capped(s, CAPS: tl.constexpr):
 
 
 @triton.jit
-def capped_slope(s, CAPS: tl.constexpr):
-    """Return the derivative of `capped` at `s`, the score before the caps; a cap of 0 stands for none."""
+def caps_slope(s, CAPS: tl.constexpr):
+    """Return the derivative of `apply_caps` at `s`, the score before the caps; a cap of 0 stands for none."""
     slope = s * 0.0 + 1.0
     for k in tl.static_range(len(CAPS)):
         if CAPS[k][0] == 0:
@@ -195,15 +195,15 @@ def capped_slope(s, CAPS: tl.constexpr):
 def segments(ends, line, length, BLOCK: tl.constexpr, TESTED: tl.constexpr):
     """Return the `Segments` of a line of ends; all tiles where there are none."""
     if ends is None:
-        some_lo, some_hi = 0, tl.cdiv(length, BLOCK)
+        any_start, any_stop = 0, tl.cdiv(length, BLOCK)
         if TESTED:
-            all_lo, all_hi = 0, 0
+            full_start, full_stop = 0, 0
         else:
-            all_lo, all_hi = 0, length // BLOCK
+            full_start, full_stop = 0, length // BLOCK
     else:
         at = ends + line.to(tl.int64) * 4
-        some_lo, all_lo, all_hi, some_hi = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    return Segments(some_lo, all_lo, all_hi, some_hi)
+        any_start, full_start, full_stop, any_stop = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    return Segments(any_start, full_start, full_stop, any_stop)
 
 
 @triton.jit
@@ -212,32 +212,32 @@ def key_segments(masking, interval, m, tile, sizes, BM: tl.constexpr, BN: tl.con
     line = 0
     if masking.ends is not None:
         # One line of ends for each batch row, or for all.
-        of_batch = tl.minimum(m.b, masking.ends_batch - 1)
-        line = (interval * masking.ends_batch + of_batch) * tl.cdiv(sizes.n_q, BM) + tile
+        batch_line = tl.minimum(m.b, masking.ends_batch - 1)
+        line = (interval * masking.ends_batch + batch_line) * tl.cdiv(sizes.n_q, BM) + tile
     return segments(masking.ends, line, sizes.n_k, BN, TESTED)
 
 
 @triton.jit
-def steps_of(segments_of_tile, FULL: tl.constexpr):
+def steps_of(visited, FULL: tl.constexpr):
     """Return how many tiles of `Segments` are full, or are not: those on either side of the full ones."""
     if FULL:
-        return segments_of_tile.all_hi - segments_of_tile.all_lo
+        return visited.full_stop - visited.full_start
     else:
-        return segments_of_tile.all_lo - segments_of_tile.some_lo + segments_of_tile.some_hi - segments_of_tile.all_hi
+        return visited.full_start - visited.any_start + visited.any_stop - visited.full_stop
 
 
 @triton.jit
-def tile_of_step(step, segments_of_tile, FULL: tl.constexpr):
+def tile_of_step(step, visited, FULL: tl.constexpr):
     """Return the tile of a step."""
     if FULL:
-        return segments_of_tile.all_lo + step
+        return visited.full_start + step
     else:
-        left = segments_of_tile.all_lo - segments_of_tile.some_lo
-        return tl.where(step < left, segments_of_tile.some_lo + step, segments_of_tile.all_hi + step - left)
+        left = visited.full_start - visited.any_start
+        return tl.where(step < left, visited.any_start + step, visited.full_stop + step - left)
 
 
 @triton.jit
-def attended(masking, interval, m, i, j, sizes):
+def unmasked_in_interval(masking, interval, m, i, j, sizes):
     """Return the unmasked pairs of a tile, of one of the intervals of each query."""
     live = (i < sizes.n_q) & (j < sizes.n_k)
     unmasked = live
@@ -248,9 +248,9 @@ def attended(masking, interval, m, i, j, sizes):
         unmasked = unmasked & (j >= start) & (j < stop)
     if masking.query_ids is not None:
         ids, batch = masking.query_ids, m.b.to(tl.int64)
-        of_query = tl.load(ids + batch * masking.query_ids_batch + i, mask=i < sizes.n_q, other=-1)
-        of_key = tl.load(masking.key_ids + batch * masking.key_ids_batch + j, mask=j < sizes.n_k, other=-1)
-        unmasked = unmasked & (of_query == of_key) & (of_query >= 0)
+        query_id = tl.load(ids + batch * masking.query_ids_batch + i, mask=i < sizes.n_q, other=-1)
+        key_id = tl.load(masking.key_ids + batch * masking.key_ids_batch + j, mask=j < sizes.n_k, other=-1)
+        unmasked = unmasked & (query_id == key_id) & (query_id >= 0)
     if masking.array is not None:
         pairs = base(masking.array, m) + i.to(tl.int64) * masking.array.row + j * masking.array.column
         unmasked = unmasked & (tl.load(pairs, mask=live, other=0) != 0)
@@ -258,11 +258,11 @@ def attended(masking, interval, m, i, j, sizes):
 
 
 @triton.jit
-def attended_by_any(masking, m, i, j, sizes, INTERVALS: tl.constexpr):
+def unmasked_in_any_interval(masking, m, i, j, sizes, INTERVALS: tl.constexpr):
     """Return the unmasked pairs of a tile, of all intervals of each query."""
-    unmasked = attended(masking, 0, m, i, j, sizes)
+    unmasked = unmasked_in_interval(masking, 0, m, i, j, sizes)
     for interval in tl.static_range(1, INTERVALS):
-        unmasked = unmasked | attended(masking, interval, m, i, j, sizes)
+        unmasked = unmasked | unmasked_in_interval(masking, interval, m, i, j, sizes)
     return unmasked
 
 
@@ -281,14 +281,14 @@ def bias_of(bias, m, i, j, sizes, RELATIVE: tl.constexpr):
 def with_bias(s, attends, bias, m, i, j, sizes, RELATIVE: tl.constexpr):
     """Return the scores plus the bias, and the pairs that attend: a bias of -inf masks one."""
     if bias is not None:
-        of_pair = bias_of(bias, m, i, j, sizes, RELATIVE)
-        attends = attends & (of_pair != NEG_INF)
-        s += of_pair
+        pair_bias = bias_of(bias, m, i, j, sizes, RELATIVE)
+        attends = attends & (pair_bias != NEG_INF)
+        s += pair_bias
     return s, attends
 
 
 @triton.jit
-def _mixed(x):
+def _mix(x):
     """Mix 32 bits: `problem.dropout` has the source."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -307,9 +307,9 @@ def keeps_by_dropout(dropout, z, i, j, n_q):
     row = z.to(tl.int64) * n_q + i
     low = (row & 0xFFFFFFFF).to(tl.uint32)
     high = (row >> 32).to(tl.uint32)
-    stream = _mixed(low + _bits(dropout.low))
-    stream = _mixed(stream + high + _bits(dropout.high))
-    bits = _mixed(stream + j.to(tl.uint32) * 0x9E3779B9)
+    stream = _mix(low + _bits(dropout.low))
+    stream = _mix(stream + high + _bits(dropout.high))
+    bits = _mix(stream + j.to(tl.uint32) * 0x9E3779B9)
     return bits >= _bits(dropout.threshold)
 
 
@@ -324,11 +324,11 @@ def squared_distance(queries, keys, dim):
 
 
 @triton.jit
-def distance_gradient(acc, ds, mine, other, dim, D: tl.constexpr):
+def distance_gradient(acc, ds, rows_side, cols_side, dim, D: tl.constexpr):
     """Return acc + sum_j ds_ij (mine_i - other_j), (M, D): the gradient of half the squared distance."""
     channel = tl.arange(0, D)[None, :]
     for c in tl.range(0, dim):
-        x, y = channel_of(mine, c), channel_of(other, c)
+        x, y = channel_of(rows_side, c), channel_of(cols_side, c)
         # A masked pair has ds = 0, whose product with a non-finite difference would be NaN.
         column = tl.sum(tl.where(ds == 0, 0.0, ds * (x - y)), 1)
         acc += tl.where(channel == c, column[:, None], 0.0)

@@ -116,23 +116,23 @@ def parse(content: Any) -> Table:
         raise ValueError(message("table", "an object", type(content).__name__))
     table: Table = {}
     aliases = {}
-    for name, of_architecture in content.items():
+    for name, entries in content.items():
         if name == "origin":
             continue
         digits = name.removeprefix("sm_")
         if digits == name or not digits.isdigit():
             raise ValueError(message(name, "origin, or an architecture such as sm_90", "another name"))
-        if isinstance(of_architecture, str):
-            aliases[name] = of_architecture
+        if isinstance(entries, str):
+            aliases[name] = entries
             continue
-        for (kernel, form, dtype, dim), numbers in _leaves(of_architecture, name, depth=4):
+        for (kernel, form, dtype, dim), numbers in _leaves(entries, name, depth=4):
             entry = Entry(int(digits), kernel, form, dtype, int(dim) if dim.isdigit() else 0)
             _check_entry(entry, f"{name} / {kernel} / {form} / {dtype} / {dim}")
             table[entry] = checked_tile(entry, numbers)
-    for name, of in aliases.items():
-        same = {entry: tile for entry, tile in table.items() if f"sm_{entry.architecture}" == of}
+    for name, target in aliases.items():
+        same = {entry: tile for entry, tile in table.items() if f"sm_{entry.architecture}" == target}
         if not same:
-            raise ValueError(message(name, "an object, or the name of an architecture that has one", repr(of)))
+            raise ValueError(message(name, "an object, or the name of an architecture that has one", repr(target)))
         table |= {entry._replace(architecture=int(name[3:])): tile for entry, tile in same.items()}
     return table
 
