@@ -107,6 +107,7 @@ def _move_keys_last(mask: Any, axis: int, ndim: int) -> Any:
 
 
 def _score_shape(shape: tuple[int, ...]) -> ScoreShape:
+    """Return the shape of a score array as a `ScoreShape`, against which masks are checked."""
     has_heads = len(shape) >= 4
     return ScoreShape(
         lead=shape[: -3 if has_heads else -2] or (1,),

@@ -73,12 +73,12 @@ def single_plan(problem: Problem, kernel: str = "auto") -> SinglePlan:
     return SinglePlan(choose(kernel, problem), problem, tiling.plan(problem))
 
 
-def reasons(problem: Problem, chosen: Kernel) -> dict[str, tuple[str, ...]]:
+def reasons(problem: Problem, chosen_kernel: Kernel) -> dict[str, tuple[str, ...]]:
     """Return, for every kernel but the chosen one, why it was not chosen."""
-    reasons_by_name, preference = {}, f"{chosen.name} was asked for"
+    reasons_by_name, preference = {}, f"{chosen_kernel.name} was asked for"
     for name, kernel in _TABLE.items():
-        if kernel is chosen:
-            preference = f"{chosen.name} comes first in the order of preference"
+        if kernel is chosen_kernel:
+            preference = f"{chosen_kernel.name} comes first in the order of preference"
         else:
             reasons = kernel.reasons_against(problem) or kernel.reasons_not_automatic(problem)
             reasons_by_name[name] = reasons or (preference,)

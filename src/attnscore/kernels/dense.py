@@ -47,8 +47,8 @@ class Dense(Kernel):
         """Return a single tile: nothing is skipped."""
         if 0 in (tiles.query_len, tiles.key_len):
             return tiles
-        whole = (Segment(0, tiles.key_len, problem.mask is not None),)
-        return dataclasses.replace(tiles, query_tile=tiles.query_len, key_tile=tiles.key_len, segments=(whole,))
+        all_keys = (Segment(0, tiles.key_len, problem.mask is not None),)
+        return dataclasses.replace(tiles, query_tile=tiles.query_len, key_tile=tiles.key_len, segments=(all_keys,))
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         ops, score_shape, dtype = problem.ops, problem.score_shape, problem.accumulator

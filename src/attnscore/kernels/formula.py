@@ -133,8 +133,8 @@ class OneTile(_Formula):
             result = self._forward(problem, tiles, False) if expands_square else tiled.forward(problem, tiles)
             return (result.out,) if problem.matrix is None else (result.out, result.matrix)
 
-        if (needs_recomputing := _needs_recomputing(ops, tile, out)) is not None:
-            outputs = ops.cond_rarely(needs_recomputing, recompute, outputs)
+        if (condition := _needs_recomputing(ops, tile, out)) is not None:
+            outputs = ops.cond_rarely(condition, recompute, outputs)
         return Result(
             outputs[0], *_max_and_log_denom(ops, tile.scores), {}, outputs[1] if problem.matrix is not None else None
         )
@@ -178,10 +178,8 @@ class OneTile(_Formula):
             # The statistics of queries that `forward` returned are those of the formula.
             return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
 
-        needs_recomputing = _needs_recomputing(ops, tile, grad_weights)
-        return (
-            gradients if needs_recomputing is None else dict(ops.cond_rarely(needs_recomputing, recompute, gradients))
-        )
+        condition = _needs_recomputing(ops, tile, grad_weights)
+        return gradients if condition is None else dict(ops.cond_rarely(condition, recompute, gradients))
 
 
 @dataclass(frozen=True, eq=False)

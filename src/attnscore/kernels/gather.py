@@ -87,10 +87,7 @@ class Gather(Kernel):
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         call = self._gather_call(problem)
-        results = [
-            kernel.forward(block_problem, block_tiles)
-            for _, block_problem, block_tiles, kernel in self._block_problems(call)
-        ]
+        results = [kernel.forward(subproblem, subtiles) for _, subproblem, subtiles, kernel in self._subproblems(call)]
         block_rows = [
             {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom}
             | call.with_key_indices(result.statistics, block)
@@ -115,7 +112,7 @@ class Gather(Kernel):
         readers |= {name: call.matrix_of(x) for name, x in matrices.items() if x is not None}
         gradients: list[dict[str, Array]] = []
         memory = _KeyGradientMemory(call)
-        for block, block_problem, block_tiles, kernel in self._block_problems(call):
+        for block, subproblem, subtiles, kernel in self._subproblems(call):
             arrays = {name: read(block) for name, read in readers.items()}
             statistics = {"entropy": arrays["entropy"]} if "entropy" in arrays else {}
             out, row_max, log_denom = (arrays[name] for name in saved)
@@ -123,10 +120,10 @@ class Gather(Kernel):
             block_grads = RowGradients(*(arrays.get(name) for name in (*output_grads, "grad_matrix")))
             if isinstance(kernel, Native):
                 block_gradients = kernel.backward(
-                    block_problem, block_tiles, block_result, block_grads, requested, memory.zeros
+                    subproblem, subtiles, block_result, block_grads, requested, memory.zeros
                 )
             else:
-                block_gradients = kernel.backward(block_problem, block_tiles, block_result, block_grads, requested)
+                block_gradients = kernel.backward(subproblem, subtiles, block_result, block_grads, requested)
             gradients.append(block_gradients)
         return call.join_gradients({name: [x[name] for x in gradients] for name in requested}, memory)
 
@@ -134,11 +131,11 @@ class Gather(Kernel):
         # The kernel of the blocks, which are not gathered yet, is chosen by the problem of the call.
         return _GatheredCall(problem, self._kernel_of(problem))
 
-    def _block_problems(self, call: _GatheredCall) -> Iterator[tuple[_Block, Problem, TilePlan, Kernel]]:
+    def _subproblems(self, call: _GatheredCall) -> Iterator[tuple[_Block, Problem, TilePlan, Kernel]]:
         """Yield each block with its problem, the tiles of that and the kernel that runs it."""
         for block in call.blocks:
-            block_problem = call.problem_of(block)
-            yield block, block_problem, tiling.plan(block_problem), self._kernel_of(block_problem)
+            subproblem = call.problem_of(block)
+            yield block, subproblem, tiling.plan(subproblem), self._kernel_of(subproblem)
 
     def _kernel_of(self, problem: Problem) -> Kernel:
         """Return the first kernel of blocks that can run `problem` and is not slower there than a later one."""
@@ -333,13 +330,8 @@ class _GatheredCall:
         width = problem.form.key.shape[-1] + problem.value.shape[-1]
         self.limit = max(1, thresholds.GATHERED_NUMBERS // max(1, math.prod(self.score_shape.rows[:-1]) * width))
         # A matrix or a further mask of all pairs of a block in edge order would have the square of its edges.
-        in_order = (
-            isinstance(block_kernel, Native)
-            and problem.matrix is None
-            and problem.dropout is None
-            and remaining_mask is None
-        )
-        self.split = _edge_order_blocks if in_order else _degree_blocks
+        has_pairs = any(x is not None for x in (problem.matrix, problem.dropout, remaining_mask))
+        self.split = _edge_order_blocks if isinstance(block_kernel, Native) and not has_pairs else _degree_blocks
         self.blocks: list[_Block] = self.table.get_or_compute(
             ("blocks", self.split, self.limit), lambda: self.split(self.table.start, self.table.lens, self.limit)
         )
@@ -358,10 +350,8 @@ class _GatheredCall:
         readers = {name: reader_of[form.role(name)](x) for name, x in form.arrays().items()}
         # Attention to the keys themselves, as in a graph network, gathers them once.
         keys = (name for name, x in form.arrays().items() if form.role(name) == "key")
-        same_as_value = next(
-            (name for name in keys if _share_memory(self.ops, form.arrays()[name], problem.value)), None
-        )
-        readers["value"] = self.keys_of(problem.value) if same_as_value is None else readers[same_as_value]
+        shared_name = next((name for name in keys if _share_memory(self.ops, form.arrays()[name], problem.value)), None)
+        readers["value"] = self.keys_of(problem.value) if shared_name is None else readers[shared_name]
         return readers if problem.bias is None else {**readers, "bias": self.pairs_of(problem.bias)}
 
     def problem_of(self, block: _Block) -> Problem:
@@ -537,9 +527,8 @@ class _GatheredCall:
             elif role == "shared":
                 joined[name] = reduce(operator.add, grads)
             else:
-                gradient = (
-                    self.join_rows(grads) if role == "query" else self.join_keys(grads, memory.joined_rows(name, grads))
-                )
+                is_query, rows = role == "query", memory.joined_rows(name, grads)
+                gradient = self.join_rows(grads) if is_query else self.join_keys(grads, rows)
                 joined[name] = sum_to(ops, gradient, operands[name].shape)
         return joined
 
@@ -551,10 +540,8 @@ class _GatheredCall:
     def _edge_ids(self, ids: Callable[[_Block], HostArray]) -> tuple[HostArray, HostArray]:
         """Return the ids of all edges, block after block, and their indices among the entries of the blocks."""
         has_edge = np.concatenate([block.has_edge.reshape(-1) for block in self.blocks])
-        entry_ids = np.concatenate(
-            [np.broadcast_to(ids(block), block.slots.shape).reshape(-1) for block in self.blocks]
-        )
-        return entry_ids[has_edge], np.flatnonzero(has_edge)
+        all_ids = np.concatenate([np.broadcast_to(ids(block), block.slots.shape).reshape(-1) for block in self.blocks])
+        return all_ids[has_edge], np.flatnonzero(has_edge)
 
     def _sum_entries(self, parts: Sequence[Array], sums: _Sums, joined_rows: Array | None = None) -> Array:
         """Return (*lead, id, dim) from blocks (batch, *lead, entry, dim); `joined_rows` has the rows of all."""

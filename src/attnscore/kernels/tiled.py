@@ -198,22 +198,16 @@ def _normalized_query_tile(
         segments = tiles.segments_of(ops, tile, problem.value) if tiles.segments else ()
         return _iter_key_tiles(ops, segments, tiles, visit, carry)
 
-    score_statistics = tuple(name for name in requested if TABLE[name].describes == "scores")
-    state = online_softmax.start(ops, shape, 0, problem.value, dtype, score_statistics)
-    if normalizer.threshold_slope != 0 or score_statistics or "max_weight" in requested:
+    score_stats = tuple(name for name in requested if TABLE[name].describes == "scores")
+    state = online_softmax.start(ops, shape, 0, problem.value, dtype, score_stats)
+    if normalizer.threshold_slope != 0 or score_stats or "max_weight" in requested:
         state = fold(
             lambda state, scores, unmasked, cols: online_softmax.update(
-                ops,
-                state,
-                scores,
-                unmasked,
-                cols[0],
-                lambda weights: ops.slice_axis(weights, -1, 0, 0),
-                score_statistics,
+                ops, state, scores, unmasked, cols[0], lambda weights: ops.slice_axis(weights, -1, 0, 0), score_stats
             ),
             state,
         )
-    _, row_max, _, statistics = online_softmax.finish(ops, state, None, score_statistics)
+    _, row_max, _, statistics = online_softmax.finish(ops, state, None, score_stats)
     threshold = normalizer.threshold(
         ops, row_max, lambda body, carry: fold(lambda carry, scores, *_: body(carry, scores), carry)
     )

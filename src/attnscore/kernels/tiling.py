@@ -171,7 +171,7 @@ class TilePlan:
 def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     """Plan the tiles of a problem; `tile` (queries, keys) overrides their sizes."""
     score_shape = problem.score_shape
-    interval_set, remaining_mask = problem.visibility
+    interval_set, remaining = problem.visibility
     query_tile, key_tile = tile or tile_sizes(score_shape, problem.form.values_per_pair(), _target_tile_scores(problem))
     lengths_known = not (is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len))
     has_few_shapes = tile is None and lengths_known and problem.ops.compiles_each_shape()
@@ -179,18 +179,17 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
         query_tile, key_tile = _divisor(score_shape.query_len, query_tile), _divisor(score_shape.key_len, key_tile)
     starts = (0,) if is_unknown(score_shape.query_len) else range(0, score_shape.query_len, query_tile)
     if interval_set is None:
-        all_keys = Segment(0, score_shape.key_len, remaining_mask is not None)
+        all_keys = Segment(0, score_shape.key_len, remaining is not None)
         has_no_keys = not is_unknown(score_shape.key_len) and score_shape.key_len == 0
         segments: tuple[tuple[Segment, ...], ...] = tuple(() if has_no_keys else (all_keys,) for _ in starts)
     else:
         find = _segments if interval_set.single is not None else _segments_of_intervals
         start, stop = interval_set.ends
         segments = tuple(
-            find(start[..., i : i + query_tile], stop[..., i : i + query_tile], remaining_mask is not None)
-            for i in starts
+            find(start[..., i : i + query_tile], stop[..., i : i + query_tile], remaining is not None) for i in starts
         )
     tiles = TilePlan(
-        score_shape.query_len, score_shape.key_len, query_tile, key_tile, segments, interval_set, remaining_mask
+        score_shape.query_len, score_shape.key_len, query_tile, key_tile, segments, interval_set, remaining
     )
     return tiles.aligned_to_tiles() if has_few_shapes else tiles
 
@@ -227,15 +226,13 @@ def _divisor(length: int, size: int) -> int:
     return next((divisor for divisor in range(size, size // 2, -1) if length % divisor == 0), size)
 
 
-def _segments(start: HostArray, stop: HostArray, has_remaining_mask: bool) -> tuple[Segment, ...]:
+def _segments(start: HostArray, stop: HostArray, is_tested: bool) -> tuple[Segment, ...]:
     """Return the segments of one query tile from one interval per query; none is full where a mask remains to read."""
     has_keys = stop > start
     if not has_keys.any():
         return ()
     any_keys = int(start[has_keys].min()), int(stop[has_keys].max())
-    all_keys = (
-        (int(start.max()), int(stop.min())) if has_keys.all() and not has_remaining_mask else (any_keys[0], any_keys[0])
-    )
+    all_keys = (int(start.max()), int(stop.min())) if has_keys.all() and not is_tested else (any_keys[0], any_keys[0])
     if all_keys[1] <= all_keys[0]:
         return (Segment(*any_keys, True),)
     pieces = (
@@ -249,7 +246,7 @@ def _segments(start: HostArray, stop: HostArray, has_remaining_mask: bool) -> tu
 _GAP, _SOME, _ALL = range(3)
 
 
-def _segments_of_intervals(start: HostArray, stop: HostArray, has_remaining_mask: bool) -> tuple[Segment, ...]:
+def _segments_of_intervals(start: HostArray, stop: HostArray, is_tested: bool) -> tuple[Segment, ...]:
     """Return the segments from several intervals per query: (interval, batch or 1, query).
 
     Between two neighbouring ends, the number of queries that attend to the keys decides.
@@ -262,7 +259,7 @@ def _segments_of_intervals(start: HostArray, stop: HostArray, has_remaining_mask
     ends = np.sort(np.concatenate([starts, stops]))
     ends = ends[np.append(True, ends[1:] != ends[:-1])]
     attending = np.searchsorted(starts, ends[:-1], "right") - np.searchsorted(stops, ends[:-1], "right")
-    full_count = start[0].size + 1 if has_remaining_mask else start[0].size
+    full_count = start[0].size + 1 if is_tested else start[0].size
     kinds = np.where(attending == 0, _GAP, np.where(attending < full_count, _SOME, _ALL))
     for kind in (_ALL, _GAP):
         kinds, ends = _merge_equal_neighbours(kinds, ends)

@@ -153,8 +153,8 @@ def evaluate(
 ) -> Array:
     """Return a mask, or a block of its queries and keys, as booleans on the canonical axes; broadcast axes stay 1."""
     if isinstance(mask, (And, Or)):
-        both = [evaluate(ops, score_shape, like, part, rows, cols) for part in (mask.first, mask.second)]
-        return ops.logical_and(*both) if isinstance(mask, And) else ops.logical_or(*both)
+        evaluated = [evaluate(ops, score_shape, like, part, rows, cols) for part in (mask.first, mask.second)]
+        return ops.logical_and(*evaluated) if isinstance(mask, And) else ops.logical_or(*evaluated)
     if isinstance(mask, Not):
         return ~evaluate(ops, score_shape, like, mask.mask, rows, cols)
     if isinstance(mask, Dense):

@@ -53,19 +53,17 @@ class RowBytes:
             check_count(name, size)
         if kv_heads and heads % kv_heads:
             raise ArgumentError(message("kv_heads", f"a number that divides heads = {heads}", kv_heads))
-        number, sum_bytes = itemsize(dtype), itemsize(accumulator(dtype))
+        number, sums = itemsize(dtype), itemsize(accumulator(dtype))
         kv = batch * kv_heads * (key_dim + value_dim)
         queries = batch * heads
-        row = 3 * queries * sum_bytes
-        return cls(
-            queries * dim * number, queries * value_dim * number, kv * number, kv * sum_bytes, row, heads, kv_heads
-        )
+        row = 3 * queries * sums
+        return cls(queries * dim * number, queries * value_dim * number, kv * number, kv * sums, row, heads, kv_heads)
 
     @classmethod
     def of_problem(cls, problem: Problem) -> RowBytes:
         """Return the bytes of the arrays of a call that are moved."""
         form, ops, shape = problem.form, problem.ops, problem.score_shape
-        sum_bytes = itemsize(problem.accumulator)
+        sums = itemsize(problem.accumulator)
 
         def size(x: Array, width: int | None = None) -> int:
             numbers: int = math.prod(x.shape[:-2]) * x.shape[-1]
@@ -78,8 +76,8 @@ class RowBytes:
             query=sum(map(size, by_role["query"])),
             out=rows * problem.layout.value_dim * itemsize(problem.dtype),
             key=sum(map(size, key)),
-            key_gradient=sum(size(x, sum_bytes) for x in key),
-            row=(5 if "entropy" in problem.statistics else 3) * rows * sum_bytes,
+            key_gradient=sum(size(x, sums) for x in key),
+            row=(5 if "entropy" in problem.statistics else 3) * rows * sums,
             heads=shape.heads * shape.groups,
             kv_heads=shape.heads,
         )
@@ -258,10 +256,8 @@ def choose(
     for name, other in explanations.items():
         if name == best.mode:
             continue
-        sent, least_sent = _max_sent(other), _max_sent(best)
-        reasons[name] = (
-            f"{sent / least_sent:.1f} times as many bytes" if least_sent else f"{sent:,} bytes, where this sends none"
-        )
+        sent, least = _max_sent(other), _max_sent(best)
+        reasons[name] = f"{sent / least:.1f} times as many bytes" if least else f"{sent:,} bytes, where this sends none"
         if not _fits(other, memory):
             reasons[name] = f"{max(other.peak_memory):,} bytes of memory"
     return replace(best, reasons={name: reasons[name] for name in MODES if name in reasons})

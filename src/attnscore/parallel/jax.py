@@ -189,20 +189,17 @@ def _plan_call(
     problem = dataclasses.replace(problem, mask=mask, bias=bias)
     plan = exchange(mask, queries.shards, keys.shards, batch=sequence_shape.batch)
     explanation = options.choose(problem, sequence_shape, plan, MODE_CLASSES, "reduce")
-    return MODE_CLASSES[explanation.mode](
-        axis_name, queries, keys, plan, sequence_shape, problem, options.kernel
-    ), explanation
+    mode_class = MODE_CLASSES[explanation.mode]
+    return mode_class(axis_name, queries, keys, plan, sequence_shape, problem, options.kernel), explanation
 
 
 def _check_bias(problem: Problem, bias: Any, query: Array, sequence_shape: ScoreShape) -> Array:
     """Return the bias of the device's queries and all keys on the canonical axes; raise where it does not fit."""
     bias = check_extra(problem.ops, "bias", bias, query)
     shape = tuple(bias.shape)
-    rows = (
-        sequence_shape
-        if sequence_shape.is_relative(shape)
-        else dataclasses.replace(problem.score_shape, key_len=sequence_shape.key_len)
-    )
+    rows = sequence_shape
+    if not sequence_shape.is_relative(shape):
+        rows = dataclasses.replace(problem.score_shape, key_len=sequence_shape.key_len)
     check_bias_shape(shape, rows)
     canonical: Array = rows.to_canonical(problem.ops, bias)
     return canonical

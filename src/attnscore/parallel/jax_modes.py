@@ -163,6 +163,7 @@ class Gather(Call):
         return fetch(x)
 
     def _rows(self, x: Array) -> Array:
+        """Return the rows that this device needs, by collectives of JAX, which it can differentiate."""
         if self._is_whole:
             gathered = lax.all_gather(x, self.axis_name, axis=x.ndim - 2, tiled=True)
             return join_rows(gathered, self.keys.shards)
@@ -358,6 +359,7 @@ class Ring(Call):
         return {**arrays_of(result), "log_sum_exp": result.log_sum_exp}
 
     def _backward(self, operands: Arrays, outputs: Arrays, grads: Arrays) -> dict[str, Array]:
+        """Return the gradients of the operands; those of the keys travel around the ring with the keys."""
         keys = {name: operands[name] for name in self.operands("key")}
         totals = {name: jnp.zeros_like(x, self._sums) for name, x in operands.items()}
         key_gradients = {name: totals.pop(name) for name in keys}

@@ -184,6 +184,7 @@ def heads_attend_differently(mask: Mask | None, sequence_shape: ScoreShape) -> b
 
 
 def _distinguishes_heads(mask: Mask, sequence_shape: ScoreShape) -> bool:
+    """Return whether a mask that is no combination may differ between heads."""
     if isinstance(mask, Dense):
         shape = shape_of(mask.array)
         return sequence_shape.has_heads and len(shape) > 2 and shape[-3] > 1

@@ -548,9 +548,8 @@ class NativeOp(DifferentiableOp):
             return (None,) * len(arrays)
         requested = requested if requested is not None else [True] * len(arrays)
         if ops.needs_grad(*arrays, *incoming) or not call.are_as_planned([*arrays, *outputs], incoming):
-            return tuple(
-                self._recompute_gradients(arrays, dict(zip(call.differentiable, grads, strict=True)), requested)
-            )
+            grads_by_name = dict(zip(call.differentiable, grads, strict=True))
+            return tuple(self._recompute_gradients(arrays, grads_by_name, requested))
         return tuple(call.backward(arrays, self.mask, (*outputs, *self.saved, *grads), self.seed, requested))
 
     def _mask(self) -> Any:

@@ -64,9 +64,7 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
     if mask is not None:
         mask = mask.with_leaves(iter([PLACEHOLDER] * len(static_leaves)))
     absent = dict.fromkeys(("score", "query", "key", "value", "bias", "sink", "dropout", "mask"))
-    layout = (
-        _layout_with_lengths(problem.layout, (0,) * len(problem.score_shape.lead), 0, 0) if unknown else problem.layout
-    )
+    layout = _with_lengths(problem.layout, (0,) * len(problem.score_shape.lead), 0, 0) if unknown else problem.layout
     empty = dataclasses.replace(problem, ops=ops, form=form, layout=layout, **absent)  # type: ignore[arg-type]
     dropout = dataclasses.replace(dropout, seed=0) if dropout is not None and seeded else dropout
 
@@ -86,7 +84,7 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
                 ops.shape(x) for x in (*(new_form.arrays()[n] for n in ("query", "key")), fields["value"])
             )
             lead = broadcast(query[:-4], key[:-4], value[:-4])
-            fields["layout"] = _layout_with_lengths(layout, lead, query[-2], key[-2])
+            fields["layout"] = _with_lengths(layout, lead, query[-2], key[-2])
         rebuilt = dataclasses.replace(empty, **fields)
         if is_checked and rebuilt.mask is not None:
             check_shapes(rebuilt.mask, rebuilt.score_shape)
@@ -95,7 +93,7 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
     return rebuild
 
 
-def _layout_with_lengths(layout: AxisLayout, lead: tuple[Any, ...], query_len: Any, key_len: Any) -> AxisLayout:
+def _with_lengths(layout: AxisLayout, lead: tuple[Any, ...], query_len: Any, key_len: Any) -> AxisLayout:
     score_shape = dataclasses.replace(layout.score_shape, lead=lead, query_len=query_len, key_len=key_len)
     return dataclasses.replace(layout, score_shape=score_shape)
 
@@ -144,6 +142,7 @@ class _Plans:
         return BoundPlan(plan, [by_name[operand.name] for operand in plan.operands], bounds, seed % 2**63)
 
     def _build(self, arrays: Sequence[HostArray]) -> NativePlan | None:
+        """Build the plan for arrays of these layouts; None where the module cannot read them as they are."""
         problem = self.rebuild(arrays)
         mask, caller_arrays = problem.mask, dict(zip(self.names, arrays, strict=False))
         if self.has_lens:

@@ -241,7 +241,7 @@ def d_key(
     visited, is_bad = segments(tiles, line, sizes.n_q, BM, TESTED), 0
     for member in tl.range(0, members):
         m = Matrix(first.z + member, first.b, first.h, first.g + member)
-        query_side, grad_out_side = side_of(inputs.query, m), side_of(grad_out, m)
+        query_side, grad_side = side_of(inputs.query, m), side_of(grad_out, m)
         scale = scale_of(scale, inputs.scales, m, sizes)
         # The full tiles, then those that are tested.
         for full in tl.static_range(1, -1, -1):
@@ -249,9 +249,7 @@ def d_key(
                 r = tile_of_step(step, visited, full) * BM + tl.arange(0, BM)
                 i = r[None, :]
                 queries = side_tile(query_side, i, d[:, None], sizes.n_q, sizes.dim, FORM)
-                do = vectors(
-                    grad_out_side, r.to(tl.int64)[:, None], dv[None, :], r[:, None] < sizes.n_q, sizes.value_dim
-                )
+                do = vectors(grad_side, r.to(tl.int64)[:, None], dv[None, :], r[:, None] < sizes.n_q, sizes.value_dim)
                 if full:
                     attends = queries.live & keys.live
                 else:
