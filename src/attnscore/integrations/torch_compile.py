@@ -30,7 +30,7 @@ from attnscore.integrations import torch_export
 from attnscore.integrations.torch_expressions import SAVED, Slots, can_be_written, is_exporting, read
 from attnscore.kernels import SinglePlan, tiling
 from attnscore.problem.problem import Problem, build_problem, requested_statistics
-from attnscore.problem.statistics import DIFFERENTIABLE, AttentionStats, returned
+from attnscore.problem.statistics import DIFFERENTIABLE, AttentionStats, in_returned_dtype
 from attnscore.scores.base import Pullback
 
 _OPS = backends.load("torch")
@@ -268,7 +268,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     if statistics:
         named = {}
         for i, name in enumerate(statistics, len(SAVED)):
-            named[name] = rows[i] if name in DIFFERENTIABLE else returned(_OPS, name, rows[i].detach())
+            named[name] = rows[i] if name in DIFFERENTIABLE else in_returned_dtype(_OPS, name, rows[i].detach())
         results.append(AttentionStats(**named))
     return results[0] if len(results) == 1 else tuple(results)
 
