@@ -14,6 +14,7 @@ import pytest
 
 import hf_models
 from attnscore.integrations.transformers import register
+from transformers_cases import since
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -39,6 +40,7 @@ def test_models_with_what_has_gone_wrong(folder: str, name: str) -> None:
     assert (row.status, row.reason) == ("works", "") and row.calls
 
 
+@since("5.23")
 def test_an_unsupported_model_says_what_to_do() -> None:
     kind = next(x for x in hf_models.classes("inkling2") if x.__name__ == "Inkling2TextModel")
     row = hf_models.examine(kind, "inkling2", register())

@@ -55,7 +55,7 @@ PATTERNS: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "user-or": (own.or_masks(WINDOW, lambda b, h, q, k: k < 2), {"use_vmap": True}, False),
     "padding": (own.and_masks(CAUSAL, own.padding_mask_function(PADDING)), {}, False),
 }
-if hasattr(own, "remap_positions_for_packed_sequence"):  # transformers 5.4 does not have it
+if hasattr(own, "remap_positions_for_packed_sequence"):  # since transformers 5.23
     PATTERNS |= {
         "packed": (within(CAUSAL), {}, True),
         "packed-window": (within(WINDOW), {}, True),

@@ -8,8 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 import transformers
+
+
+def since(release: str) -> pytest.MarkDecorator:
+    """Skip a test with a release of transformers that does not have what it is about."""
+    is_older = np.lib.NumpyVersion(transformers.__version__) < f"{release}.0"
+    return pytest.mark.skipif(is_older, reason=f"of transformers {release} and later")
+
 
 # Longer than every window and chunk.
 LENGTH, WINDOW = 9, 4
