@@ -11,6 +11,7 @@ All but ``report`` have the style of ``matplotlibrc``. All are stored with 256 c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import shutil
@@ -261,12 +262,20 @@ def watching() -> Figure:
     return seen.plot()
 
 
+def names_of(page: str, until: str) -> dict[str, Any]:
+    """Run the Python blocks of a page, up to the first that contains `until`, and return their names."""
+    names: dict[str, Any] = {}
+    for block in (HERE.parent / page).read_text(encoding="utf-8").split("```python\n")[1:]:
+        with contextlib.redirect_stdout(None):
+            exec(block.partition("```")[0], names)
+        if until in block:
+            return names
+    raise ValueError(f"no block of {page} contains {until!r}")
+
+
 def repaired() -> Figure:
     """The training runs of the page on watching, by the code that the page shows."""
-    text = (HERE.parent / "watching.md").read_text(encoding="utf-8")
-    code = next(block for block in text.split("```python\n")[1:] if "qk_clip" in block).partition("```")[0]
-    page: dict[str, Any] = {}
-    exec(code, page)
+    page = names_of("watching.md", "qk_clip")
     figure = Figure(figsize=(9, 2.8))
     axes = figure.subplots(1, 3)
     for (is_repaired, (seen, losses)), colour in zip(page["runs"].items(), (RED, BLUE), strict=True):
@@ -284,6 +293,58 @@ def repaired() -> Figure:
     axes[1].set_yscale("log")
     axes[2].set_ylim(0, 24)
     return figure
+
+
+def maximum() -> Figure:
+    """Exponentials of the scores of the page on softmax, with and without the maximum subtracted, and the weights."""
+    page = names_of("concepts/softmax.md", "masked_softmax")
+    scores, wide = page["scores"], page["scores"].astype(np.float64)
+    keys, largest = np.arange(len(scores)), float(np.finfo(np.float32).max)
+    figure = Figure(figsize=(8, 2.9))
+    as_written, subtracted, weights = figure.subplots(1, 3)
+    as_written.plot(keys, np.exp(wide), "o", color=RED)
+    as_written.axhline(largest, color="#8c8c8c", linestyle="--", linewidth=1)
+    as_written.annotate("largest float32", (1, largest), (0, -3), textcoords="offset points", ha="center", va="top")
+    as_written.set(yscale="log", ylim=(1e35, 1e46), xlim=(-0.5, 2.5))
+    drawn = subtracted.bar(keys, page["shifted"], color=BLUE, width=0.6)
+    subtracted.bar_label(drawn, fmt="{:.3f}")
+    subtracted.set_ylim(0, 1.15)
+    drawn = weights.bar(keys, ats.masked_softmax(scores), color=BLUE, width=0.6)
+    weights.bar_label(drawn, fmt="{:.3f}")
+    for key, weight in zip(keys, page["naive"], strict=True):
+        weights.annotate(f"{weight}".replace("nan", "NaN"), (key, 0.9), color=RED, ha="center")
+    weights.set_ylim(0, 1.15)
+    for axis, title, unit in (
+        (as_written, "As written: exp(s) overflows", "exp(s)"),
+        (subtracted, "exp(s − max s) is at most 1", "exp(s − max s)"),
+        (weights, "Weights: NaN as written", "weight"),
+    ):
+        style_lines(axis, title, "key", unit)
+        axis.set_xticks(keys, [f"{key}\ns = {score:g}" for key, score in zip(keys, scores, strict=True)])
+    return figure
+
+
+def books_map() -> Figure:
+    """The heat map of the book's example, by the code of the guide."""
+    import torch
+
+    torch.manual_seed(0)
+    weights = names_of("guides/d2l.md", "show_heatmaps")["attention"].attention_weights
+    return plotting.show_heatmaps(
+        weights.reshape(1, 1, 2, 10), "Keys", "Queries", ["valid_lens 2 and 6"], (6.4, 1.9), label="weight"
+    )
+
+
+def exercise_maps() -> Figure:
+    """Both scores of the fourth exercise, on keys that are alike and on keys that are drawn."""
+    page = names_of("concepts/exercises.md", "additive = ats.Additive")
+    scores = {"scaled dot product": "scaled_dot", "additive": page["additive"]}
+    maps, titles = [], []
+    for name, keys in (("alike", np.ones((2, 10, 2))), ("drawn", page["keys"])):
+        weights = [ats.attention_weights(page["queries"], keys, score=x, valid_lens=[2, 6]) for x in scores.values()]
+        maps.append([x.reshape(2, 10) for x in weights])
+        titles.append([f"keys {name}, {score}" for score in scores])
+    return plotting.show_heatmaps(maps, "key j", "sequence", titles, (8, 3), label="weight")
 
 
 def long_context() -> Figure:
@@ -338,6 +399,9 @@ DRAWN: dict[str, Callable[[], Figure]] = (
         "watching": watching,
         "long-context": long_context,
         "repaired": repaired,
+        "maximum": maximum,
+        "books-map": books_map,
+        "exercise-maps": exercise_maps,
     }
     | DIAGRAMS
     | PARALLEL
