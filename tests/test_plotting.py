@@ -549,6 +549,14 @@ def test_links_of_long_inputs_are_points():
     assert figure.axes[0].get_xlim() == some.axes[0].get_xlim()
 
 
+def test_the_old_name_of_the_edges_warns_and_works():
+    edges = [[1.0]], [[0]]
+    with pytest.warns(DeprecationWarning, match=r"show_top_weights\(top_weights=\).*until 0\.2") as caught:
+        figure = show_top_weights(found=edges)
+    assert caught[0].filename == __file__
+    assert len(figure.axes[0].lines) == len(show_top_weights(top_weights=edges).axes[0].lines) == 1
+
+
 def test_lines_have_room_for_all_keys():
     axis = show_top_weights(([[1.0]], [[0]]), key_len=10).axes[0]
     assert axis.get_ylim() == (9.6, -0.6)
@@ -617,11 +625,11 @@ def test_one_head_of_several_is_chosen():
         (lambda: show_key_mass(np.ones((1, 1, 3))), ShapeError, ["mass", "(key)", "(1, 1, 3)"]),
         (lambda: show_key_mass(np.ones(3), ["a"]), ShapeError, ["tokens", "3 of them", "1"]),
         (lambda: show_key_mass(np.ones(3), heaviest=-1), ArgumentError, ["heaviest", "-1"]),
-        (lambda: show_top_weights(np.ones((2, 2, 2))), ShapeError, ["found", "top_weights"]),
+        (lambda: show_top_weights(np.ones((2, 2, 2))), ShapeError, ["top_weights: expected the result of"]),
         (
             lambda: show_top_weights((np.ones((2, 3, 1)), np.ones((2, 3, 1)))),
             ShapeError,
-            ["found", "(query, k)", "head"],
+            ["top_weights", "(query, k)", "head"],
         ),
         (lambda: show_top_weights(([[1.0]], [[4]]), ["a"], ["b", "c"]), ShapeError, ["key_tokens", "at least 5"]),
         (lambda: show_top_weights(([[1.0], [1.0]], [[0], [0]]), ["a"]), ShapeError, ["query_tokens", "at least 2"]),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -70,6 +72,27 @@ def hides_unknown(function: Function) -> Function:
     *others, _ = signature.parameters.values()
     function.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
     return function
+
+
+def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warn a caller, `stacklevel` frames up, of an old spelling that works until 0.2."""
+    warnings.warn(f"{old} is now {new}; the old spelling works until 0.2", DeprecationWarning, stacklevel=stacklevel)
+
+
+def renamed_argument(old: str, new: str) -> Callable[[Function], Function]:
+    """Return a decorator that takes the argument `new` by its `old` name too, with a warning."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            if old in options:
+                warn_renamed(f"{function.__name__}({old}=)", f"{function.__name__}({new}=)")
+                options[new] = options.pop(old)
+            return function(*arguments, **options)
+
+        return cast(Function, call)
+
+    return decorate
 
 
 def closest(x: object, names: Iterable[str]) -> str | None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from attnscore.analysis.summaries import bin_sizes, key_mass, pooled_weights
 from attnscore.analysis.weights import attention_scores, attention_weights
-from attnscore.base.arguments import check_count, is_whole, shown
+from attnscore.base.arguments import check_count, is_whole, renamed_argument, shown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.plotting import drawing
 from attnscore.plotting.drawing import TIED, WEIGHT, Indices, Matrix, Span
@@ -173,8 +173,9 @@ def show_key_mass(
     return figure
 
 
+@renamed_argument("found", "top_weights")
 def show_top_weights(
-    found: Any,
+    top_weights: Any,
     query_tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
     *,
@@ -184,7 +185,7 @@ def show_top_weights(
     figsize: tuple[float, float] | None = None,
     cmap: str = "Reds",
 ) -> Figure:
-    """Draw what `top_weights` gives: the strongest attention edges of every query.
+    """Draw the result of `attnscore.top_weights`: the strongest attention edges of every query.
 
     Up to 64 tokens on either side each edge is a line from a query to a key, wider the larger its weight. In longer
     sequences it is a point, keys across and queries down: vertical lines are sinks, diagonals are windows. Colours go
@@ -193,8 +194,9 @@ def show_top_weights(
 
     Parameters
     ----------
-    found : TopWeights, or (weights, index), each (query, k)
-        The edges of one head: ``TopWeights(found.weights[0, 3], found.index[0, 3])``. Edges with index -1 are left out.
+    top_weights : TopWeights, or (weights, index), each (query, k)
+        The edges of one head: ``TopWeights(top.weights[0, 3], top.index[0, 3])``. Edges with index -1 are left out.
+        Until 0.2 the keyword ``found=`` works too, with a warning.
     query_tokens, key_tokens : sequence of str, optional
         Written at the ends of lines. Without `key_tokens` the queries' tokens serve for both, where there are enough.
     query_index : whole numbers (query,), optional
@@ -222,11 +224,11 @@ def show_top_weights(
     Examples
     --------
     >>> import numpy as np, attnscore as ats
-    >>> found = ats.top_weights(np.eye(3), np.eye(3), 2, mask=ats.Causal())
-    >>> len(show_top_weights(found, ["le", "chat", "dort"]).axes[0].lines)  # the first query has one key
+    >>> top = ats.top_weights(np.eye(3), np.eye(3), 2, mask=ats.Causal())
+    >>> len(show_top_weights(top, ["le", "chat", "dort"]).axes[0].lines)  # the first query has one key
     5
     """
-    weights, index, places = _edges(found, query_index)
+    weights, index, query_indices = _edges(top_weights, query_index)
     is_tied = _are_tied(weights)
     index[is_tied] = -1
     ties = f"not drawn: {is_tied.sum():,} queries whose largest weights are tied" if is_tied.any() else ""
@@ -236,22 +238,22 @@ def show_top_weights(
     reach = max(int(index.max(initial=-1)) + 1, key_len or 0)
     if key_tokens is None and query_tokens is not None and reach <= len(query_tokens):
         key_tokens = query_tokens
-    for name, tokens, used in (("query_tokens", query_tokens, places), ("key_tokens", key_tokens, index)):
+    for name, tokens, used in (("query_tokens", query_tokens, query_indices), ("key_tokens", key_tokens, index)):
         if tokens is not None and len(tokens) <= int(used.max(initial=-1)):
             expected = f"at least {int(used.max()) + 1} of them"
             raise ShapeError(message(name, expected, len(tokens), shapes={"index": index.shape}))
-    queries = len(query_tokens) if query_tokens is not None else int(places.max(initial=-1)) + 1
+    queries = len(query_tokens) if query_tokens is not None else int(query_indices.max(initial=-1)) + 1
     lengths = queries, max(reach, len(key_tokens or ()))
     if max(lengths) <= _LONGEST_OF_LINES:
         names = query_tokens, key_tokens
         figure = drawing.new_figure(figsize or drawing.size_of_lines(names, max(lengths)))
         axis = figure.subplots()
-        image = drawing.draw_lines(axis, weights, index, places, lengths, names, cmap)
+        image = drawing.draw_lines(axis, weights, index, query_indices, lengths, names, cmap)
         drawing.label(axis, title, ties)
     else:
         figure = drawing.new_figure(figsize or (5.6, 4.4 * drawing.box_aspect(lengths) + 0.7))
         axis = figure.subplots()
-        image = drawing.draw_points(axis, weights, index, places, lengths, cmap)
+        image = drawing.draw_points(axis, weights, index, query_indices, lengths, cmap)
         drawing.label(axis, title, f"keys ({ties})" if ties else "keys", "queries")
     drawing.colour_bar(figure, image, [axis], WEIGHT)
     return figure
@@ -259,24 +261,25 @@ def show_top_weights(
 
 def _are_tied(weights: Matrix) -> NDArray[np.bool_]:
     """Return for which queries two or more weights (query, k) are all tied, perhaps with weights of other keys."""
-    least, largest = weights.min(-1, initial=math.inf), weights.max(-1, initial=0)
-    beyond = 1 - weights.sum(-1)
-    return np.asarray((weights.shape[1] > 1) & (least > 0) & (largest * TIED <= least) & (least * TIED <= beyond))
+    lowest, highest = weights.min(-1, initial=math.inf), weights.max(-1, initial=0)
+    remaining = 1 - weights.sum(-1)
+    return np.asarray((weights.shape[1] > 1) & (lowest > 0) & (highest * TIED <= lowest) & (lowest * TIED <= remaining))
 
 
-def _edges(found: Any, query_index: Any) -> tuple[Matrix, Indices, Indices]:
+def _edges(top_weights: Any, query_index: Any) -> tuple[Matrix, Indices, Indices]:
     """Return weights and keys (query, k), and the indices (query,) of the queries."""
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        raise ShapeError(message("found", "what top_weights returns, or a pair (weights, index)", shown(type(found))))
-    weights, index = (drawing.to_matrix(x) for x in found)
+    if not isinstance(top_weights, (tuple, list)) or len(top_weights) != 2:
+        expected = "the result of attnscore.top_weights, or a pair (weights, index)"
+        raise ShapeError(message("top_weights", expected, shown(type(top_weights))))
+    weights, index = (drawing.to_matrix(x) for x in top_weights)
     if weights.ndim != 2 or weights.shape != index.shape:
         got = f"shapes {weights.shape} and {index.shape}"
-        hint = "choose one head: (found.weights[0, 3], found.index[0, 3])"
-        raise ShapeError(message("found", "weights and index of axes (query, k)", got, hint=hint))
-    places = np.arange(len(index)) if query_index is None else drawing.to_matrix(query_index).astype(np.int64)
-    if places.shape != (len(index),):
-        raise ShapeError(message("query_index", f"{len(index)} of them", f"shape {places.shape}"))
-    return weights, index.astype(np.int64), places
+        hint = "choose one head: (top.weights[0, 3], top.index[0, 3])"
+        raise ShapeError(message("top_weights", "weights and index of axes (query, k)", got, hint=hint))
+    query_indices = np.arange(len(index)) if query_index is None else drawing.to_matrix(query_index).astype(np.int64)
+    if query_indices.shape != (len(index),):
+        raise ShapeError(message("query_index", f"{len(index)} of them", f"shape {query_indices.shape}"))
+    return weights, index.astype(np.int64), query_indices
 
 
 def show_long_attention(
