@@ -156,23 +156,23 @@ class KeyValueCache:
     @property
     def lens(self) -> Array:
         """Positions appended to each sequence, (batch,): the position of the next one."""
-        return self._filled("lens")._lens
+        return self._check_filled("lens")._lens
 
     @property
     def keys(self) -> Array:
         """The buffer of keys, on the caller's axes; read it under `mask`, as not every slot holds a position."""
-        return self._on_callers_axes(self._filled("keys")._keys)
+        return self._on_callers_axes(self._check_filled("keys")._keys)
 
     @property
     def values(self) -> Array:
         """The buffer of values, on the caller's axes."""
-        return self._on_callers_axes(self._filled("values")._values)
+        return self._on_callers_axes(self._check_filled("values")._values)
 
     @property
     @_in_scope
     def positions(self) -> Array:
         """The position that each slot holds, (batch, slot); -1 for a slot that holds none."""
-        self._filled("positions")
+        self._check_filled("positions")
         index = self._index
         cols = index.reshape(index.positions(0, self.slots, self._lens), (1, -1))
         positions = positions_of_slots(index, cols, index.reshape(self._lens, (-1, 1)), self.sinks, self.slots)
@@ -183,7 +183,7 @@ class KeyValueCache:
     @property
     def slots(self) -> int:
         """Number of slots of the buffers: their capacity now."""
-        return int(self._filled("slots")._keys.shape[2])
+        return int(self._check_filled("slots")._keys.shape[2])
 
     @property
     def nbytes(self) -> int:
@@ -240,7 +240,7 @@ class KeyValueCache:
         for kind in (KeyValueCache, type(self.score)):
             backends.register_pytree(kind)
         with storage.scope(ops):
-            prepared, prepared_score = self._prepared(key, self.head_axis)
+            prepared, prepared_score = self._prepare_keys(key, self.head_axis)
             pair = tuple(with_heads_first(ops, x, self.head_axis) for x in (prepared, value))
             batch, _, count, _ = pair[1].shape
             added = np.full(batch, count) if lens is None else checks.lengths(lens, batch, count)
@@ -250,7 +250,7 @@ class KeyValueCache:
                 _, heads, _, dim = with_heads_first(ops, key, self.head_axis).shape
                 cache._has_heads, cache._key_sizes = len(key.shape) == 4, (int(heads), int(dim))
                 cache._allocate(ops, storage, pair)
-            appended = cache._placed(added, count)
+            appended = cache._reserve_positions(added, count)
             if count:
                 cache._keys, cache._values = (
                     storage.written(ops, buffer, x, appended, cache._is_saved)
@@ -279,7 +279,7 @@ class KeyValueCache:
         ------
         ArgumentError
         """
-        cache, index = self._changeable("crop"), self._index
+        cache, index = self._copy_if_functional("crop"), self._index
         ends = index.minimum(self._lens, index.asarray(checks.lengths(lens, self._batch), self._lens, "int64"))
         if self._oldest is not None:
             if (lost := self._is_overwritten(ends)).any():
@@ -304,12 +304,12 @@ class KeyValueCache:
         ------
         ShapeError, ArgumentError
         """
-        cache, index = self._changeable("select"), self._index
+        cache, index = self._copy_if_functional("select"), self._index
         chosen = checks.sequences(indices, self._batch)
         if chosen is None:
             chosen = index.asarray(indices, self._lens)
         cache._keys, cache._values = (
-            self._storage.taken(self._ops, x, chosen, self._is_saved) for x in (self._keys, self._values)
+            self._storage.select_sequences(self._ops, x, chosen, self._is_saved) for x in (self._keys, self._values)
         )
         cache._is_saved = False
         rows = index.asarray(chosen, self._lens)
@@ -331,7 +331,7 @@ class KeyValueCache:
         ------
         ShapeError, ArgumentError
         """
-        batch, shape = self._filled("reorder")._batch, shape_of(indices)
+        batch, shape = self._check_filled("reorder")._batch, shape_of(indices)
         if shape != (batch,):
             hint = "select() changes the number of sequences"
             raise ShapeError(message("indices", f"shape ({batch},)", shape, hint=hint))
@@ -412,7 +412,7 @@ class KeyValueCache:
         array([[[0.33333333, 0.33333333, 0.33333333, 0.        ],
                 [0.25      , 0.25      , 0.25      , 0.25      ]]])
         """
-        keys, values = self._filled("attend").keys, self.values
+        keys, values = self._check_filled("attend").keys, self.values
         if len(getattr(query, "shape", ())) != len(keys.shape):
             expected = f"{len(keys.shape)} axes, as the keys of the cache have"
             raise ShapeError(message("query", expected, shown(query)))
@@ -442,7 +442,7 @@ class KeyValueCache:
         >>> cache.mask(2)
         ValidLens(lens=[[3, 4]])
         """
-        lens = self._filled("mask")._lens_per_query(query_len, causal)
+        lens = self._check_filled("mask")._lens_per_query(query_len, causal)
         if lens is not None:
             return ValidLens(lens)
         start = self._first_positions(query_len)
@@ -500,7 +500,7 @@ class KeyValueCache:
         """
         from attnscore.kv_buffers import files  # here, so that importing the package does not import it
 
-        self._filled("save")
+        self._check_filled("save")
         lens = host_ints(self._lens)
         if lens is None:
             raise ArgumentError(message("cache", "one whose lengths the host can read", "a traced one"))
@@ -552,7 +552,7 @@ class KeyValueCache:
                 cache._oldest = oldest if contents.oldest is None else contents.oldest
             # The score that `prepare_keys` leaves depends on the shapes of the keys alone.
             some = ops.zeros((1, heads, 1, dim), cache._keys)
-            cache._prepared_score = cache._prepared(some if contents.has_heads else some[:, 0], -3)[1]
+            cache._prepared_score = cache._prepare_keys(some if contents.has_heads else some[:, 0], -3)[1]
         return cache
 
     # ------------------------------------------------------------------ inside
@@ -580,16 +580,16 @@ class KeyValueCache:
         """The axis of the caller's arrays that counts positions."""
         return 2 if self._has_heads and self.head_axis == -3 else 1
 
-    def _filled(self, what: str) -> Self:
-        """Return the cache; raise ArgumentError, which names `what` was asked for, before the first append."""
+    def _check_filled(self, operation: str) -> Self:
+        """Return the cache; raise ArgumentError, which names `operation` was asked for, before the first append."""
         if self._keys is None:
             hint = "an append of no positions (n = 0) allocates the buffers"
-            raise ArgumentError(message(what, "a cache with an append before", "an empty one", hint=hint))
+            raise ArgumentError(message(operation, "a cache with an append before", "an empty one", hint=hint))
         return self
 
-    def _changeable(self, what: str) -> Self:
+    def _copy_if_functional(self, operation: str) -> Self:
         """Return the cache that a change is made to: this one, or where caches are functional a copy."""
-        return self._filled(what) if self._keys is None or self._storage.is_in_place else copy.copy(self)
+        return self._check_filled(operation) if self._keys is None or self._storage.is_in_place else copy.copy(self)
 
     def _on_callers_axes(self, x: Array) -> Array:
         if not self._has_heads:
@@ -607,7 +607,7 @@ class KeyValueCache:
             sizes = {name: (self._batch, *pair[0 if self._has_heads else 1 :]) for name, pair in pairs.items()}
             checks.check_like_buffers(ops, self._keys, sizes, self._length_axis, arrays)
 
-    def _prepared(self, key: Array, head_axis: int) -> tuple[Array, Any]:
+    def _prepare_keys(self, key: Array, head_axis: int) -> tuple[Array, Any]:
         """Return keys as the score of the cache prepares them, and the score that is left."""
         if self.score is None:
             return key, None
@@ -631,7 +631,7 @@ class KeyValueCache:
         """Return the slots that a window needs while `count` positions are appended."""
         return self.sinks + int(self.window or 0) + max(count, 1) - 1
 
-    def _placed(self, added: Array, count: int) -> AppendedPositions:
+    def _reserve_positions(self, added: Array, count: int) -> AppendedPositions:
         """Return the positions that are appended, and make room for them."""
         index = self._index
         added = index.asarray(added, self._lens, "int64")

@@ -171,18 +171,18 @@ def _matmul(ops: Backend, y: Array, a: Array, b: Array) -> tuple[Vjp, Vjp]:
 
 def _getitem(ops: Backend, y: Array, x: Array, index: Any) -> tuple[Vjp]:
     def vjp(g: Array) -> Array:
-        whole = ops.zeros(x.shape, g)
+        grad = ops.zeros(x.shape, g)
         entries = index if isinstance(index, tuple) else (index,)
         if all(isinstance(i, (int, slice, type(None), type(...))) for i in entries):
-            whole[index] = g
+            grad[index] = g
         else:
-            np.add.at(whole, index, g)
-        return whole
+            np.add.at(grad, index, g)
+        return grad
 
     return (vjp,)
 
 
-def _spread(ops: Backend, x: Array, axis: Any) -> Vjp:
+def _broadcast_back(ops: Backend, x: Array, axis: Any) -> Vjp:
     """Return the function that repeats a reduction of `x` over `axis` along it."""
     axes = range(len(x.shape)) if axis is None else [i % len(x.shape) for i in _flat((axis,))]
     shape = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
@@ -190,21 +190,21 @@ def _spread(ops: Backend, x: Array, axis: Any) -> Vjp:
 
 
 def _mean(ops: Backend, y: Array, x: Array, axis: Any = None, keepdims: bool = False) -> tuple[Vjp]:
-    spread, number = _spread(ops, x, axis), math.prod(x.shape) / max(1, math.prod(y.shape))
-    return (lambda g: spread(g / number),)
+    broadcast, count = _broadcast_back(ops, x, axis), math.prod(x.shape) / max(1, math.prod(y.shape))
+    return (lambda g: broadcast(g / count),)
 
 
 def _extreme(ops: Backend, y: Array, x: Array, axis: Any = None, keepdims: bool = False) -> tuple[Vjp]:
     def vjp(g: Array) -> Array:
         # Equal entries share the gradient.
-        spread = _spread(ops, x, axis)
-        chosen = ops.astype(x == spread(y), ops.dtype(x))
-        return chosen * spread(g / ops.sum(chosen, axis=axis, keepdims=keepdims))
+        broadcast = _broadcast_back(ops, x, axis)
+        is_extreme = ops.astype(x == broadcast(y), ops.dtype(x))
+        return is_extreme * broadcast(g / ops.sum(is_extreme, axis=axis, keepdims=keepdims))
 
     return (vjp,)
 
 
-def _either(ops: Backend, y: Array, a: Array, b: Array) -> tuple[Vjp, Vjp]:
+def _maximum(ops: Backend, y: Array, a: Array, b: Array) -> tuple[Vjp, Vjp]:
     # y is one of the two; equal entries share the gradient.
     return (
         lambda g: ops.where(a == b, 0.5 * g, ops.where(y == a, g, 0.0)),
@@ -240,10 +240,10 @@ _RULES: dict[str, Callable[..., Sequence[Vjp | None]]] = {
     "sigmoid": lambda ops, y, x: (lambda g: g * y * (1 - y),),
     "erf": lambda ops, y, x: (lambda g: g * (2 / math.sqrt(math.pi)) * ops.exp(-x * x),),
     "abs": lambda ops, y, x: (lambda g: ops.where(x > 0, g, ops.where(x < 0, -g, 0.0)),),
-    "maximum": _either,
-    "minimum": _either,
+    "maximum": _maximum,
+    "minimum": _maximum,
     "where": lambda ops, y, c, a, b: (None, lambda g: ops.where(c, g, 0.0), lambda g: ops.where(c, 0.0, g)),
-    "sum": lambda ops, y, x, axis=None, keepdims=False: (_spread(ops, x, axis),),
+    "sum": lambda ops, y, x, axis=None, keepdims=False: (_broadcast_back(ops, x, axis),),
     "mean": _mean,
     "max": _extreme,
     "min": _extreme,

@@ -144,7 +144,7 @@ def _attend_backward(
     arrays: Sequence[Tensor],
     integers: Sequence[int],
     expression: str,
-    wanted: Sequence[bool],
+    requested: Sequence[bool],
 ) -> list[Tensor]:
     """Compute those gradients of query, key, value and arrays that are wanted."""
     # Arrays are distinguished by identity, and one may be passed twice.
@@ -154,14 +154,14 @@ def _attend_backward(
     with _OPS.numeric_scope():
         call = _OperatorCall.of(query, key, value, arguments, pullback=True)
         grads = call.gradients((out, rows, weights), (grad_out, grad_rows, grad_weights), inputs)
-    named = [(inputs["bias"], grads.bias), (inputs["sink"], grads.sink)]
-    named += [(x, grads.score[name]) for name, x in scores.arrays_of(call.problem.score).items()]
-    of_arrays = [next((grad for x, grad in named if x is array), None) for array in arrays]
-    pairs = zip((query, key, value, *arrays), (grads.query, grads.key, grads.value, *of_arrays), strict=True)
+    score_gradients = [(inputs["bias"], grads.bias), (inputs["sink"], grads.sink)]
+    score_gradients += [(x, grads.score[name]) for name, x in scores.arrays_of(call.problem.score).items()]
+    array_gradients = [next((grad for x, grad in score_gradients if x is array), None) for array in arrays]
+    pairs = zip((query, key, value, *arrays), (grads.query, grads.key, grads.value, *array_gradients), strict=True)
     return [
         torch.zeros_like(x) if grad is None else _with_strides_of(x, grad)
-        for (x, grad), want in zip(pairs, wanted, strict=True)
-        if want
+        for (x, grad), is_requested in zip(pairs, requested, strict=True)
+        if is_requested
     ]
 
 
@@ -173,8 +173,12 @@ def _with_strides_of(x: Tensor, grad: Tensor) -> Tensor:
 
 @_attend_backward.register_fake
 def _gradient_shapes(*arguments: Any) -> list[Tensor]:
-    *_, query, key, value, arrays, _, _, wanted = arguments
-    return [torch.empty_like(x) for x, want in zip((query, key, value, *arrays), wanted, strict=True) if want]
+    *_, query, key, value, arrays, _, _, requested = arguments
+    return [
+        torch.empty_like(x)
+        for x, is_requested in zip((query, key, value, *arrays), requested, strict=True)
+        if is_requested
+    ]
 
 
 # The tag lets a compiler replay the draw.
@@ -197,18 +201,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     query, key, value, arrays, *rest = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, query, key, value, *arrays)
-    ctx.rest = rest
+    ctx.non_tensors = rest
 
 
 def _backward(ctx: Any, *grads_out: Tensor | None) -> tuple[Any, ...]:
     *outputs, query, key, value = ctx.saved_tensors[:6]
     arrays = ctx.saved_tensors[6:]
     of_arrays = list(ctx.needs_input_grad[3]) if arrays else []
-    wanted = [*ctx.needs_input_grad[:3], *of_arrays]
+    requested = [*ctx.needs_input_grad[:3], *of_arrays]
     if all(grad is None for grad in grads_out):
         return (None,) * 6
-    gradients = iter(_attend_backward(*grads_out, *outputs, query, key, value, arrays, *ctx.rest, wanted))
-    grads = [next(gradients) if want else None for want in wanted]
+    gradients = iter(_attend_backward(*grads_out, *outputs, query, key, value, arrays, *ctx.non_tensors, requested))
+    grads = [next(gradients) if is_requested else None for is_requested in requested]
     return *grads[:3], grads[3:], None, None
 
 
@@ -235,7 +239,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         raise FrameworkError(message("attend", "an export to ONNX that is not strict", "a strict one", hint=hint))
     if not is_possible:
         if torch.compiler.is_compiling():
-            return _outside(query, key, value, **arguments)
+            return _attend_outside_graph(query, key, value, **arguments)
         if isinstance(query, Tensor):
             expected = "a call that one operator can stand for, while torch.jit.trace records"
             got = "a score or mask of your own, a jagged tensor, an array of another framework, or torch.func"
@@ -281,7 +285,7 @@ def _is_registered(score: Any) -> bool:
 
 
 @torch.compiler.disable(reason="attnscore: no operator for a custom score or mask, jagged tensors, and torch.func")  # type: ignore[untyped-decorator, no-untyped-call]  # torch's own
-def _outside(*arrays: Tensor, **arguments: Any) -> Any:
+def _attend_outside_graph(*arrays: Tensor, **arguments: Any) -> Any:
     return api.attend(*arrays, **arguments)
 
 

@@ -64,7 +64,7 @@ def lengths(lens: Any, batch: int, highest: int | None = None) -> Any:
 
     Raise unless they are whole numbers in 0..highest, which traced ones are taken to be.
     """
-    values = None if backends.host(lens) is None else _whole("lens", lens)
+    values = None if backends.host(lens) is None else _check_integers("lens", lens)
     shape = tuple(lens.shape) if values is None else values.shape
     is_for_all = highest is None and (shape == () or (len(shape) == 1 and may_equal(shape[0], batch)))
     if shape != (batch,) and not is_for_all:
@@ -80,14 +80,14 @@ def sequences(indices: Any, batch: int) -> HostArray | None:
     """Return the indices of sequences, None if traced; raise unless they are whole numbers in 0..batch - 1."""
     if backends.host(indices) is None:
         return None
-    values = _whole("indices", indices)
+    values = _check_integers("indices", indices)
     if values.ndim != 1:
         raise ShapeError(message("indices", "1 axis", values.ndim))
     _check_range("indices", values, f"sequences from 0 to {batch - 1}", batch - 1)
     return values
 
 
-def _whole(name: str, x: Any) -> HostArray:
+def _check_integers(name: str, x: Any) -> HostArray:
     """Return an array or list as whole numbers; raise ArgumentError where it is none."""
     values = backends.host(x)
     # An empty list is an array of floats, and so is any list in MXNet.

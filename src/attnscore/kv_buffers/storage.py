@@ -42,7 +42,7 @@ class Storage:
         """Return the context in which buffers change."""
         return nullcontext() if self.is_in_place else ops.numeric_scope()
 
-    def taken(self, ops: Backend, buffer: Array, indices: Array, is_saved: bool) -> Array:
+    def select_sequences(self, ops: Backend, buffer: Array, indices: Array, is_saved: bool) -> Array:
         """Return the sequences `indices` of a buffer.
 
         In place, as many as the buffer has are moved within its own memory, unless autograd holds it.
