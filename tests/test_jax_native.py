@@ -483,7 +483,7 @@ def test_the_number_of_threads_changes_nothing_and_is_followed(monkeypatch: pyte
 def _attributes(**changed: Any) -> dict[str, Any]:
     return {
         "form": "inner", "activation": "tanh", "negative_slope": 0.0, "scale": 1.0, "caps": (), "dropout": 0.0,
-        "seed": 0, "given": 7, "transposed": 0, "wanted": 7,
+        "seed": 0, "present_operands": 7, "transposed": 0, "requested_results": 7,
     } | changed  # fmt: skip
 
 
@@ -493,9 +493,9 @@ def _attributes(**changed: Any) -> dict[str, Any]:
         ({}, {"key": (1, 1, 1, 5, 3)}, r"key: expected shape \(1, 1, 1, 5, 4\)"),
         ({}, {"out": (1, 1, 1, 3, 7)}, r"out: expected shape"),
         ({}, {"top": (1, 1, 1, 2, 1)}, r"row_max: expected shape"),
-        ({"given": 3}, {}, "given: expected one bit for each buffer"),
-        ({"given": 15}, {}, "query_bias: expected a buffer"),
-        ({"wanted": 15}, {}, "attention_scores: expected a buffer"),
+        ({"present_operands": 3}, {}, "present_operands: expected one bit for each buffer"),
+        ({"present_operands": 15}, {}, "query_bias: expected a buffer"),
+        ({"requested_results": 15}, {}, "attention_scores: expected a buffer"),
         ({"form": "outer"}, {}, "form: expected one of 'inner'"),
         ({"dropout": 1.5}, {}, r"dropout: expected a number in \[0, 1\)"),
         ({"caps": (-1.0, 1.0)}, {}, "caps: expected caps above 0"),
@@ -583,7 +583,9 @@ def test_ends_of_intervals_are_checked_in_each_call() -> None:
     def run(start: int, stop: int, dtype: str) -> Any:
         ends = [jnp.full((1, 3), end, dtype) for end in (start, stop)]
         given = 7 | 1 << 9 | 1 << 10
-        return jax.block_until_ready(ffi.call("forward", results, [*arrays, *ends], _attributes(given=given)))
+        return jax.block_until_ready(
+            ffi.call("forward", results, [*arrays, *ends], _attributes(present_operands=given))
+        )
 
     for dtype in ("int32", "int64"):
         for start, stop, words in (

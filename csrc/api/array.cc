@@ -33,12 +33,12 @@ bool is_empty(const Array& a) {
     return false;
 }
 
-void check_given(const Array& a) {
-    if (!a.given) throw_invalid(a, "an array", "None");
+void check_present(const Array& a) {
+    if (!a.present) throw_invalid(a, "an array", "None");
 }
 
 void check_shape(const Array& a, const Shape& expected, size_t loose) {
-    check_given(a);
+    check_present(a);
     bool fits = static_cast<size_t>(a.ndim) == expected.size();
     for (size_t i = 0; fits && i < expected.size(); ++i) {
         fits = a.shape[i] == expected[i] || (i < loose && a.shape[i] == 1);
@@ -77,7 +77,7 @@ Shape concat(Shape front, std::initializer_list<int64_t> back) {
 }
 
 StridedCursor::StridedCursor(const Array& a, size_t outer) : base(a.data), steps(outer) {
-    if (!a.given) return;
+    if (!a.present) return;
     for (size_t i = 0; i < outer; ++i) steps[i] = a.shape[i] == 1 ? 0 : a.strides[i] * a.item;
 }
 
@@ -89,7 +89,7 @@ char* StridedCursor::at(const Shape& index) const {
 }
 
 MatrixCursor::MatrixCursor(const Array& a, size_t outer) : StridedCursor(a, outer) {
-    if (!a.given) return;
+    if (!a.present) return;
     const int64_t rows = a.shape[outer], cols = a.shape[outer + 1];
     // The stride of an axis of length 1 says nothing; 1 lets a single column take the contiguous path.
     col_stride = cols > 1 ? a.strides[outer + 1] : 1;
@@ -98,8 +98,8 @@ MatrixCursor::MatrixCursor(const Array& a, size_t outer) : StridedCursor(a, oute
 
 MatrixCursor MatrixCursor::broadcast(const Array& a, size_t outer) {
     MatrixCursor cursor(a, outer);
-    if (a.given && a.shape[outer] == 1) cursor.row_stride = 0;
-    if (a.given && a.shape[outer + 1] == 1) cursor.col_stride = 0;
+    if (a.present && a.shape[outer] == 1) cursor.row_stride = 0;
+    if (a.present && a.shape[outer + 1] == 1) cursor.col_stride = 0;
     return cursor;
 }
 

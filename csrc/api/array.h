@@ -21,14 +21,14 @@ struct Array {
     int ndim = 0;
     const int64_t* shape = nullptr;
     const int64_t* strides = nullptr;
-    bool given = false;
+    bool present = false;
 };
 
 [[noreturn]] void throw_invalid(const Array& a, const std::string& expected, const std::string& got);
 std::string shape_text(const Array& a);
 bool is_empty(const Array& a);
 
-void check_given(const Array& a);
+void check_present(const Array& a);
 // Check a shape, of which the first `loose` axes may be 1 instead: they are broadcast.
 void check_shape(const Array& a, const Shape& expected, size_t loose = 0);
 // Check a shape of which all axes may be 1 instead.

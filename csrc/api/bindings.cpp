@@ -149,7 +149,7 @@ class Arguments {
         a.ndim = static_cast<int>(read.ndim());
         a.shape = read.shape_ptr();
         a.strides = read.stride_ptr();
-        a.given = true;
+        a.present = true;
         held_.emplace_back(read);
         return a;
     }
@@ -162,7 +162,7 @@ class Arguments {
 // ---- forward and backward ----
 
 void forward(const ScoreSpec& score, const Objects& inputs, const Objects& filled, int threads) {
-    const Threads most = threads_of(threads);
+    const Threads max_threads = threads_of(threads);
     const Kernels& chosen = selected_kernels();
     Problem p = parse_problem(score);
     Arguments from(p);
@@ -170,17 +170,17 @@ void forward(const ScoreSpec& score, const Objects& inputs, const Objects& fille
     ForwardArrays arrays;
     from.read_all<ReadOnly>("inputs", inputs, kInputs, in);
     from.read_all<Writable>("rows", filled, kForwardArrays, arrays);
-    check_given(arrays.row_max);
-    check_given(arrays.log_denom);
+    check_present(arrays.row_max);
+    check_present(arrays.log_denom);
     const std::vector<RowArrays> rows = build_forward(p, in, arrays);
     if (p.heads.empty()) return;
     const ReleasedLock released;
-    run_forward(chosen, p, rows, most);
+    run_forward(chosen, p, rows, max_threads);
 }
 
 void backward(const ScoreSpec& score, const Objects& inputs, const Objects& results, std::string_view grad_dtype,
               const Objects& gradients, int threads) {
-    const Threads most = threads_of(threads);
+    const Threads max_threads = threads_of(threads);
     const Kernels& chosen = selected_kernels();
     Problem p = parse_problem(score);
     p.grad_dtype = parse_dtype(grad_dtype, "grad_dtype");
@@ -193,7 +193,7 @@ void backward(const ScoreSpec& score, const Objects& inputs, const Objects& resu
     const std::vector<RowArrays> rows = build_backward(p, in, arrays);
     if (p.heads.empty()) return;
     const ReleasedLock released;
-    run_backward(chosen, p, rows, most);
+    run_backward(chosen, p, rows, max_threads);
 }
 
 // ---- call plans ----
@@ -232,39 +232,39 @@ class Extents {
 
 void read_numpy_by_fields() {
     const nb::module_ numpy = nb::module_::import_("numpy");
-    const nb::object whole = numpy.attr("zeros")(nb::make_tuple(2, 6), "f4");
-    const nb::object example = whole[nb::make_tuple(nb::ellipsis(), nb::slice(nb::none(), nb::none(), nb::int_(2)))];
+    const nb::object zeros = numpy.attr("zeros")(nb::make_tuple(2, 6), "f4");
+    const nb::object example = zeros[nb::make_tuple(nb::ellipsis(), nb::slice(nb::none(), nb::none(), nb::int_(2)))];
     const auto address = nb::cast<uintptr_t>(example.attr("__array_interface__")["data"][nb::int_(0)]);
-    if (use_numpy(numpy.attr("ndarray").ptr(), example.ptr(), reinterpret_cast<void*>(address))) return;
+    if (set_numpy_type(numpy.attr("ndarray").ptr(), example.ptr(), reinterpret_cast<void*>(address))) return;
     throw nb::import_error("the fields of NumPy's arrays are not those of NumPy 1 and 2");
 }
 
 nb::object signature(nb::handle arrays) {
-    std::string found;
-    found.reserve(256);
+    std::string bytes;
+    bytes.reserve(256);
     for (const nb::handle each : nb::borrow<nb::sequence>(arrays)) {
         const ArrayView view(each.ptr());
         if (!view) return nb::none();
-        view.append_signature(found);
+        view.append_signature(bytes);
     }
-    return nb::bytes(found.data(), found.size());
+    return nb::bytes(bytes.data(), bytes.size());
 }
 
 template <class T>
-bool copy_lengths(const ArrayView& lens, int64_t* to, int64_t rows, int64_t cols, int64_t most) {
+bool copy_lengths(const ArrayView& lens, int64_t* target, int64_t rows, int64_t cols, int64_t max_length) {
     bool fits = true;
     for (int64_t b = 0; b < rows; ++b) {
         for (int64_t i = 0; i < cols; ++i) {
             const int64_t n = *lens.at<T>(b, lens.ndim() > 1 ? i : 0);
-            fits = fits && n >= 0 && n <= most;
-            *to++ = n;
+            fits = fits && n >= 0 && n <= max_length;
+            *target++ = n;
         }
     }
     return fits;
 }
 
-// Copy lengths to (rows, cols) numbers; whether all are in 0..most.
-bool read_lengths(nb::handle lens, int64_t* to, int64_t rows, int64_t cols, int64_t most) {
+// Copy lengths to (rows, cols) numbers; whether all are in 0..max_length.
+bool read_lengths(nb::handle lens, int64_t* target, int64_t rows, int64_t cols, int64_t max_length) {
     const ArrayView from(lens.ptr());
     if (!from || from.ndim() < 1 || from.ndim() > 2 || (from.format() != 'i' && from.format() != 'q')) {
         throw nb::type_error("lens: expected an int32 or int64 array of one or two axes");
@@ -272,15 +272,16 @@ bool read_lengths(nb::handle lens, int64_t* to, int64_t rows, int64_t cols, int6
     if (!from.broadcasts_to(rows, from.ndim() > 1 ? cols : 1)) {
         throw std::invalid_argument("lens: expected an array that broadcasts to (batch, query)");
     }
-    return (from.format() == 'q' ? copy_lengths<int64_t> : copy_lengths<int32_t>)(from, to, rows, cols, most);
+    return (from.format() == 'q' ? copy_lengths<int64_t> : copy_lengths<int32_t>)(from, target, rows, cols, max_length);
 }
 
-bool copy_valid_lens(nb::handle lens, nb::handle to, int64_t most) {
+// Copy lengths to `to`, int64 (batch, query); whether all are in 0..max_length.
+bool copy_valid_lens(nb::handle lens, nb::handle to, int64_t max_length) {
     const ArrayView out(to.ptr());
     if (!out || out.ndim() != 2 || out.format() != 'q' || !out.is_c_contiguous()) {
         throw std::invalid_argument("to: expected an int64 array (batch, query) in C order");
     }
-    return read_lengths(lens, reinterpret_cast<int64_t*>(out.data()), out.shape()[0], out.shape()[1], most);
+    return read_lengths(lens, reinterpret_cast<int64_t*>(out.data()), out.shape()[0], out.shape()[1], max_length);
 }
 
 template <class Bits>
@@ -289,9 +290,9 @@ bool all_finite(const char* data, int64_t count, Bits exponent) {
     constexpr int64_t kBlock = 1024;  // compilers vectorise a loop without an exit
     for (int64_t first = 0; first < count; first += kBlock) {
         const int64_t end = std::min(first + kBlock, count);
-        Bits found = 0;
-        for (int64_t i = first; i < end; ++i) found |= static_cast<Bits>((numbers[i] & exponent) == exponent);
-        if (found != 0) return false;
+        Bits nonfinite = 0;
+        for (int64_t i = first; i < end; ++i) nonfinite |= static_cast<Bits>((numbers[i] & exponent) == exponent);
+        if (nonfinite != 0) return false;
     }
     return true;
 }
@@ -304,19 +305,19 @@ nb::object is_all_finite(nb::handle array) {
     const int64_t count = view.size();
     const char format = view.format();
     if (format != 'f' && format != 'd' && format != 'e' && format != 'E') return nb::none();
-    bool found;
+    bool finite;
     {
         const ReleasedLock released;
-        found = format == 'f'   ? all_finite<uint32_t>(data, count, 0x7f800000)
-                : format == 'd' ? all_finite<uint64_t>(data, count, 0x7ff0000000000000)
-                : format == 'e' ? all_finite<uint16_t>(data, count, 0x7c00)
-                                : all_finite<uint16_t>(data, count, 0x7f80);
+        finite = format == 'f'   ? all_finite<uint32_t>(data, count, 0x7f800000)
+                 : format == 'd' ? all_finite<uint64_t>(data, count, 0x7ff0000000000000)
+                 : format == 'e' ? all_finite<uint16_t>(data, count, 0x7c00)
+                                 : all_finite<uint16_t>(data, count, 0x7f80);
     }
-    return nb::bool_(found);
+    return nb::bool_(finite);
 }
 
 bool multiply_rows(nb::handle x, nb::handle matrix, nb::handle to, int threads) {
-    const Threads most = threads_of(threads);
+    const Threads max_threads = threads_of(threads);
     const ArrayView a(x.ptr()), b(matrix.ptr()), c(to.ptr());
     if (!a || !b || !c || a.ndim() < 1 || b.ndim() != 2 || c.ndim() != a.ndim()) return false;
     MatrixProduct product;
@@ -332,7 +333,7 @@ bool multiply_rows(nb::handle x, nb::handle matrix, nb::handle to, int threads) 
     if (!b.get_matrix(product.b)) return false;
     const Kernels& chosen = selected_kernels();
     const ReleasedLock released;
-    chosen.multiply(product, most);
+    chosen.multiply(product, max_threads);
     return true;
 }
 
@@ -362,45 +363,48 @@ CallPlan* plan_backward(const ScoreSpec& score, const Objects& inputs, const Obj
 }
 
 void run_plan(const CallPlan& plan, const nb::tuple& arrays, uint64_t seed, int threads) {
-    const Threads most = threads_of(threads);
+    const Threads max_threads = threads_of(threads);
     const Kernels& chosen = selected_kernels();
-    const Extents held(arrays);
+    const Extents extents(arrays);
     const ReleasedLock released;
-    plan.run(chosen, held.values, seed, most);
+    plan.run(chosen, extents.values, seed, max_threads);
 }
 
+// Run a plan into outputs that `empty(*layout)` allocates, and return them. `lens`: (), or the valid lengths from which
+// the intervals of the plan are made. None where a length is out of range: nothing ran, and the caller raises.
 nb::object allocate_and_run(const CallPlan& plan, const nb::tuple& arrays, const nb::tuple& lens, nb::handle empty,
                             const nb::tuple& layouts, uint64_t seed, int threads) {
-    const Threads most = threads_of(threads);
+    const Threads max_threads = threads_of(threads);
     const Kernels& chosen = selected_kernels();
-    Extents held(arrays);
+    Extents extents(arrays);
     std::vector<int64_t> bounds;
     if (lens.size() > 0) {
-        const auto [index, rows, cols] = plan.intervals();
-        if (index < 0 || index > static_cast<ptrdiff_t>(held.values.size())) {
+        const auto [intervals_slot, rows, cols] = plan.intervals();
+        if (intervals_slot < 0 || intervals_slot > static_cast<ptrdiff_t>(extents.values.size())) {
             throw std::invalid_argument("lens: expected (), as the plan has no intervals");
         }
         bounds.resize(static_cast<size_t>(2 * rows * cols));
         int64_t* stop = bounds.data() + rows * cols;
         if (!read_lengths(lens[0], stop, rows, cols, plan.key_len())) return nb::none();
         const int64_t bytes = rows * cols * static_cast<int64_t>(sizeof(int64_t));
-        held.values.insert(held.values.begin() + index, {{reinterpret_cast<char*>(bounds.data()), 0, bytes},
-                                                         {reinterpret_cast<char*>(stop), 0, bytes}});
+        extents.values.insert(
+            extents.values.begin() + intervals_slot,
+            {{reinterpret_cast<char*>(bounds.data()), 0, bytes}, {reinterpret_cast<char*>(stop), 0, bytes}});
     }
     const auto count = static_cast<Py_ssize_t>(layouts.size());
-    nb::object filled = nb::steal(PyTuple_New(count));
+    nb::object outputs = nb::steal(PyTuple_New(count));
     for (Py_ssize_t i = 0; i < count; ++i) {
         const auto layout = nb::cast<nb::tuple>(layouts[static_cast<size_t>(i)]);
         PyObject* array = PyObject_Call(empty.ptr(), layout.ptr(), nullptr);
         if (array == nullptr) throw nb::python_error();
-        PyTuple_SetItem(filled.ptr(), i, array);
-        held.add(array);
+        PyTuple_SetItem(outputs.ptr(), i, array);
+        extents.add(array);
     }
     {
         const ReleasedLock released;
-        plan.run(chosen, held.values, seed, most);
+        plan.run(chosen, extents.values, seed, max_threads);
     }
-    return filled;
+    return outputs;
 }
 
 }  // namespace
@@ -415,8 +419,8 @@ NB_MODULE(_native, m) {
     m.def("select", &select_kernels);
     m.def("use_openmp", [](uintptr_t gomp_parallel) { use_openmp(reinterpret_cast<void*>(gomp_parallel)); });
     read_numpy_by_fields();
-    m.def("use_tensors",
-          [](nb::tuple types, nb::handle exchange_api) { return use_tensors(types.ptr(), exchange_api.ptr()); });
+    m.def("set_tensor_types",
+          [](nb::tuple types, nb::handle exchange_api) { return set_tensor_types(types.ptr(), exchange_api.ptr()); });
     // nanobind calls functions faster whose arguments have neither names nor None.
     m.def("forward", &forward);
     m.def("backward", &backward);

@@ -30,18 +30,18 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const ForwardArrays& a)
     : is_backward_(false), problem_(std::move(score)) {
     rows_ = build_forward(problem_, in, a);
     add_slots(kInputs, in);
-    if (in.start.given && in.start.ndim == 2) {
+    if (in.start.present && in.start.ndim == 2) {
         ptrdiff_t index = 0;
         for (const auto& field : kInputs) {
             if (field.array == &Inputs::start) break;
-            index += (in.*field.array).given;
+            index += (in.*field.array).present;
         }
         intervals_ = {index, in.start.shape[0], in.start.shape[1]};
     }
     add_slots(kForwardArrays, a);
-    bool has_rows = in.sink.given || a.row_max.given || a.log_denom.given;
+    bool has_rows = in.sink.present || a.row_max.present || a.log_denom.present;
     for (size_t i = kFirstStatistic; i < std::size(kForwardArrays); ++i) {
-        has_rows = has_rows || (a.*kForwardArrays[i].array).given;
+        has_rows = has_rows || (a.*kForwardArrays[i].array).present;
     }
     // Nothing to do for each row after the kernels (see run_forward).
     if (!has_rows) rows_.clear();
@@ -57,7 +57,7 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const BackwardArrays& a)
     add_slots(kGradients, a);
     for (const auto& field : kGradients) {
         const Array& x = a.*field.array;
-        if (!x.given) continue;
+        if (!x.present) continue;
         // The kernels clear the gradients of query, key and value (Problem::clears_gradients), but return at once where
         // there are no keys.
         const bool is_cleared = field.array == &BackwardArrays::grad_query ||
@@ -72,7 +72,7 @@ template <class Arrays, size_t N>
 void CallPlan::add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples) {
     for (const auto& field : fields) {
         const Array& x = examples.*field.array;
-        if (x.given) slots_.push_back({field.name, is_empty(x) ? 0 : x.item, extent_of(x), field.pointers});
+        if (x.present) slots_.push_back({field.name, is_empty(x) ? 0 : x.item, extent_of(x), field.pointers});
     }
 }
 
@@ -96,10 +96,10 @@ void CallPlan::run(const Kernels& kernels, const std::vector<Extent>& arrays, ui
     }
     for (size_t i = 0; i < slots_.size(); ++i)
         if (slots_[i].item != 0) check_memory(slots_[i], arrays[i]);
-    // Another thread is running this plan: use a working copy of its own.
+    // Another thread is running this plan: use a working copy.
     if (is_busy_.exchange(true, std::memory_order_acquire)) {
-        Working own = make_working();
-        run_on(own, kernels, arrays, seed, threads);
+        Working working_copy = make_working();
+        run_on(working_copy, kernels, arrays, seed, threads);
         return;
     }
     const Release release{is_busy_};

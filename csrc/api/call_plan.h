@@ -34,12 +34,12 @@ class CallPlan {
     CallPlan(Problem score, const Inputs& in, const ForwardArrays& arrays);
     CallPlan(Problem score, const Inputs& in, const BackwardArrays& arrays);
 
-    // `arrays`: those that were given, in the order of their structs. Throws std::invalid_argument where one is
+    // `arrays`: those that are present, in the order of their structs. Throws std::invalid_argument where one is
     // misaligned or has less memory than the example, so that no run reads or writes outside of its arrays.
     void run(const Kernels& kernels, const std::vector<Extent>& arrays, uint64_t seed, Threads threads) const;
 
-    // Where a run finds its intervals: `start` is the array `index` among those given, `stop` the next one, both (rows,
-    // cols) in C order. The index is negative where there are none, or where they have holes.
+    // Where a run finds its intervals: `start` is the array `index` among those present, `stop` the next one, both
+    // (rows, cols) in C order. The index is negative where there are none, or where they have holes.
     struct Intervals {
         ptrdiff_t index = -1;
         int64_t rows = 0, cols = 0;

@@ -30,13 +30,17 @@ namespace {
 
 std::atomic<int> threads{1};
 
-// Operands in the order of the bits of the attribute `given`: kInputs, the dropout seed, kForwardResults without the
-// saved scores. The operands of a call are those whose bits are set.
+// A call runs forward, or backward.
+enum class Direction { forward, backward };
+
+// Operands in the order of the bits of the attribute `present_operands`: kInputs, the dropout seed, kForwardResults
+// without the saved scores. The operands of a call are those whose bits are set.
 constexpr size_t kSeed = std::size(kInputs), kFirstResult = kSeed + 1, kSavedScores = 4;
 constexpr size_t kOperands = kFirstResult + std::size(kForwardResults) - 1;
 static_assert(kForwardResults[kSavedScores].array == &BackwardArrays::saved_scores);
 
-constexpr size_t operand_of_result(size_t i) { return kFirstResult + i - (i > kSavedScores); }
+// Index of the operand of a backward that is result `i` of the forward (`kForwardResults`).
+constexpr size_t operand_of_forward_result(size_t i) { return kFirstResult + i - (i > kSavedScores); }
 
 const char* operand_name(size_t operand) {
     if (operand < kSeed) return kInputs[operand].name;
@@ -45,8 +49,8 @@ const char* operand_name(size_t operand) {
     return kForwardResults[i + (i >= kSavedScores)].name;
 }
 
-// Results of a forward in the order of the bits of the attribute `wanted`: kForwardArrays without the saved scores and
-// the log-sum-exp, the last of them. Those of a backward are kGradients.
+// Results of a forward in the order of the bits of the attribute `requested_results`: kForwardArrays without the saved
+// scores and the log-sum-exp, the last of them. Those of a backward are kGradients.
 constexpr size_t kForwardResultCount = std::size(kForwardArrays) - 2;
 constexpr const auto& forward_result(size_t i) { return kForwardArrays[i + (i >= 3)]; }
 static_assert(forward_result(3).array == &ForwardArrays::attention_scores);
@@ -176,10 +180,10 @@ class Operand {
     }
     // The starts of intervals whose stops are these.
     Operand starts() const {
-        Operand found = *this;
-        found.name_ = "start";
-        std::fill(found.wide_.begin(), found.wide_.end(), 0);
-        return found;
+        Operand start = *this;
+        start.name_ = "start";
+        std::fill(start.wide_.begin(), start.wide_.end(), 0);
+        return start;
     }
 
     Array at(const Shape& example) const {
@@ -191,7 +195,7 @@ class Operand {
         a.ndim = static_cast<int>(shape_.size());
         a.shape = shape_.data();
         a.strides = strides_.data();
-        a.given = true;
+        a.present = true;
         return a;
     }
 
@@ -219,7 +223,7 @@ constexpr int64_t bit(size_t operand) { return int64_t{1} << operand; }
 
 // Whether the call has valid lengths: `stop` without `start`, of any values.
 bool has_lens(ffi::Dictionary attributes) {
-    return (attribute<int64_t>(attributes, "given") & (bit(kStart) | bit(kStop))) == bit(kStop);
+    return (attribute<int64_t>(attributes, "present_operands") & (bit(kStart) | bit(kStop))) == bit(kStop);
 }
 
 // The shape of the first result, of a call that has one.
@@ -233,37 +237,37 @@ ffi::Span<const int64_t> first_result(ffi::RemainingArgs args, ffi::Dictionary a
 size_t mapped_axes(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
     if (rets.size() == 0) return 0;
     const size_t axes = (**rets.get<ffi::AnyBuffer>(0)).dimensions().size();
-    const size_t own = axes_passed(first_result(args, attributes));
-    if (axes < own) throw std::invalid_argument("shapes: expected that of the first result");
-    return axes - own;
+    const size_t operand_axes = axes_passed(first_result(args, attributes));
+    if (axes < operand_axes) throw std::invalid_argument("shapes: expected that of the first result");
+    return axes - operand_axes;
 }
 
 // The buffers and attributes of one call.
 class Call {
    public:
-    // `results`: the names of the results that the attribute `wanted` counts.
+    // `results`: the names of the results that the attribute `requested_results` counts.
     Call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes,
          const std::vector<const char*>& results)
         : attributes_(attributes), in_(kOperands), out_(results.size()) {
-        const auto given = attribute<int64_t>("given"), transposed = attribute<int64_t>("transposed");
-        const auto wanted = attribute<int64_t>("wanted");
+        const auto present = attribute<int64_t>("present_operands"), transposed = attribute<int64_t>("transposed");
+        const auto requested_results = attribute<int64_t>("requested_results");
         const size_t outer = mapped_axes(args, rets, attributes);
         Shapes shapes(attributes);
         size_t next = 0;
         for (size_t i = 0; i < kOperands; ++i) {
-            if (!(given >> i & 1)) continue;
+            if (!(present >> i & 1)) continue;
             const char* name = operand_name(i);
             if (next == args.size()) throw std::invalid_argument(std::string(name) + ": expected a buffer");
             in_[i].emplace(name, args.get<ffi::AnyBuffer>(next++).value(), shapes.next(), outer, transposed >> i & 1);
         }
-        if (next != args.size()) throw std::invalid_argument("given: expected one bit for each buffer");
+        if (next != args.size()) throw std::invalid_argument("present_operands: expected one bit for each buffer");
         if (has_lens(attributes) && in_[kQuery] && in_[kKey]) {
             in_[kStop]->become_stops(rows_of(*in_[kQuery]), rows_of(*in_[kKey]));
             in_[kStart] = in_[kStop]->starts();
         }
         next = 0;
         for (size_t i = 0; i < results.size(); ++i) {
-            if (!(wanted >> i & 1)) continue;
+            if (!(requested_results >> i & 1)) continue;
             if (next == rets.size()) throw std::invalid_argument(std::string(results[i]) + ": expected a buffer");
             buffers_.push_back(*rets.get<ffi::AnyBuffer>(next++).value());
             out_[i].emplace(results[i], buffers_.back(), shapes.next(), outer, false);
@@ -310,7 +314,7 @@ class Call {
                                    attribute<double>("negative_slope"), attribute<double>("scale"), caps, score, value,
                                    bias, attribute<double>("dropout"), 0, 0, seed});
         for (size_t i = 0; i < std::size(kForwardResults); ++i) {
-            const auto& x = in_[operand_of_result(i)];
+            const auto& x = in_[operand_of_forward_result(i)];
             if (kForwardResults[i].element == Element::grad && x) p.grad_dtype = parse_dtype(x->dtype(), "grad_out");
         }
         return p;
@@ -324,7 +328,7 @@ class Call {
     // Read what the forward gave, and the gradients of its results.
     void forward_results(const Problem& p, const Shape& example, BackwardArrays& to) const {
         for (size_t i = 0; i < std::size(kForwardResults); ++i) {
-            if (i != kSavedScores) read(in_[operand_of_result(i)], kForwardResults[i], p, example, to);
+            if (i != kSavedScores) read(in_[operand_of_forward_result(i)], kForwardResults[i], p, example, to);
         }
     }
     // Read result `i` of this call.
@@ -373,11 +377,11 @@ class Call {
     Shape examples_;
 };
 
-// Append the heads of `one` to `whole`, which differs from it in its arrays alone.
-void join(Problem& whole, Problem&& one) {
-    const auto first = static_cast<int64_t>(whole.heads.size());
+// Append the heads of one example's problem to `joined`, which differs from it in its arrays alone.
+void join(Problem& joined, Problem&& example_problem) {
+    const auto first = static_cast<int64_t>(joined.heads.size());
     if (first == 0) {
-        whole = std::move(one);
+        joined = std::move(example_problem);
         return;
     }
     const auto append = [&](auto& groups, auto& more) {
@@ -386,39 +390,40 @@ void join(Problem& whole, Problem&& one) {
             groups.push_back(std::move(group));
         }
     };
-    append(whole.groups, one.groups);
-    append(whole.bias_groups, one.bias_groups);
-    whole.heads.insert(whole.heads.end(), one.heads.begin(), one.heads.end());
+    append(joined.groups, example_problem.groups);
+    append(joined.bias_groups, example_problem.bias_groups);
+    joined.heads.insert(joined.heads.end(), example_problem.heads.begin(), example_problem.heads.end());
 }
 
-// Run the examples of a mapped call as more heads of one problem, so that small ones share the threads. Examples with
-// dropout seeds of their own are runs of their own. `build(problem, example)` adds the arrays of an example.
+// Run the examples of a call as more heads of one problem, so that small ones share the threads: an example is one
+// index of the axes that vmap added. Examples with dropout seeds of their own are runs of their own. `build(problem,
+// example)` adds the arrays of an example.
 template <class Build, class Run>
-ffi::Error run_examples(const Call& call, const Build& build, const Run& run) {
+ffi::Error run_mapped(const Call& call, const Build& build, const Run& run) {
     const Kernels& kernels = selected_kernels();
     const int count = threads.load(std::memory_order_relaxed);
-    Problem whole;
+    Problem joined;
     std::vector<RowArrays> rows;
     for (int64_t i = 0; i < call.examples(); ++i) {
         const Shape example = call.example(i);
-        Problem one = call.problem(example);
-        const std::vector<RowArrays> own = build(one, example);
-        if (!whole.heads.empty() && one.seed != whole.seed) {
-            run(kernels, whole, rows, count);
-            whole = {};
+        Problem example_problem = call.problem(example);
+        const std::vector<RowArrays> row_arrays = build(example_problem, example);
+        if (!joined.heads.empty() && example_problem.seed != joined.seed) {
+            run(kernels, joined, rows, count);
+            joined = {};
             rows.clear();
         }
-        join(whole, std::move(one));
-        rows.insert(rows.end(), own.begin(), own.end());
+        join(joined, std::move(example_problem));
+        rows.insert(rows.end(), row_arrays.begin(), row_arrays.end());
     }
-    if (!whole.heads.empty()) run(kernels, whole, rows, count);
+    if (!joined.heads.empty()) run(kernels, joined, rows, count);
     return ffi::Error::Success();
 }
 
-// Names of the results that a direction may have, in the order of the bits of the attribute `wanted`.
-std::vector<const char*> result_names(bool is_backward) {
+// Names of the results that a direction may have, in the order of the bits of the attribute `requested_results`.
+std::vector<const char*> result_names(Direction direction) {
     std::vector<const char*> names;
-    if (is_backward) {
+    if (direction == Direction::backward) {
         for (const auto& field : kGradients) names.push_back(field.name);
     } else {
         for (size_t i = 0; i < kForwardResultCount; ++i) names.push_back(forward_result(i).name);
@@ -449,22 +454,22 @@ constexpr int64_t kMostPlannedHeads = 8192;  // of all plans of a thread: 20 MB
 
 class PlannedCall {
    public:
-    PlannedCall(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
-        const Call call(args, rets, attributes, result_names(is_backward));
+    PlannedCall(Direction direction, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+        const Call call(args, rets, attributes, result_names(direction));
         for (size_t i = 0; i < args.size(); ++i) buffers_.push_back(size_of(*args.get<ffi::AnyBuffer>(i)));
         for (size_t i = 0; i < rets.size(); ++i) buffers_.push_back(size_of(**rets.get<ffi::AnyBuffer>(i)));
         has_dropout_ = attribute<double>(attributes, "dropout") > 0;
         Problem p = call.problem({});
         const Inputs in = call.inputs(p, {});
-        key_len_ = in.key.given ? in.key.shape[in.key.ndim - 2] : 0;
-        if (in.start.given) start_ = place_of(attributes, has_lens(attributes) ? kStop : kStart);
+        key_len_ = in.key.present ? in.key.shape[in.key.ndim - 2] : 0;
+        if (in.start.present) start_ = slot_of(attributes, has_lens(attributes) ? kStop : kStart);
         if (has_lens(attributes)) {
             int64_t count = 1;
             for (int i = 0; i < in.stop.ndim; ++i) count *= in.stop.shape[i];
             ends_[0].assign(static_cast<size_t>(count), 0);
             has_lens_ = true;
         }
-        if (is_backward) {
+        if (direction == Direction::backward) {
             const BackwardArrays arrays = backward_arrays(call, p, {});
             plan_.emplace(std::move(p), in, arrays);
             return;
@@ -524,8 +529,8 @@ class PlannedCall {
     }
     static Size size_of(const ffi::AnyBuffer& x) { return {x.element_type(), x.element_count()}; }
 
-    static size_t place_of(ffi::Dictionary attributes, size_t operand) {
-        const auto before = attribute<int64_t>(attributes, "given") & ((int64_t{1} << operand) - 1);
+    static size_t slot_of(ffi::Dictionary attributes, size_t operand) {
+        const auto before = attribute<int64_t>(attributes, "present_operands") & ((int64_t{1} << operand) - 1);
         return static_cast<size_t>(std::popcount(static_cast<uint64_t>(before)));
     }
 
@@ -541,7 +546,8 @@ class PlannedCall {
 
 // Whether a call can have a plan.
 bool is_planned(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
-    if (rets.size() == 0 || attribute<int64_t>(attributes, "given") & (bit(kQueryIds) | bit(kKeyIds) | bit(kSeed))) {
+    if (rets.size() == 0 ||
+        attribute<int64_t>(attributes, "present_operands") & (bit(kQueryIds) | bit(kKeyIds) | bit(kSeed))) {
         return false;
     }
     if (first_result(args, attributes).size() < 5 || mapped_axes(args, rets, attributes) > 0) return false;
@@ -553,7 +559,7 @@ bool is_planned(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionar
 }
 
 // Run a call by its plan; false where it has none.
-bool run_planned(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+bool run_planned(Direction direction, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
     // Those of a thread, so that none waits for another.
     struct Entry {
         std::unique_ptr<PlannedCall> plan;
@@ -572,7 +578,7 @@ bool run_planned(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets r
     int64_t heads = 1;
     for (size_t i = 0; i + 2 < axes.size(); ++i) heads *= axes[i];
     if (heads > kMostPlannedHeads) return false;
-    auto planned = std::make_unique<PlannedCall>(is_backward, args, rets, attributes);
+    auto planned = std::make_unique<PlannedCall>(direction, args, rets, attributes);
     while (plans.size() >= kMostPlans || planned_heads + heads > kMostPlannedHeads) {
         const auto oldest = std::min_element(plans.begin(), plans.end(), [](const auto& left, const auto& right) {
             return left.second.used < right.second.used;
@@ -586,12 +592,12 @@ bool run_planned(bool is_backward, ffi::RemainingArgs args, ffi::RemainingRets r
 }
 
 ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) try {
-    if (run_planned(false, args, rets, attributes)) return ffi::Error::Success();
-    const Call call(args, rets, attributes, result_names(false));
+    if (run_planned(Direction::forward, args, rets, attributes)) return ffi::Error::Success();
+    const Call call(args, rets, attributes, result_names(Direction::forward));
     const auto build = [&](Problem& p, const Shape& example) {
         return build_forward(p, call.inputs(p, example), forward_arrays(call, p, example));
     };
-    return run_examples(call, build, run_forward);
+    return run_mapped(call, build, run_forward);
 } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "attnscore: out of memory");
 } catch (const std::exception& error) {
@@ -599,13 +605,13 @@ ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictio
 }
 
 ffi::Error backward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) try {
-    if (run_planned(true, args, rets, attributes)) return ffi::Error::Success();
-    const Call call(args, rets, attributes, result_names(true));
+    if (run_planned(Direction::backward, args, rets, attributes)) return ffi::Error::Success();
+    const Call call(args, rets, attributes, result_names(Direction::backward));
     call.clear_results();
     const auto build = [&](Problem& p, const Shape& example) {
         return build_backward(p, call.inputs(p, example), backward_arrays(call, p, example));
     };
-    return run_examples(call, build, run_backward);
+    return run_mapped(call, build, run_backward);
 } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "attnscore: out of memory");
 } catch (const std::exception& error) {

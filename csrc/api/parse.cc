@@ -51,14 +51,14 @@ T parse_choice(const Choice<T> (&choices)[N], std::string_view name, const char*
 
 // The variable is read at the first use, not at import, which a wrong value would make fail.
 const Kernels& selected_kernels() {
-    const Kernels* found = selected.load(std::memory_order_acquire);
-    if (found == nullptr) {
+    const Kernels* kernels = selected.load(std::memory_order_acquire);
+    if (kernels == nullptr) {
         const char* name = std::getenv("ATTNSCORE_TARGET");
-        found = name != nullptr && *name != '\0' ? find_kernels(name, "environment variable ATTNSCORE_TARGET")
-                                                 : runnable_kernels().front();
-        selected.store(found, std::memory_order_release);
+        kernels = name != nullptr && *name != '\0' ? find_kernels(name, "environment variable ATTNSCORE_TARGET")
+                                                   : runnable_kernels().front();
+        selected.store(kernels, std::memory_order_release);
     }
-    return *found;
+    return *kernels;
 }
 
 void select_kernels(std::string_view name) { selected.store(find_kernels(name, "name"), std::memory_order_release); }

@@ -130,7 +130,7 @@ char format_of(uint8_t code, uint8_t bits) {
 
 }  // namespace
 
-bool use_numpy(PyObject* ndarray, PyObject* example, const void* address) {
+bool set_numpy_type(PyObject* ndarray, PyObject* example, const void* address) {
     const NumpyArray& x = numpy_array(example);
     PyObject* bytes = PyObject_GetAttrString(ndarray, "__basicsize__");
     const bool has_fields = bytes != nullptr && PyLong_AsSsize_t(bytes) >= static_cast<Py_ssize_t>(sizeof(NumpyArray));
@@ -142,7 +142,7 @@ bool use_numpy(PyObject* ndarray, PyObject* example, const void* address) {
     return true;
 }
 
-bool use_tensors(PyObject* types, PyObject* exchange_api) {
+bool set_tensor_types(PyObject* types, PyObject* exchange_api) {
     const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(exchange_api, "dlpack_exchange_api"));
     while (api != nullptr && api->major != 1) api = api->previous;
     if (api == nullptr || api->view == nullptr) {
@@ -199,32 +199,32 @@ bool ArrayView::read_numpy(const PyObject* object) {
 }
 
 bool ArrayView::read_tensor(PyObject* object) {
-    DlTensor found;
+    DlTensor tensor;
     // Tensors that have no memory of the CPU (fake, sparse, wrapped by a transform) fail here.
-    if (exchange->view(object, &found) != 0) {
+    if (exchange->view(object, &tensor) != 0) {
         PyErr_Clear();
         return false;
     }
-    format_ = format_of(found.code, found.bits);
-    if (found.device_type != kCpu || found.lanes != 1 || format_ == 0) return false;
+    format_ = format_of(tensor.code, tensor.bits);
+    if (tensor.device_type != kCpu || tensor.lanes != 1 || format_ == 0) return false;
     // A lazily negated tensor (`is_neg`) holds the negated numbers in memory, and DLPack does not say so.
     PyObject* is_neg = PyObject_VectorcallMethod(is_neg_name, &object, 1, nullptr);
     if (is_neg == nullptr) PyErr_Clear();
     Py_XDECREF(is_neg);
     if (is_neg != Py_False) return false;
-    ndim_ = found.ndim;
-    item_ = found.bits / 8;
+    ndim_ = tensor.ndim;
+    item_ = tensor.bits / 8;
     stride_unit_ = item_;
-    data_ = static_cast<char*>(found.data) + found.byte_offset;
-    shape_ = found.shape;
-    strides_ = found.strides;
+    data_ = static_cast<char*>(tensor.data) + tensor.byte_offset;
+    shape_ = tensor.shape;
+    strides_ = tensor.strides;
     return true;
 }
 
 int64_t ArrayView::size() const {
-    int64_t found = 1;
-    for (int i = 0; i < ndim_; ++i) found *= shape_[i];
-    return found;
+    int64_t count = 1;
+    for (int i = 0; i < ndim_; ++i) count *= shape_[i];
+    return count;
 }
 
 bool ArrayView::is_c_contiguous() const {

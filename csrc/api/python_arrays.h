@@ -1,5 +1,5 @@
 // Arrays of Python as the module reads them without a Python call: NumPy's by their fields, PyTorch's tensors by the
-// DLPack exchange API, whose table of functions `use_tensors` takes.
+// DLPack exchange API, whose table of functions `set_tensor_types` takes.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -15,10 +15,10 @@ namespace attnscore {
 
 // Set the type of NumPy's arrays, once, when the module is imported. False where the fields of an example, whose memory
 // is at `address`, are not where they are read: float32 of the shape (2, 3) and the strides (24, 8).
-bool use_numpy(PyObject* ndarray, PyObject* example, const void* address);
+bool set_numpy_type(PyObject* ndarray, PyObject* example, const void* address);
 // From now on read tensors of exactly these types (a tuple), by the functions in the capsule that is their
 // `__dlpack_c_exchange_api__`. Return false, and read none, where its version is unknown here.
-bool use_tensors(PyObject* types, PyObject* exchange_api);
+bool set_tensor_types(PyObject* types, PyObject* exchange_api);
 
 // Get the memory of an array. False where `object` is of none of those types, or of a dtype that is not read here: no
 // Python error is set then.

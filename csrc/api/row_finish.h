@@ -11,7 +11,7 @@
 namespace attnscore {
 
 // Run a forward, and set row_max, log_denom = log sum exp(s - row_max) with the sink among the s (-inf where a row is
-// fully masked), and the statistics that are given. `out` is scaled by the keys' share of the weights.
+// fully masked), and the statistics that are present. `out` is scaled by the keys' share of the weights.
 void run_forward(const Kernels& kernels, Problem& problem, const std::vector<RowArrays>& rows, Threads threads);
 
 // Run a backward, and set the gradients of the sinks.

@@ -9,19 +9,19 @@ namespace {
 
 // The axes of a call.
 struct CallLayout {
-    Shape grid;                                       // (*lead, head, group)
-    Shape shared;                                     // the same, 1 along an axis whose heads are in one group
-    size_t outer = 0, head_axis = 0, group_axis = 0;  // the number of axes of the grid, and the last two
+    Shape head_grid;                                           // (*lead, head, group)
+    Shape group_grid;                                          // the same, 1 along an axis whose heads are in one group
+    size_t head_grid_axes = 0, head_axis = 0, group_axis = 0;  // the number of axes of the grid, and the last two
 };
 
 void check_intervals(const Problem& p, const CallLayout& s, const Array& start, const Array& stop) {
-    if (start.given != stop.given) throw_invalid(start.given ? stop : start, "start and stop together", "None");
-    if (!start.given) return;
+    if (start.present != stop.present) throw_invalid(start.present ? stop : start, "start and stop together", "None");
+    if (!start.present) return;
     for (const Array* a : {&start, &stop}) {
         if (a->ndim == 3 && a->shape[0] > 0) {
-            check_shape(*a, {a->shape[0], s.grid[0], p.query_len}, 2);
+            check_shape(*a, {a->shape[0], s.head_grid[0], p.query_len}, 2);
         } else {
-            check_shape(*a, {s.grid[0], p.query_len}, 1);
+            check_shape(*a, {s.head_grid[0], p.query_len}, 1);
         }
         check_contiguous(*a);
     }
@@ -46,15 +46,16 @@ void check_intervals(const Problem& p, const CallLayout& s, const Array& start, 
     }
 }
 
-// Raise unless an array that one form of scores has is given with that form alone.
+// Raise unless an array that one form of scores has is present with that form alone.
 void check_form(const Array& a, bool has_form, const char* form) {
-    if (a.given && !has_form) throw_invalid(a, std::string("None but with form '") + form + "'", "an array");
+    if (a.present && !has_form) throw_invalid(a, std::string("None but with form '") + form + "'", "an array");
 }
 
-// Which of the two matrices over pairs is given.
+// Which of the two matrices over pairs is present.
 MatrixOutput matrix_of(const Array& scores, const Array& weights) {
-    if (scores.given && weights.given) throw_invalid(weights, "None beside " + std::string(scores.name), "an array");
-    return scores.given ? MatrixOutput::scores : weights.given ? MatrixOutput::weights : MatrixOutput::none;
+    if (scores.present && weights.present)
+        throw_invalid(weights, "None beside " + std::string(scores.name), "an array");
+    return scores.present ? MatrixOutput::scores : weights.present ? MatrixOutput::weights : MatrixOutput::none;
 }
 
 // How many numbers a relative bias has: one for each key - query.
@@ -62,14 +63,14 @@ int64_t relative_positions(const Problem& p) { return p.query_len + p.key_len - 
 
 // Whether a bias has a number for each key - query instead of each pair. Of a single query the two are the same.
 bool is_relative(const Problem& p, const CallLayout& s, const Array& bias) {
-    return bias.given && p.query_len > 1 && p.key_len > 0 && static_cast<size_t>(bias.ndim) == s.outer + 2 &&
-           bias.shape[s.outer] == 1 && bias.shape[s.outer + 1] == relative_positions(p);
+    return bias.present && p.query_len > 1 && p.key_len > 0 && static_cast<size_t>(bias.ndim) == s.head_grid_axes + 2 &&
+           bias.shape[s.head_grid_axes] == 1 && bias.shape[s.head_grid_axes + 1] == relative_positions(p);
 }
 
 // A cursor over a bias or its gradient, at the pair (0, 0). A relative bias is a matrix each of whose rows begins one
 // number before the last.
 MatrixCursor bias_cursor(const Problem& p, const CallLayout& s, const Array& bias) {
-    MatrixCursor cursor = MatrixCursor::broadcast(bias, s.outer);
+    MatrixCursor cursor = MatrixCursor::broadcast(bias, s.head_grid_axes);
     if (is_relative(p, s, bias)) {
         cursor.base += (p.query_len - 1) * cursor.col_stride * bias.item;
         cursor.row_stride = -cursor.col_stride;
@@ -80,7 +81,7 @@ MatrixCursor bias_cursor(const Problem& p, const CallLayout& s, const Array& bia
 // A cursor over an array of the first axis of the call alone: (batch or 1, length).
 MatrixCursor per_batch(const CallLayout& s, const Array& a) {
     MatrixCursor cursor;
-    cursor.steps.assign(s.outer, 0);
+    cursor.steps.assign(s.head_grid_axes, 0);
     cursor.base = a.data;
     cursor.steps[0] = a.shape[0] == 1 ? 0 : a.strides[0] * a.item;
     cursor.row_stride = a.strides[1];
@@ -90,7 +91,7 @@ MatrixCursor per_batch(const CallLayout& s, const Array& a) {
 // A cursor over an array of the query heads alone: (head or 1, group or 1, ...), or one for all heads.
 MatrixCursor per_head(const CallLayout& s, const Array& a) {
     MatrixCursor cursor;
-    cursor.steps.assign(s.outer, 0);
+    cursor.steps.assign(s.head_grid_axes, 0);
     cursor.base = a.data;
     for (size_t axis = 0; a.ndim > 1 && axis < 2; ++axis) {
         cursor.steps[s.head_axis + axis] = a.shape[axis] == 1 ? 0 : a.strides[axis] * a.item;
@@ -98,13 +99,13 @@ MatrixCursor per_head(const CallLayout& s, const Array& a) {
     return cursor;
 }
 
-// A cursor over an array that is given.
+// A cursor over an array that is present.
 MatrixCursor cursor_of(const Problem& p, const CallLayout& s, Array a, Kind kind) {
     switch (kind) {
         case Kind::strided:
-            return MatrixCursor(a, s.outer);
+            return MatrixCursor(a, s.head_grid_axes);
         case Kind::broadcast:
-            return MatrixCursor::broadcast(a, s.outer);
+            return MatrixCursor::broadcast(a, s.head_grid_axes);
         case Kind::bias:
             return bias_cursor(p, s, a);
         case Kind::heads:
@@ -116,28 +117,28 @@ MatrixCursor cursor_of(const Problem& p, const CallLayout& s, Array a, Kind kind
             return per_batch(s, a);
         default: {
             MatrixCursor cursor;
-            static_cast<StridedCursor&>(cursor) = StridedCursor(a, s.outer);
+            static_cast<StridedCursor&>(cursor) = StridedCursor(a, s.head_grid_axes);
             return cursor;
         }
     }
 }
 
-// Check an array where it is given. Bounds and gradients of biases have checks of their own.
-void check(const Problem& p, const CallLayout& s, const Array& a, const Axes& axes) {
-    if (!a.given || axes.kind == Kind::bounds || axes.kind == Kind::bias_gradient) return;
-    Shape shape = axes.kind == Kind::groups  ? s.shared
-                  : axes.kind == Kind::heads ? Shape{s.grid[s.head_axis], s.grid[s.group_axis]}
-                  : axes.kind == Kind::batch ? Shape{s.grid[0]}
-                                             : s.grid;
+// Check the axes of an array, unless it is absent. Bounds and gradients of biases have checks of their own.
+void check_array_axes(const Problem& p, const CallLayout& s, const Array& a, const Axes& axes) {
+    if (!a.present || axes.kind == Kind::bounds || axes.kind == Kind::bias_gradient) return;
+    Shape shape = axes.kind == Kind::groups  ? s.group_grid
+                  : axes.kind == Kind::heads ? Shape{s.head_grid[s.head_axis], s.head_grid[s.group_axis]}
+                  : axes.kind == Kind::batch ? Shape{s.head_grid[0]}
+                                             : s.head_grid;
     const int64_t lengths[] = {0, 1, p.query_len, p.key_len, p.dim, p.value_dim};
     for (const Size size : {axes.rows, axes.cols}) {
         if (size != Size::none) shape.push_back(lengths[static_cast<size_t>(size)]);
     }
     switch (axes.kind) {
         case Kind::strided:
-            return check_shape(a, shape, s.outer);
+            return check_shape(a, shape, s.head_grid_axes);
         case Kind::bias:
-            if (is_relative(p, s, a)) shape = concat(s.grid, {1, relative_positions(p)});
+            if (is_relative(p, s, a)) shape = concat(s.head_grid, {1, relative_positions(p)});
             return check_broadcast(a, shape);
         case Kind::broadcast:
             return check_broadcast(a, shape);
@@ -155,7 +156,7 @@ void check(const Problem& p, const CallLayout& s, const Array& a, const Axes& ax
 
 template <class Arrays, size_t N>
 void check_all(const Problem& p, const CallLayout& s, const Field<Arrays> (&fields)[N], const Arrays& arrays) {
-    for (const auto& field : fields) check(p, s, arrays.*field.array, field.axes);
+    for (const auto& field : fields) check_array_axes(p, s, arrays.*field.array, field.axes);
 }
 
 // Call f(index) for each index of a grid, in C order.
@@ -192,18 +193,18 @@ struct IndexNumbering {
     }
 };
 
-// Set all pointers into the arrays that are given, except those of the gradient of a bias.
+// Set all pointers into the arrays that are present, except those of the gradient of a bias.
 template <class Arrays, size_t N>
 void set_pointers(Problem& p, const CallLayout& s, const Field<Arrays> (&fields)[N], const Arrays& arrays,
                   std::vector<RowArrays>& rows) {
     if (p.heads.empty()) return;
-    const IndexNumbering heads(s.grid), groups(s.shared);
+    const IndexNumbering heads(s.head_grid), groups(s.group_grid);
     for (const auto& field : fields) {
         const Array& a = arrays.*field.array;
-        if (!a.given || a.data == nullptr || field.axes.kind == Kind::bias_gradient) continue;
+        if (!a.present || a.data == nullptr || field.axes.kind == Kind::bias_gradient) continue;
         const MatrixCursor cursor = cursor_of(p, s, a, field.axes.kind);
         const IndexNumbering& numbers = field.axes.kind == Kind::groups ? groups : heads;
-        for_each_index(s.grid, [&](const Shape& index) {
+        for_each_index(s.head_grid, [&](const Shape& index) {
             for (const Pointer& pointer : field.pointers) {
                 if (pointer.set != nullptr) pointer.set(p, rows, numbers.of(index), cursor, index);
             }
@@ -212,16 +213,16 @@ void set_pointers(Problem& p, const CallLayout& s, const Field<Arrays> (&fields)
 }
 
 // Find the grid of groups: along an axis heads are in one group where key, value, key bias and w_v are all broadcast.
-void set_shared(CallLayout& s, const Inputs& in) {
-    s.shared.assign(s.outer, 1);
+void set_group_grid(CallLayout& s, const Inputs& in) {
+    s.group_grid.assign(s.head_grid_axes, 1);
     for (const Array* a : {&in.key, &in.value, &in.key_bias}) {
-        for (size_t i = 0; a->given && i < s.outer; ++i) {
-            if (a->shape[i] != 1) s.shared[i] = s.grid[i];
+        for (size_t i = 0; a->present && i < s.head_grid_axes; ++i) {
+            if (a->shape[i] != 1) s.group_grid[i] = s.head_grid[i];
         }
     }
-    if (!in.w_v.given || in.w_v.ndim == 1) return;
+    if (!in.w_v.present || in.w_v.ndim == 1) return;
     for (const size_t axis : {s.head_axis, s.group_axis}) {
-        if (in.w_v.shape[axis - s.head_axis] != 1) s.shared[axis] = s.grid[axis];
+        if (in.w_v.shape[axis - s.head_axis] != 1) s.group_grid[axis] = s.head_grid[axis];
     }
 }
 
@@ -229,39 +230,39 @@ void set_shared(CallLayout& s, const Inputs& in) {
 // or all queries, so their sizes are read from `out`.
 CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vector<RowArrays>& rows) {
     for (const Array* a : {&out, &in.query, &in.key, &in.value}) {
-        check_given(*a);
+        check_present(*a);
         if (a->ndim < 5) throw_invalid(*a, "at least 5 axes: (*lead, head, group, rows, cols)", shape_text(*a));
         if (a->ndim != out.ndim) throw_invalid(*a, std::to_string(out.ndim) + " axes, as " + out.name, shape_text(*a));
     }
     CallLayout s;
-    s.outer = static_cast<size_t>(out.ndim) - 2;
-    s.head_axis = s.outer - 2;
-    s.group_axis = s.outer - 1;
-    s.grid.assign(out.shape, out.shape + s.outer);
-    p.query_len = out.shape[s.outer];
-    p.key_len = in.key.shape[s.outer];
-    p.value_dim = in.value.shape[s.outer + 1];
-    p.dim = in.query.shape[s.outer + 1];
-    if (in.query_ids.given != in.key_ids.given) {
-        throw_invalid(in.query_ids.given ? in.key_ids : in.query_ids, "query_ids and key_ids together", "None");
+    s.head_grid_axes = static_cast<size_t>(out.ndim) - 2;
+    s.head_axis = s.head_grid_axes - 2;
+    s.group_axis = s.head_grid_axes - 1;
+    s.head_grid.assign(out.shape, out.shape + s.head_grid_axes);
+    p.query_len = out.shape[s.head_grid_axes];
+    p.key_len = in.key.shape[s.head_grid_axes];
+    p.value_dim = in.value.shape[s.head_grid_axes + 1];
+    p.dim = in.query.shape[s.head_grid_axes + 1];
+    if (in.query_ids.present != in.key_ids.present) {
+        throw_invalid(in.query_ids.present ? in.key_ids : in.query_ids, "query_ids and key_ids together", "None");
     }
     check_form(in.w_v, p.form == Form::additive, "additive");
-    if (p.form == Form::additive) check_given(in.w_v);
+    if (p.form == Form::additive) check_present(in.w_v);
     check_form(in.scales, p.form == Form::distance, "distance");
     check_all(p, s, kInputs, in);
     check_intervals(p, s, in.start, in.stop);
 
-    set_shared(s, in);
-    const IndexNumbering heads(s.grid), groups(s.shared);
+    set_group_grid(s, in);
+    const IndexNumbering heads(s.head_grid), groups(s.group_grid);
     if (heads.count == 0) return s;
     p.heads.resize(static_cast<size_t>(heads.count));
     p.groups.resize(static_cast<size_t>(groups.count));
     rows.resize(p.heads.size());
-    for_each_index(s.grid, [&](const Shape& index) {
+    for_each_index(s.head_grid, [&](const Shape& index) {
         const size_t head = heads.of(index);
         p.heads[head].index = static_cast<int64_t>(head);
         p.groups[groups.of(index)].heads.push_back(p.heads[head].index);
-        if (in.start.given && in.start.ndim == 3) {
+        if (in.start.present && in.start.ndim == 3) {
             p.heads[head].holes = in.start.shape[0] - 1;
             p.heads[head].hole_stride = in.start.shape[1] * in.start.shape[2];
         }
@@ -272,27 +273,27 @@ CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vect
 
 void check_gradients(const Problem& p, const CallLayout& s, const Inputs& in, const BackwardArrays& a) {
     // The kernels write these in any case.
-    for (const Array* x : {&a.grad_query, &a.grad_key, &a.grad_value}) check_given(*x);
-    if (p.form == Form::additive) check_given(a.grad_w_v);
+    for (const Array* x : {&a.grad_query, &a.grad_key, &a.grad_value}) check_present(*x);
+    if (p.form == Form::additive) check_present(a.grad_w_v);
     for (const auto& field : kGradients) {
         const Array& grad = a.*field.array;
         const auto* input = std::begin(kInputs);
         while (std::string("grad_") + input->name != field.name) ++input;
-        if (grad.given && !(in.*input->array).given) {
+        if (grad.present && !(in.*input->array).present) {
             throw_invalid(grad, "None where there is no such input", "an array");
         }
-        check(p, s, grad, field.axes);
+        check_array_axes(p, s, grad, field.axes);
     }
-    if (a.grad_bias.given) check_exact(a.grad_bias, Shape(in.bias.shape, in.bias.shape + in.bias.ndim));
+    if (a.grad_bias.present) check_exact(a.grad_bias, Shape(in.bias.shape, in.bias.shape + in.bias.ndim));
 }
 
 void set_bias_groups(Problem& p, const CallLayout& s, const Array& grad) {
-    if (!grad.given || p.heads.empty()) return;
-    const IndexNumbering groups(Shape(grad.shape, grad.shape + s.outer));
+    if (!grad.present || p.heads.empty()) return;
+    const IndexNumbering groups(Shape(grad.shape, grad.shape + s.head_grid_axes));
     const MatrixCursor cursor = bias_cursor(p, s, grad);
     p.bias_groups.resize(static_cast<size_t>(groups.count));
     int64_t head = 0;
-    for_each_index(s.grid, [&](const Shape& index) {
+    for_each_index(s.head_grid, [&](const Shape& index) {
         BiasGroup& group = p.bias_groups[groups.of(index)];
         group.heads.push_back(head++);
         group.grad_bias = cursor.StridedCursor::at(index);
@@ -330,7 +331,7 @@ std::vector<RowArrays> build_forward(Problem& p, const Inputs& in, const Forward
     p.matrix = matrix_of(a.attention_scores, a.attention_weights);
     check_all(p, s, kForwardArrays, a);
     for (size_t i = 0; i < std::size(kNeeded); ++i)
-        if (kNeeded[i] && (a.*kForwardArrays[kFirstStatistic + i].array).given) p.*kNeeded[i] = true;
+        if (kNeeded[i] && (a.*kForwardArrays[kFirstStatistic + i].array).present) p.*kNeeded[i] = true;
     p.exact_row_max = p.exact_row_max || p.first_key;
     set_pointers(p, s, kForwardArrays, a, rows);
     return rows;
@@ -339,11 +340,11 @@ std::vector<RowArrays> build_forward(Problem& p, const Inputs& in, const Forward
 std::vector<RowArrays> build_backward(Problem& p, const Inputs& in, const BackwardArrays& a) {
     std::vector<RowArrays> rows;
     const CallLayout s = read_inputs(p, in, a.out, rows);
-    for (const Array* x : {&a.grad_out, &a.row_max, &a.log_denom}) check_given(*x);
-    if (a.grad_entropy.given && !a.entropy.given) throw_invalid(a.entropy, "an array beside grad_entropy", "None");
+    for (const Array* x : {&a.grad_out, &a.row_max, &a.log_denom}) check_present(*x);
+    if (a.grad_entropy.present && !a.entropy.present) throw_invalid(a.entropy, "an array beside grad_entropy", "None");
     check_form(a.saved_scores, p.form == Form::additive, "additive");
     p.matrix = matrix_of(a.grad_attention_scores, a.grad_attention_weights);
-    if (p.matrix == MatrixOutput::weights) check_given(a.attention_weights);
+    if (p.matrix == MatrixOutput::weights) check_present(a.attention_weights);
     check_all(p, s, kForwardResults, a);
     check_gradients(p, s, in, a);
     set_pointers(p, s, kForwardResults, a, rows);

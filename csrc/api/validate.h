@@ -14,7 +14,7 @@ struct Inputs {
     Array query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, w_v, sink, scales;
 };
 
-// What a forward fills; only `out` must be given. Statistics of rows have the shape (..., query, 1).
+// What a forward fills; only `out` must be present. Statistics of rows have the shape (..., query, 1).
 struct ForwardArrays {
     Array out, row_max, log_denom;
     Array saved_scores;                         // additive only
@@ -28,7 +28,7 @@ struct BackwardArrays {
     Array out, row_max, log_denom, entropy, saved_scores, attention_weights;
     // Gradients of its results; one of the last two at most.
     Array grad_out, grad_log_sum_exp, grad_entropy, grad_attention_scores, grad_attention_weights;
-    // The gradients to add to, where they are wanted.
+    // The gradients to add to, where they are requested.
     Array grad_query, grad_key, grad_value, grad_query_bias, grad_key_bias, grad_bias, grad_w_v, grad_sink;
     Array grad_scales;
 };

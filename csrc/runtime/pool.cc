@@ -190,8 +190,8 @@ void Pool::take_tasks() {
     }
 }
 
-void Pool::start_workers(int wanted) {
-    if (workers_ >= wanted) return;
+void Pool::start_workers(int target) {
+    if (workers_ >= target) return;
 #ifdef ATTNSCORE_POSIX
     // Workers inherit that all signals are blocked, so that signals reach the program's own threads.
     sigset_t all, before;
@@ -199,7 +199,7 @@ void Pool::start_workers(int wanted) {
     pthread_sigmask(SIG_SETMASK, &all, &before);
 #endif
     try {
-        for (; workers_ < wanted; ++workers_) {
+        for (; workers_ < target; ++workers_) {
             std::atomic<int>& thread = threads_[workers_];
             std::thread([this, &thread] { work(thread); }).detach();
         }
@@ -294,11 +294,11 @@ struct TeamJob {
 
 void use_openmp(void* address) { gomp_parallel.store(reinterpret_cast<GompParallel>(address)); }
 
-void parallel(int64_t count, void (*f)(int64_t task, void* context), void* context, Threads most) {
+void parallel(int64_t count, void (*f)(int64_t task, void* context), void* context, Threads max_threads) {
     const TaskMode mode;
-    const int threads = static_cast<int>(std::min<int64_t>({count, most.count, kMostThreads}));
+    const int threads = static_cast<int>(std::min<int64_t>({count, max_threads.count, kMostThreads}));
     const GompParallel team = gomp_parallel.load(std::memory_order_relaxed);
-    if (threads > 1 && most.openmp && team != nullptr && !forked.load(std::memory_order_relaxed)) {
+    if (threads > 1 && max_threads.openmp && team != nullptr && !forked.load(std::memory_order_relaxed)) {
         TeamJob job{{count, f, context}, threads};
         team(TeamJob::take_tasks, &job, 0, 0);
         return;

@@ -90,7 +90,7 @@ def backward(
     again; attention_weights are given with their gradient.
     """
 
-def use_tensors(types: tuple[type, ...], exchange_api: Any, /) -> bool:
+def set_tensor_types(types: tuple[type, ...], exchange_api: Any, /) -> bool:
     """Read the tensors of these types by the capsule that is their ``__dlpack_c_exchange_api__``, where it is known."""
 
 def signature(arrays: Sequence[Any], /) -> bytes | None:

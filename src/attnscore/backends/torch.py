@@ -54,7 +54,7 @@ _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={
 def _shares_layouts() -> bool:
     """Let the native module read tensors, where PyTorch (2.10 and later) has the functions for it."""
     api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    return native.module is not None and api is not None and bool(native.module.use_tensors(_PLAIN, api))
+    return native.module is not None and api is not None and bool(native.module.set_tensor_types(_PLAIN, api))
 
 
 _SHARES_LAYOUTS = _shares_layouts()

@@ -28,8 +28,8 @@ from attnscore.masks.base import all_of
 from attnscore.masks.dynamic_intervals import traced_lens, traced_visibility
 from attnscore.problem.problem import Problem
 
-# Orders of operands and results. For each name there is a bit in the attributes `given` (operands that are passed),
-# `transposed` (operands that are passed so) and `wanted` (results), see csrc/api/ffi.cc.
+# Orders of operands and results. For each name there is a bit in the attributes `present_operands`, `transposed`
+# (operands that are passed transposed) and `requested_results`, see csrc/api/ffi.cc.
 _OPERANDS = (*ORDER, "seed", *(name for name in BACKWARD_INPUTS if name != "saved_scores"))
 _FORWARD = tuple(name for name in FILLED if name not in ("saved_scores", "log_sum_exp"))
 _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
@@ -42,8 +42,8 @@ class XlaCall(Program):
         ops, score_shape, value = problem.ops, problem.score_shape, problem.value
         if (lens := traced_lens(ops, score_shape, value, problem.mask)) is not None:
             return {"stop": lens}, None
-        ends, rest = traced_visibility(ops, score_shape, value, problem.mask)
-        direct, evaluated = lowering.partition_staged(ops, score_shape, value, rest)
+        ends, remaining_mask = traced_visibility(ops, score_shape, value, problem.mask)
+        direct, evaluated = lowering.partition_staged(ops, score_shape, value, remaining_mask)
         arrays = lowering.arrays(ops, score_shape, value, direct, with_evaluated=bool(evaluated)) if direct else {}
         if ends is not None:
             arrays["start"], arrays["stop"] = ends
@@ -85,7 +85,7 @@ def _call(
     if seed is not None:
         arrays["seed"] = ops.concat([ops.reshape(half, (1,)) for half in seed], 0)
     names = [name for name in _OPERANDS if name in arrays]
-    transposed = _transposed(problem)
+    transposed = _transposed_names(problem)
     for name in transposed.intersection(names):
         # Back to the caller's order of axes: the compiler cancels both transpositions.
         arrays[name] = ops.swap_axes(arrays[name], -4, -2)
@@ -96,15 +96,15 @@ def _call(
         "negative_slope": float(attributes["negative_slope"]),
         "dropout": float(probability),
         "seed": known_seed if seed is None else 0,
-        "given": _bits(_OPERANDS, names),
-        "transposed": _bits(_OPERANDS, transposed.intersection(names)),
-        "wanted": _bits(results, shapes),
+        "present_operands": _bit_mask(_OPERANDS, names),
+        "transposed": _bit_mask(_OPERANDS, transposed.intersection(names)),
+        "requested_results": _bit_mask(results, shapes),
     }
     outputs = ops.custom_call(direction, list(shapes.values()), [arrays[name] for name in names], attributes)
     return dict(zip(shapes, outputs, strict=True))
 
 
-def _transposed(problem: Problem) -> frozenset[str]:
+def _transposed_names(problem: Problem) -> frozenset[str]:
     """Return the names of arrays of the layout (*lead, length, head, dim), which `to_canonical` has transposed."""
     layout = problem.layout
     if layout.axes < 4 or layout.head_axis != -2:
@@ -112,6 +112,6 @@ def _transposed(problem: Problem) -> frozenset[str]:
     return frozenset(("key", "value", "query", "grad_out") if layout.score_shape.groups == 1 else ("key", "value"))
 
 
-def _bits(places: tuple[str, ...], names: Any) -> int:
-    """Return the set of `names` as bits, by their index in `places`."""
-    return sum(1 << places.index(name) for name in names)
+def _bit_mask(order: tuple[str, ...], names: Any) -> int:
+    """Return the set of `names` as bits, by their index in `order`."""
+    return sum(1 << order.index(name) for name in names)
