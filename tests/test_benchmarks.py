@@ -36,7 +36,7 @@ from few_modules import few_modules
 ROOT = Path(__file__).parents[1]
 ENTRY = ROOT / "benchmarks" / "__main__.py"
 entry_main = runpy.run_path(str(ENTRY), run_name="entry")["main"]
-SHORT = Effort(least=3, most=3, seconds=0.0)
+SHORT = Effort(min_rounds=3, max_rounds=3, seconds=0.0)
 
 # The promises for NumPy and PyTorch on a CPU: case, baseline, targets on 2 threads and on 1, stretch target.
 PROMISES = [
@@ -284,7 +284,7 @@ def test_every_case_on_a_toy(name: str) -> None:
 @pytest.mark.slow_rows("small-jax", "small-layers-keras", "small-tensorflow", "small-layers-torch", "small-torch")
 def test_every_case_of_many_shapes_on_a_toy(name: str) -> None:
     case = TOYS[name]
-    rows = measure.time_shapes(case, 1, dataclasses.replace(SHORT, least=1, most=1))
+    rows = measure.time_shapes(case, 1, dataclasses.replace(SHORT, min_rounds=1, max_rounds=1))
     assert [row["baseline"] for row in rows] == list(case.baselines)
     for row in rows:
         # Keras has no bilinear and no Gaussian attention.
@@ -460,7 +460,7 @@ def test_threads_that_go_on_running_after_a_side_are_seen() -> None:
         while not stop.is_set():
             hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)  # runs without the interpreter's lock
 
-    timing._rest()  # what other tests left running
+    timing._wait_until_idle()  # what other tests left running
     assert not timing._others_run()
     thread = threading.Thread(target=spin)
     thread.start()
@@ -468,7 +468,7 @@ def test_threads_that_go_on_running_after_a_side_are_seen() -> None:
     stop.set()
     thread.join()
     assert seen
-    timing._rest()
+    timing._wait_until_idle()
     assert not timing._others_run()
 
 
@@ -486,7 +486,7 @@ def test_sides_alternate_and_the_order_turns(monkeypatch: pytest.MonkeyPatch) ->
     said: list[str] = []
     # Calls that seem longer than a sample: one a round.
     monkeypatch.setattr("attnscore.cli.timing._SAMPLE", 1e-9)
-    times = alternate(lambda: said.append("a"), lambda: said.append("b"), Effort(least=4, most=4, seconds=0))
+    times = alternate(lambda: said.append("a"), lambda: said.append("b"), Effort(min_rounds=4, max_rounds=4, seconds=0))
     assert "".join(said[-8:]) == "abbaabba"
     assert [len(side) for side in times] == [4, 4]
 
@@ -499,8 +499,8 @@ def test_a_first_call_in_cold_caches_does_not_say_how_many_fill_a_sample(monkeyp
 
 def test_rounds_end_with_the_time_or_their_number() -> None:
     nothing = lambda: None  # noqa: E731
-    assert len(alternate(nothing, nothing, Effort(least=3, most=9, seconds=60))[0]) == 9
-    assert len(alternate(nothing, nothing, Effort(least=7, most=101, seconds=0))[0]) == 7
+    assert len(alternate(nothing, nothing, Effort(min_rounds=3, max_rounds=9, seconds=60))[0]) == 9
+    assert len(alternate(nothing, nothing, Effort(min_rounds=7, max_rounds=101, seconds=0))[0]) == 7
 
 
 def test_summary_and_exponent() -> None:

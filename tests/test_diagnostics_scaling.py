@@ -430,7 +430,7 @@ def test_a_page_says_what_its_pictures_show() -> None:
     left.set(title="first", xlabel="d", ylabel="variance")
     right.set(title="second\nhalf", xlabel="d")
     figure.colorbar(right.imshow([[0, 1]]), ax=right)
-    assert page.described(figure) == "Two lines. first: variance against d; second half: d."
+    assert page.describe_figure(figure) == "Two lines. first: variance against d; second half: d."
 
 
 def test_a_page_is_no_markup_and_no_half_file(tmp_path) -> None:

@@ -201,7 +201,7 @@ def measure_limits(case: Case, threads: int, effort: Effort) -> Row:
     def fastest(work: Callable[[], Any]) -> float:
         work()
         times = []
-        for _ in range(effort.least):
+        for _ in range(effort.min_rounds):
             start = time.perf_counter()
             work()
             times.append(time.perf_counter() - start)
@@ -240,7 +240,7 @@ def measure_point(case: Case, side: str, length: int, threads: int, effort: Effo
     seconds = [first]
     # The first call at this length also touches its memory for the first time.
     if first < effort.seconds:
-        seconds = [_run(case, side, length)[2] for _ in range(effort.least)]
+        seconds = [_run(case, side, length)[2] for _ in range(effort.min_rounds)]
     return {
         "side": side, "length": length, "threads": threads, "seconds": summary(seconds), "rounds": len(seconds),
         "peak": peak, "arrays": arrays, "over": peak - arrays,

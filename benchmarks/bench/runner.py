@@ -28,10 +28,10 @@ from bench.results import SCHEMA
 
 # Bytes of the naive matrices; beyond, their growth is known well enough.
 _MOST_NAIVE = 6 * 10**9
-_QUICK = Effort(least=3, most=21, seconds=0.5)
+_QUICK = Effort(min_rounds=3, max_rounds=21, seconds=0.5)
 # Of each shape of a case of many, which are some hundred pairs of sides.
-_SHAPE = Effort(least=7, most=21, seconds=0.15)
-_QUICK_SHAPE = Effort(least=3, most=3, seconds=0.0)
+_SHAPE = Effort(min_rounds=7, max_rounds=21, seconds=0.15)
+_QUICK_SHAPE = Effort(min_rounds=3, max_rounds=3, seconds=0.0)
 _QUICK_LENGTHS = 2
 _QUICK_SHAPES = 4  # every fourth
 

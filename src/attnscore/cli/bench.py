@@ -56,7 +56,7 @@ def bench(
         try:
             for pair in pairs():
                 progress.print(Text(f"{pair.what}, beside {pair.beside}"))
-                rows.append(_row(pair, Effort(least=3, most=101, seconds=seconds)))
+                rows.append(_row(pair, Effort(min_rounds=3, max_rounds=101, seconds=seconds)))
         except ImportError as error:
             progress.print(Text(f"left out: {error.name} is not installed"))
     caption = "medians; ratio: their time over ours, median and quartiles of alternating rounds"

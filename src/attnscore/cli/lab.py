@@ -45,12 +45,12 @@ def lab(
     report.summary["quick"] = quick
     for experiment in scaling.EXPERIMENTS:
         with report.step(experiment.question):
-            found = experiment.run(quick)
-        sections.append(_tell(report, experiment.name, found))
+            result = experiment.run(quick)
+        sections.append(_report_experiment(report, experiment.name, result))
     plan = scaling.plan_of(quick)
     with report.step(scaling.TRAINING, live=False), _training(screen, plan) as tell:
         runs = scaling.training_runs(plan, out / "runs", tell=tell, fresh=fresh)
-    sections.append(_tell(report, "training_runs", runs))
+    sections.append(_report_experiment(report, "training_runs", runs))
     names = ("step", "loss", "logit_variance", "entropy", "saturated", "jacobian_trace")
     report.summary["training_runs"]["curves"] = [
         {"score": run.settings.score, "d": run.settings.head_dim, "seed": run.settings.seed}
@@ -64,15 +64,15 @@ def lab(
     )
     write_page(out / PAGE, scaling.TITLE, facts, sections)
     report.finish()
-    what = f"{len(report.checks)} checks hold; {PAGE}, {len(report.pictures)} pictures and results.json"
-    report.console.print(Text(f"{what} in {out}"))
+    summary = f"{len(report.checks)} checks hold; {PAGE}, {len(report.pictures)} pictures and results.json"
+    report.console.print(Text(f"{summary} in {out}"))
 
 
-def _tell(report: Any, name: str, found: Any) -> Section:
+def _report_experiment(report: Any, name: str, result: Any) -> Section:
     """Print the answer, draw the picture, keep the numbers; return the part of the page."""
     from attnscore.diagnostics import scaling
 
-    part = scaling.section_of(name, found)
+    part = scaling.section_of(name, result)
     (sentence,), rows = part.sentences, part.rows
     if rows:
         words = sum(isinstance(value, str) for value in list(rows[0].values())[:2])
@@ -81,15 +81,15 @@ def _tell(report: Any, name: str, found: Any) -> Section:
         )
     report.console.print(Text(sentence, style="bold"))
     report.console.print("")
-    for check in found.checks():
+    for check in result.checks():
         report.check(check.claim, check.difference, check.allowed)
     # The pictures are numbered in the order of the experiments.
     report.picture(f"{len(report.pictures) + 1:02d}-{name.replace('_', '-')}", part.figure)
-    report.summary[name] = {"answer": sentence, "rows": found.to_rows()}
+    report.summary[name] = {"answer": sentence, "rows": result.to_rows()}
     if name == "logit_variance":
         report.summary[name]["exponents"] = {
-            kind.name: {score: found.exponent(kind.name, score) for score in ("dot", "scaled_dot")}
-            for kind in found.kinds
+            kind.name: {score: result.exponent(kind.name, score) for score in ("dot", "scaled_dot")}
+            for kind in result.kinds
         }
     return part
 

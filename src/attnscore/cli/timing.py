@@ -23,16 +23,16 @@ _WARMING = 10  # calls
 # Threads of libgomp and others go on spinning after a call, in case another comes: for as many pauses as they count,
 # 7 to 9 ms on Zen 4. They must not do so on the other side's time.
 _PAUSE = 0.002
-_LONGEST_REST = 0.2
+_LONGEST_WAIT = 0.2
 _TASKS = Path("/proc/self/task")
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a pair of sides is timed: `least` to `most` rounds, about `seconds`."""
+    """How long a pair of sides is timed: `min_rounds` to `max_rounds` rounds, about `seconds`."""
 
-    least: int = 7
-    most: int = 101
+    min_rounds: int = 7
+    max_rounds: int = 101
     seconds: float = 4.0
 
 
@@ -45,10 +45,10 @@ def alternate(ours: Callable[[], Any], theirs: Callable[[], Any], effort: Effort
             _sample(side, min(repeat, 100))
     times: tuple[list[float], list[float]] = ([], [])
     end = time.perf_counter() + effort.seconds
-    while len(times[0]) < effort.least or (time.perf_counter() < end and len(times[0]) < effort.most):
-        for which in (0, 1) if len(times[0]) % 2 == 0 else (1, 0):
-            _rest()
-            times[which].append(_sample(sides[which], repeats[which]))
+    while len(times[0]) < effort.min_rounds or (time.perf_counter() < end and len(times[0]) < effort.max_rounds):
+        for index in (0, 1) if len(times[0]) % 2 == 0 else (1, 0):
+            _wait_until_idle()
+            times[index].append(_sample(sides[index], repeats[index]))
     return times
 
 
@@ -67,9 +67,9 @@ def _sample(side: Callable[[], Any], repeat: int) -> float:
     return (time.perf_counter() - start) / repeat
 
 
-def _rest() -> None:
+def _wait_until_idle() -> None:
     """Wait until no other thread of this process runs; where that cannot be seen, for some milliseconds."""
-    end = time.perf_counter() + _LONGEST_REST
+    end = time.perf_counter() + _LONGEST_WAIT
     time.sleep(_PAUSE if _TASKS.exists() else 10 * _PAUSE)
     while _others_run() and time.perf_counter() < end:
         time.sleep(_PAUSE)

@@ -84,7 +84,7 @@ def _section(place: int, part: Section) -> str:
             f'<pre tabindex="0">{_safe(textwrap.dedent(sentence))}</pre>' if is_code else f"<p>{_safe(sentence)}</p>"
         )
     if part.figure is not None:
-        alternative = _safe(described(part.figure))
+        alternative = _safe(describe_figure(part.figure))
         lines.append(f'<p class="picture" tabindex="0"><img src="{_picture(part.figure)}" alt="{alternative}"></p>')
     if part.rows:
         lines.append(_table(part.rows, part.title))
@@ -113,7 +113,7 @@ def _is_number(text: str) -> bool:
     return not text or re.fullmatch(r"[-+−\d.e]+( ± [-+\d.e]+)?", text) is not None
 
 
-def described(figure: Figure) -> str:
+def describe_figure(figure: Figure) -> str:
     """Describe a picture by its titles and the names of its axes: the text in place of the picture."""
     title = figure.get_suptitle()
     panels = []

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 import attnscore as ats
 from attnscore.base.arguments import check_choice
 from attnscore.diagnostics.inspection.head_metrics import SETTINGS, statistics_of, under
-from attnscore.diagnostics.inspection.pretrained import MINILM, MINILM_NAME, load, read, require_transformers
+from attnscore.diagnostics.inspection.pretrained import MINILM, MINILM_NAME, load, require_transformers, tokenize
 from attnscore.errors import ArgumentError, AttnscoreError, message
 from attnscore.integrations.transformers import AttentionCall, register
 
@@ -231,7 +231,7 @@ def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: 
         require_transformers("inspect")
         if tokenizer is None:
             raise ArgumentError(message("tokenizer", "the model's tokenizer, given a model", "None"))
-    tokens = read(model, tokenizer, text, most_tokens)
+    tokens = tokenize(model, tokenizer, text, most_tokens)
     calls = _calls(model, tokens.inputs)
     if not calls:
         expected = "a model built on transformers' attention interface"

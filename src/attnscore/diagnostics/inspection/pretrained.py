@@ -66,8 +66,8 @@ class Tokens(NamedTuple):
     left_out: int
 
 
-def read(model: Any, tokenizer: Any, text: str, most: int) -> Tokens:
-    """Return the tokens of a text, as many as the model takes and at most `most`.
+def tokenize(model: Any, tokenizer: Any, text: str, max_tokens: int) -> Tokens:
+    """Return the tokens of a text, as many as the model takes and at most `max_tokens`.
 
     A text or a tokenizer without tokens, a model of something else than text, and a limit that is used up by the
     tokenizer's own tokens are an `ArgumentError`.
@@ -77,18 +77,20 @@ def read(model: Any, tokenizer: Any, text: str, most: int) -> Tokens:
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         expected = "a model that reads text"
         raise ArgumentError(message("model", expected, f"{type(model).__name__}, which reads {model.main_input_name}"))
-    own = getattr(tokenizer, "num_special_tokens_to_add", int)()
-    if most <= own:
-        raise ArgumentError(message("most_tokens", f"more than the {own} tokens that the tokenizer adds", most))
-    limit = min(most, _longest(model, tokenizer))
+    special_tokens = getattr(tokenizer, "num_special_tokens_to_add", int)()
+    if max_tokens <= special_tokens:
+        raise ArgumentError(
+            message("most_tokens", f"more than the {special_tokens} tokens that the tokenizer adds", max_tokens)
+        )
+    limit = min(max_tokens, _longest(model, tokenizer))
     with quiet():
-        whole = len(tokenizer(text)["input_ids"])
+        full_length = len(tokenizer(text)["input_ids"])
         inputs = dict(tokenizer(text, truncation=True, max_length=limit, return_tensors="pt"))
     names = tuple(str(name) for name in tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist()))
     if not names:
         hint = "the folder may lack the tokenizer's files"
         raise ArgumentError(message("tokenizer", "tokens of the text", "none", hint=hint))
-    return Tokens(inputs, names, max(0, whole - len(names)))
+    return Tokens(inputs, names, max(0, full_length - len(names)))
 
 
 def _longest(model: Any, tokenizer: Any) -> int:

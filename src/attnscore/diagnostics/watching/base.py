@@ -40,7 +40,7 @@ class Step:
     sums: dict[str, dict[str, Array]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
 
-    def place(self, name: str) -> str:
+    def call_name(self, name: str) -> str:
         """Return the name of one more call of a module; its second attention call in a step is "name #2"."""
         self.calls[name] += 1
         return name if (number := self.calls[name]) == 1 else f"{name} #{number}"

@@ -159,45 +159,45 @@ def _call_model(root: Root, function: Any, arguments: tuple[Any, ...], options: 
 
 def _functions() -> list[tuple[Any, Callable[..., Any]]]:
     """Return the functions that are wrapped, and their wrappers."""
-    wrapped: list[tuple[Any, Callable[..., Any]]] = [
+    functions: list[tuple[Any, Callable[..., Any]]] = [
         (jax.nn.dot_product_attention, _jax_attention),
         (api.attend, _attend),
     ]
     for name in ("flax.nnx", "flax.linen"):
         function = getattr(sys.modules.get(name), "dot_product_attention_weights", None)
         if function is not None:
-            wrapped.append((function, _flax_weights))
-    return wrapped
+            functions.append((function, _flax_weights))
+    return functions
 
 
 def _jax_attention(original: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
-    named = dict(zip(("bias", "mask"), more, strict=False)) | options
+    arguments = dict(zip(("bias", "mask"), more, strict=False)) | options
 
     def make_site() -> Site:
-        window = named.get("local_window_size")
-        both = (window, window) if isinstance(window, int) else window
-        arrays = {name: named.get(name) for name in ("bias", "mask")}
+        window = arguments.get("local_window_size")
+        window_sizes = (window, window) if isinstance(window, int) else window
+        arrays = {name: arguments.get(name) for name in ("bias", "mask")}
         return sites.dot_product(
             query,
             key,
             value,
             **arrays,
-            query_lens=named.get("query_seq_lengths"),
-            key_lens=named.get("key_value_seq_lengths"),
-            scale=named.get("scale"),
-            is_causal=named.get("is_causal", False),
-            window=both,
+            query_lens=arguments.get("query_seq_lengths"),
+            key_lens=arguments.get("key_value_seq_lengths"),
+            scale=arguments.get("scale"),
+            is_causal=arguments.get("is_causal", False),
+            window=window_sizes,
         )
 
     return staged.record(VALUES, make_site, lambda: original(query, key, value, *more, **options))
 
 
 def _flax_weights(original: Any, query: Any, key: Any, *more: Any, **options: Any) -> Any:
-    named = dict(zip(("bias", "mask"), more, strict=False)) | options
-    arrays = {name: named.get(name) for name in ("bias", "mask")}
+    arguments = dict(zip(("bias", "mask"), more, strict=False)) | options
+    arrays = {name: arguments.get(name) for name in ("bias", "mask")}
     return staged.record(
         VALUES,
-        lambda: sites.dot_product(query, key, **arrays, is_causal=named.get("is_causal", False)),
+        lambda: sites.dot_product(query, key, **arrays, is_causal=arguments.get("is_causal", False)),
         lambda: original(query, key, *more, **options),
     )
 

@@ -200,19 +200,19 @@ def _apply_scores(
 
 
 def _dot_product(original: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
-    named = dict(zip(("bias", "mask", "scale", "is_causal"), more, strict=False)) | options
+    arguments = dict(zip(("bias", "mask", "scale", "is_causal"), more, strict=False)) | options
 
     def make_site() -> Site:
-        if named.get("attn_logits_soft_cap") is not None:
+        if arguments.get("attn_logits_soft_cap") is not None:
             raise NotRecorded("dot_product_attention with attn_logits_soft_cap")
         return sites.dot_product(
             query,
             key,
             value,
-            bias=named.get("bias"),
-            mask=named.get("mask"),
-            scale=named.get("scale"),
-            is_causal=bool(named.get("is_causal", False)),
+            bias=arguments.get("bias"),
+            mask=arguments.get("mask"),
+            scale=arguments.get("scale"),
+            is_causal=bool(arguments.get("is_causal", False)),
         )
 
     return staged.record(VALUES, make_site, lambda: original(query, key, value, *more, **options))

@@ -116,11 +116,11 @@ class Layer:
         """Add the sums of a step."""
         self.steps.append((step, sums))
         self.added += 1
-        self.total = _joined([self.total, sums]) if self.total else dict(sums)
+        self.total = _join([self.total, sums]) if self.total else dict(sums)
 
     def last(self, count: int) -> dict[str, Array]:
         """Return the sums of the last `count` sampled steps."""
-        return _joined([sums for _, sums in tuple(self.steps)[-count:]])
+        return _join([sums for _, sums in tuple(self.steps)[-count:]])
 
     def rows(self, sums: dict[str, Array], tau: float) -> list[Row]:
         """Return a row for each head from some sums; `tau` is the largest logit that QK-clip allows."""
@@ -132,7 +132,7 @@ class Layer:
         ]
 
 
-def _joined(steps: Sequence[dict[str, Array]]) -> dict[str, Array]:
+def _join(steps: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """Return the sums of several steps together."""
     # Of two steps, as in each sampled one, one addition: a reduction of a new array takes several times as long.
     return {
@@ -255,9 +255,9 @@ class Records:
     def last(self) -> list[Row]:
         """Return the rows of the last sampled step alone, as a repair needs: the largest logit of a run never falls."""
         number = max((layer.steps[-1][0] for layer in self._layers), default=-1)
-        last_steps = [(layer, *layer.steps[-1]) for layer in self._layers]
+        last_sums = [(layer, *layer.steps[-1]) for layer in self._layers]
         tau = self.thresholds.tau
-        return [row for layer, step, sums in last_steps if step == number for row in layer.rows(sums, tau)]
+        return [row for layer, step, sums in last_sums if step == number for row in layer.rows(sums, tau)]
 
     def recent(self) -> list[Row]:
         """Return the rows of the last ``thresholds.window`` sampled steps, which the verdicts judge."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import attnscore as ats
 from attnscore import backends
 from attnscore.diagnostics.watching.staged import NotRecorded, Site
-from attnscore.diagnostics.watching.sums import MASKED_BIAS, HostCall, HostScores, wide, with_infinity
+from attnscore.diagnostics.watching.sums import MASKED_BIAS, HostCall, HostScores, as_float32, with_infinity
 from attnscore.masks.base import Mask, all_of
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.normalizers import ONLY_SOFTMAX, resolve
@@ -67,7 +67,7 @@ def dot_product(
             parts.append(ats.ValidLens(np.clip(keys, 0, k.shape[axis]), limit))
         options: dict[str, Any] = {"score": ats.ScaledDot(scale), "head_axis": -2, "mask": all_of(parts)}
         if "bias" in numbers:
-            options["bias"] = wide(with_infinity(numbers["bias"], MASKED_BIAS)).astype(wide(q).dtype)
+            options["bias"] = as_float32(with_infinity(numbers["bias"], MASKED_BIAS)).astype(as_float32(q).dtype)
         return HostCall(q, k, options, numbers.get("value"))
 
     return Site(arrays, build)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from attnscore.diagnostics.watching.base import WHOLE, Step, Watch
 from attnscore.diagnostics.watching.padding import named_arguments, padding_like
-from attnscore.diagnostics.watching.sums import Array, HostCall, HostScores, described, merged, sums_of
+from attnscore.diagnostics.watching.sums import Array, HostCall, HostScores, describe_error, merged, sums_of
 
 # Runs whose end never came, as of a program that failed, are forgotten when there are more than these.
 _MAX_OPEN_RUNS = 64
@@ -152,7 +152,7 @@ def receive(number: int, key: Hashable, name: str, build: Build, arrays: dict[st
             with recorded():
                 sums = _unrolled_sums(build, arrays, ranks, run.real, watch.thresholds.saturated_weight)
         except Exception as error:  # recording must never break the model
-            watch._count_unseen(name, described(error))
+            watch._count_unseen(name, describe_error(error))
             continue
         with watch._lock:
             names = (name if k == 1 else f"{name} #{k}" for k in itertools.count(1))
@@ -244,7 +244,7 @@ class Root:
     state: Any = None
     """State of the framework's tracing where the call began; None: it is made eagerly."""
 
-    def place(self) -> str:
+    def call_name(self) -> str:
         """Return the name of one more call of the innermost module."""
         name = self.stack[-1]
         self.calls[name] += 1
@@ -369,7 +369,7 @@ def record(values: Values, make_site: Callable[[], Site], call: Callable[[], Any
         out = call()
     if root.state is None and root.number == NOT_SAMPLED:
         return out
-    name = root.place()
+    name = root.call_name()
     try:
         site = make_site()
         if root.state is None and not any(map(values.is_abstract, site.arrays.values())):
@@ -379,7 +379,7 @@ def record(values: Values, make_site: Callable[[], Site], call: Callable[[], Any
         root.has_programs = True
         return values.report(root, name, site, out)
     except Exception as error:  # recording must never break the model
-        why = str(error) if isinstance(error, NotRecorded) else described(error)
+        why = str(error) if isinstance(error, NotRecorded) else describe_error(error)
         for watch in watches_of(root.key):
             watch._count_unseen(name, why)
         return out

@@ -86,13 +86,13 @@ def sums_of(call: HostCall | HostScores, real: NDArray[np.bool_] | None, saturat
     )
     heads = len(sums["rows"])
     if isinstance(call, HostScores):
-        return sums | input_sums({}, heads, -least(call.scores.dtype))
+        return sums | input_sums({}, heads, -lowest_finite(call.scores.dtype))
     head_axis, query = call.options.get("head_axis", -3), call.query
     arrays = {"query": query, "key": call.key, "value": call.value}
     moments = {name: moments_of(x, head_axis, heads) for name, x in arrays.items() if x is not None}
     queries = query.shape[-3 if head_axis == -2 and query.ndim >= 4 else -2]
     scale = score_scale(call.options.get("score", "scaled_dot"), query.shape[-1]) if queries > 1 else None
-    return sums | input_sums(moments, heads, -least(query.dtype), scale, query.shape[-1])
+    return sums | input_sums(moments, heads, -lowest_finite(query.dtype), scale, query.shape[-1])
 
 
 def merged(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
@@ -111,7 +111,7 @@ def _in_blocks(call: HostCall | HostScores) -> Iterator[tuple[HostCall, slice]]:
     step = max(1, BLOCK // max(1, call.scores.size // max(1, queries)))
     for start in range(0, queries, step):
         rows = slice(start, min(queries, start + step))
-        bias = wide(with_infinity(call.scores[..., rows, :], MASKED_SCORE))
+        bias = as_float32(with_infinity(call.scores[..., rows, :], MASKED_SCORE))
         zeros = np.zeros((), bias.dtype)
         query, key = (np.broadcast_to(zeros, (*lead, n, 1)) for n in (bias.shape[-2], keys))
         yield HostCall(query, key, {"score": "dot", "bias": bias}), rows
@@ -152,26 +152,26 @@ def _block_sums(
 
     columns = [marked[..., column] for column in range(marked.shape[-1])]
     numbers = [by_head(np.asarray(x)) for x in (*(getattr(stats, name) for name in NEEDED), *columns)]
-    return added(numbers, counted, saturated_weight)
+    return add_up(numbers, counted, saturated_weight)
 
 
-def added(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, saturated_weight: float) -> dict[str, Array]:
+def add_up(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, saturated_weight: float) -> dict[str, Array]:
     """Return sums over (batch, head, query) of numbers in the order of `NEEDED`, then first key and padding."""
     mean, variance, total, entropy, weight, weights, squares, top, first, *padding = numbers
     attends = weights > 0
     alive = attends if counted is None else attends & counted
     # A single attended key has the whole weight and no variance; saturated queries with a choice have a variance.
-    lone = variance == 0
-    if lone.any():
-        lone &= weight >= 1 - 1e-6
-    choice = alive & ~lone
+    has_one_key = variance == 0
+    if has_one_key.any():
+        has_one_key &= weight >= 1 - 1e-6
+    choice = alive & ~has_one_key
     # Selecting queries costs more than all the sums: where all count, as in most models, it is left out.
     all_alive = bool(alive.all())
 
-    def summed(x: NDArray[Any]) -> Array:
+    def sum_over_rows(x: NDArray[Any]) -> Array:
         return np.asarray((x if all_alive else np.where(alive, x, 0)).sum((0, 2), dtype=np.float64))
 
-    count = summed(alive)
+    count = sum_over_rows(alive)
     empty = broken = overflown = 0 * count
     if not all_alive:
         is_nan, is_counted = np.isnan(weights), True if counted is None else counted
@@ -182,17 +182,17 @@ def added(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, satura
         "rows": count,
         "empty_rows": empty,
         "nan_rows": broken,
-        "choice_rows": summed(choice),
-        "saturated_rows": summed(choice & (weight >= saturated_weight)),
-        "logit_mean": summed(mean),
-        "logit_variance": summed(variance),
-        "log_sum_exp": summed(total),
-        "entropy": summed(entropy),
-        "max_weight": summed(weight),
-        "effective_keys": summed(np.exp(entropy)),
-        "jacobian_trace": summed(weights) - summed(squares),
-        "first_key": summed(first),
-        "padding": summed(padding[0]) if padding else 0 * count,
+        "choice_rows": sum_over_rows(choice),
+        "saturated_rows": sum_over_rows(choice & (weight >= saturated_weight)),
+        "logit_mean": sum_over_rows(mean),
+        "logit_variance": sum_over_rows(variance),
+        "log_sum_exp": sum_over_rows(total),
+        "entropy": sum_over_rows(entropy),
+        "max_weight": sum_over_rows(weight),
+        "effective_keys": sum_over_rows(np.exp(entropy)),
+        "jacobian_trace": sum_over_rows(weights) - sum_over_rows(squares),
+        "first_key": sum_over_rows(first),
+        "padding": sum_over_rows(padding[0]) if padding else 0 * count,
         "padding_rows": count if padding else 0 * count,
         "max_logit": (top if all_alive else np.where(alive, top, -np.inf))
         .max((0, 2), initial=-np.inf)
@@ -237,7 +237,7 @@ def moments_of(x: NDArray[Any], head_axis: int, heads: int) -> Moments | None:
     array_heads = x.shape[-3] if x.ndim >= 4 else 1
     if array_heads == 0 or heads % array_heads or x.shape[-2] == 0:
         return None
-    x = wide(x).reshape(-1, array_heads, *x.shape[-2:])
+    x = as_float32(x).reshape(-1, array_heads, *x.shape[-2:])
     with np.errstate(all="ignore"):  # of numbers that are not finite
         square = np.einsum("...ij,...ij->...", x, x, dtype=np.float64) / x.shape[-2]
         spread = np.maximum(square - (x.mean(-2, dtype=np.float64) ** 2).sum(-1), 0)
@@ -270,22 +270,22 @@ def _marks(key: NDArray[Any], head_axis: int, real: NDArray[np.bool_] | None) ->
 
 def with_infinity(x: NDArray[Any], bound: float) -> NDArray[Any]:
     """Replace numbers up to `bound`, or near the least of the dtype, which models write for -inf, by -inf."""
-    masked = x <= max(least(x.dtype) / 2, bound)
+    masked = x <= max(lowest_finite(x.dtype) / 2, bound)
     return np.where(masked, x.dtype.type(-np.inf), x) if (masked & (x != -np.inf)).any() else x
 
 
-def least(dtype: np.dtype[Any]) -> float:
-    """Return the least finite number of a dtype, bfloat16 among them."""
+def lowest_finite(dtype: np.dtype[Any]) -> float:
+    """Return the lowest finite number of a dtype, also of bfloat16."""
     # NumPy knows no bfloat16; its range is that of float32.
     return float(np.finfo(dtype if dtype.kind == "f" else np.float32).min)
 
 
-def wide(x: NDArray[Any]) -> NDArray[Any]:
+def as_float32(x: NDArray[Any]) -> NDArray[Any]:
     """Return float16 and bfloat16 as float32, in which their sums are exact enough."""
     return x.astype(np.float32) if x.dtype.itemsize < 4 else x
 
 
-def described(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Describe an error of recording in one line."""
     kind = "refused" if isinstance(error, AttnscoreError) else type(error).__name__
     return f"{kind}: {' '.join(str(error).split())[:160]}"

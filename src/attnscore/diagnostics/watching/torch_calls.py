@@ -34,7 +34,7 @@ from attnscore.diagnostics.watching.sums import (
     NEEDED,
     Array,
     Moments,
-    added,
+    add_up,
     input_sums,
     merged,
     score_scale,
@@ -212,7 +212,7 @@ def _sums(
     ]
     # In NumPy from here on: on a few thousand queries its calls cost a fraction of PyTorch's.
     numbers = [x.numpy() for x in fields] if marked.is_cpu else [*torch.stack(fields).cpu().numpy()]
-    return added(numbers, None if counted is None else counted.cpu().numpy(), saturated_weight)
+    return add_up(numbers, None if counted is None else counted.cpu().numpy(), saturated_weight)
 
 
 @torch.no_grad()
@@ -261,11 +261,11 @@ def _marks(key: Tensor, head_axis: int, real: Tensor | None) -> Tensor:
     return marks.reshape(*lead[:-1], length, 1, 2) if per_head else marks.reshape(*lead, length, 2)
 
 
-def sdpa_call(query: Tensor, key: Tensor, given: dict[str, Any]) -> Call:
+def sdpa_call(query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Call:
     """Return a call of ``F.scaled_dot_product_attention`` with these other arguments."""
-    mask = given.get("attn_mask")
-    options: dict[str, Any] = {"score": ats.ScaledDot(given.get("scale"))}
-    if given.get("is_causal"):
+    mask = arguments.get("attn_mask")
+    options: dict[str, Any] = {"score": ats.ScaledDot(arguments.get("scale"))}
+    if arguments.get("is_causal"):
         options["mask"] = ats.Causal(align="top_left")
     if (alignment := causal_alignment(mask)) is not None:
         options["mask"] = ats.Causal(align=alignment)
@@ -276,18 +276,18 @@ def sdpa_call(query: Tensor, key: Tensor, given: dict[str, Any]) -> Call:
     return Call(query, key, options)
 
 
-def pooling_of(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> Pooling | None:
+def pooling_of(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Pooling | None:
     """Return what the output of ``F.scaled_dot_product_attention`` takes; None where only the function itself gives it.
 
     These are calls with dropout, whose random numbers are its own, of less usual tensors, and those that it refuses.
     It is called where the model calls the function: gradients, autocast and hooks are those of the model.
     """
-    tensors, mask = (query, key, value), given.get("attn_mask")
+    tensors, mask = (query, key, value), arguments.get("attn_mask")
     if any(type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or x.dtype != query.dtype for x in tensors):
         return None
     if reason_against(*tensors) is not None or query.ndim < 3 or key.shape[:-1] != value.shape[:-1]:
         return None
-    shares_keys = given.get("enable_gqa") and query.ndim > 3 and query.shape[-3] % max(1, key.shape[-3]) == 0
+    shares_keys = arguments.get("enable_gqa") and query.ndim > 3 and query.shape[-3] % max(1, key.shape[-3]) == 0
     lead = slice(None, -3 if shares_keys else -2)
     if query.shape[lead] != key.shape[lead] or query.shape[-1] != key.shape[-1]:
         return None
@@ -295,11 +295,15 @@ def pooling_of(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any])
         # Where a model writes a number for -inf, a fully masked query gets the mean of the values.
         # The memory of a CausalBias has not been set.
         is_float = mask.dtype != torch.bool and causal_alignment(mask) is None
-        if given.get("is_causal") or mask.requires_grad or (is_float and with_infinity(mask, MASKED_BIAS) is not mask):
+        if (
+            arguments.get("is_causal")
+            or mask.requires_grad
+            or (is_float and with_infinity(mask, MASKED_BIAS) is not mask)
+        ):
             return None
     # Checkpointing compares what is saved with what its second pass saves, which is not watched.
     has_hooks = private.saved_tensor_hooks(False) is not None
-    if given.get("dropout_p") or has_hooks or _OPS.has_autocast(query):
+    if arguments.get("dropout_p") or has_hooks or _OPS.has_autocast(query):
         return None
     return Pooling(value, torch.is_grad_enabled())
 

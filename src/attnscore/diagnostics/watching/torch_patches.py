@@ -27,7 +27,7 @@ import attnscore as ats
 from attnscore import api
 from attnscore.backends import torch_private as private
 from attnscore.diagnostics.watching.rebinding import Rebinding, is_active
-from attnscore.diagnostics.watching.sums import described
+from attnscore.diagnostics.watching.sums import describe_error
 from attnscore.diagnostics.watching.torch_calls import (
     Call,
     Scores,
@@ -153,12 +153,12 @@ def _report(make_call: Callable[[], Call | Scores | str], watchers: Sequence[Tor
         try:
             call = make_call()
         except Exception as error:
-            call = described(error)
+            call = describe_error(error)
         for watcher in sampling:
             if isinstance(call, str):
                 watcher.skip(call)
-            elif (found := watcher.record(call)) is not None:
-                out = found
+            elif (output := watcher.record(call)) is not None:
+                out = output
     return out
 
 
@@ -166,11 +166,11 @@ def _report(make_call: Callable[[], Call | Scores | str], watchers: Sequence[Tor
 def _recording() -> Iterator[None]:
     _THREAD.is_recording = True
     try:
-        with contextlib.ExitStack() as own:
-            own.enter_context(torch.no_grad())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
             # Autocast would compute our own products in half precision as well.
             for device in filter(torch.is_autocast_enabled, _DEVICES):
-                own.enter_context(torch.autocast(device, enabled=False))
+                stack.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
         _THREAD.is_recording = False
@@ -235,10 +235,12 @@ def _call_original(home: Any, original: Any, arguments: tuple[Any, ...], options
 
 def _sdpa(original: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Any:
     names = ("attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, more, strict=False)) | options
+    arguments = dict(zip(names, more, strict=False)) | options
     heads = _THREAD.scopes[-1].heads if _THREAD.scopes else None
-    pooling = pooling_of(query, key, value, given) if any(x.is_pooling() for x in _WATCHERS) else None
-    out = _report(lambda: dataclasses.replace(sdpa_call(query, key, given), heads=heads, pooling=pooling, value=value))
+    pooling = pooling_of(query, key, value, arguments) if any(x.is_pooling() for x in _WATCHERS) else None
+    out = _report(
+        lambda: dataclasses.replace(sdpa_call(query, key, arguments), heads=heads, pooling=pooling, value=value)
+    )
     if out is not None:
         return out
     return _call_original(functional, original, (query, key, value, *more), options)
@@ -257,9 +259,9 @@ def _attend_call(query: Tensor, key: Any, value: Any, options: dict[str, Any]) -
     if type(key) is PreparedKeys:
         key, score = key.unpack(options.get("score", "scaled_dot"))
         options = {**options, "score": score}
-    kept = ("score", "mask", "valid_lens", "bias", "sink", "head_axis")
-    taken = {name: options[name] for name in kept if name in options}
-    return Call(query, key, taken, value=value if isinstance(value, Tensor) else None)
+    names = ("score", "mask", "valid_lens", "bias", "sink", "head_axis")
+    recorded = {name: options[name] for name in names if name in options}
+    return Call(query, key, recorded, value=value if isinstance(value, Tensor) else None)
 
 
 def _multi_head(original: Any, *arguments: Any, **options: Any) -> Any:
@@ -278,8 +280,8 @@ def _softmax(home: Any, original: Any, *arguments: Any, **options: Any) -> Any:
             # F.softmax calls a tensor's own softmax, which must not be counted again.
             with _scope(None, "", recorded=True):
                 return _call_original(home, original, arguments, options)
-        found = with_head_axis(scores, scopes[-1].heads)
-        _report(lambda: Scores(found))
+        head_scores = with_head_axis(scores, scopes[-1].heads)
+        _report(lambda: Scores(head_scores))
     return _call_original(home, original, arguments, options)
 
 
@@ -290,8 +292,8 @@ def _axis(dim: int | None = None, *_: Any, **__: Any) -> int | None:
 
 def _by_hand(watcher: TorchWatch, scores: Tensor, axis: int | None) -> Scores | str:
     """Return the scores of a softmax in a module that the caller has named as one that attends; else the reason."""
-    named, heads = watcher.heads_of_softmax()
-    if not named:
+    is_named, heads = watcher.heads_of_softmax()
+    if not is_named:
         return _BY_HAND
     if axis not in (-1, scores.ndim - 1):
         return f"a softmax over axis {axis} of {scores.ndim}, not over the last"

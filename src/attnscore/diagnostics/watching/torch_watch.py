@@ -25,7 +25,7 @@ from attnscore.base.arguments import check_flag, is_whole, shown
 from attnscore.diagnostics.watching import torch_patches
 from attnscore.diagnostics.watching.base import WHOLE, Step, Watch
 from attnscore.diagnostics.watching.padding import named_arguments, padding_like
-from attnscore.diagnostics.watching.sums import described
+from attnscore.diagnostics.watching.sums import describe_error
 from attnscore.diagnostics.watching.torch_calls import Call, Scores, output_and_sums, reason_against, sums_of
 from attnscore.errors import ArgumentError, message
 
@@ -84,38 +84,38 @@ class TorchWatch(Watch):
         if scripted or inner is not None or module._compiled_call_impl is not None:
             self._count_unseen(name, "scripted code" if scripted else "compiled code")
             return False
-        here = self._thread
-        if not here.stack:
+        state = self._thread
+        if not state.stack:
             if private.graph_task() != -1:  # checkpointing computes it again
                 return False
             with self._lock:
                 if begins := not self._first or name in (self._first, WHOLE):
                     self._first = name
-                here.step = self._begin_step(begins)
-        if here.step is not None and here.step.sampled and here.step.real is None:
+                state.step = self._begin_step(begins)
+        if state.step is not None and state.step.sampled and state.step.real is None:
             named = _named_arguments(module, arguments, options)
-            here.step.real = _real_tokens(named)
-            if not here.stack:
-                here.padding = padding_like(named)
-        here.stack.append(name)
+            state.step.real = _real_tokens(named)
+            if not state.stack:
+                state.padding = padding_like(named)
+        state.stack.append(name)
         return True
 
     def leave(self, failed: bool) -> None:
         """Note that the innermost watched module has returned, or has raised; a step that raises is dropped."""
-        here = self._thread
-        if here.stack:  # none when the watch was stopped in the middle
-            here.stack.pop()
-        if not here.stack and here.step is not None:
-            step, here.step = here.step, None
+        state = self._thread
+        if state.stack:  # none when the watch was stopped in the middle
+            state.stack.pop()
+        if not state.stack and state.step is not None:
+            step, state.step = state.step, None
             if step.sampled and not failed:
                 if step.real is None and step.sums:
-                    self.unchecked_padding = here.padding
+                    self.unchecked_padding = state.padding
                 self._finish(step)
 
     def is_sampling(self) -> bool:
         """Return whether a call that is made now would be recorded."""
-        here = self._thread
-        return bool(here.step is not None and here.step.sampled and here.stack)
+        state = self._thread
+        return bool(state.step is not None and state.step.sampled and state.stack)
 
     def is_pooling(self) -> bool:
         """Return whether a call that is made now would be computed by the watch."""
@@ -146,7 +146,7 @@ class TorchWatch(Watch):
             else:
                 step.sums[name] = sums_of(call, real, weight)
         except Exception as error:  # recording must never break the model
-            self.skip(described(error))
+            self.skip(describe_error(error))
         return out
 
     def skip(self, why: str) -> None:
@@ -159,7 +159,7 @@ class TorchWatch(Watch):
         name = self._thread.stack[-1]
         if within:
             name = within if name == WHOLE else f"{name}.{within}"
-        return step.place(name)
+        return step.call_name(name)
 
 
 def _named_arguments(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
