@@ -443,7 +443,7 @@ def build_call(
     bias, sink, seeded = EXTRAS[extras]
     arrays = {name: rng.standard_normal(shape) * 0.8 for name, shape in score.shapes(sizes).items()}
     for name, x in arrays.items():
-        if name.rpartition(".")[2] in ("bandwidth", "rate", "T", "cap"):
+        if name.rpartition(".")[2] in ("bandwidth", "rate", "temperature", "cap"):
             arrays[name] = 0.7 + np.abs(x)
     rows = (sizes.batch, sizes.heads, sizes.queries)
     last = {"out": (sizes.value_dim,), "weights": (sizes.keys,)}

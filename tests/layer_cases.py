@@ -56,8 +56,8 @@ def capped(score: Callable[..., Tensor], cap: float) -> Callable[..., Tensor]:
     return lambda q, k, **given: cap * torch.tanh(score(q, k, **given) / cap)
 
 
-def summed(q: Tensor, k: Tensor, score_T: Tensor, **_: Any) -> Tensor:
-    return (dot(q, k) + 0.5 * gaussian(q, k, torch.tensor(1.5).log())) / score_T
+def summed(q: Tensor, k: Tensor, score_temperature: Tensor, **_: Any) -> Tensor:
+    return (dot(q, k) + 0.5 * gaussian(q, k, torch.tensor(1.5).log())) / score_temperature
 
 
 def capped_sum(q: Tensor, k: Tensor, w_v: Tensor, log_bandwidth: Tensor, score_weights_1: Tensor, **_: Any) -> Tensor:

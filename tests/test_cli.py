@@ -543,7 +543,7 @@ def test_look_names_every_head(capsys, tmp_path):
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_look_writes_the_numbers(capsys, npz, tmp_path, suffix):
     out = tmp_path / f"maps{suffix}"
-    options = ("--causal", "top_left", "--valid-lens", "2,5", "--bins", "2x3", "--top", "2", "--score", "gaussian")
+    options = ("--causal", "top_left", "--valid-lens", "2,5", "--bins", "2x3", "--k", "2", "--score", "gaussian")
     assert run(capsys, "look", npz(), *options, "--out", out)[0] == 0
     found = files.read_arrays(out)
     call = {"mask": ats.Causal("top_left"), "valid_lens": [2, 5], "score": "gaussian"}
@@ -552,6 +552,17 @@ def test_look_writes_the_numbers(capsys, npz, tmp_path, suffix):
     wanted = ats.top_weights(Q, K, 2, **call)
     np.testing.assert_array_equal(found["top_weights"], wanted.weights)
     np.testing.assert_array_equal(found["top_index"], wanted.index)
+
+
+def test_older_names_of_options_still_work(capsys, npz, tmp_path):
+    status, _, err = run(capsys, "look", npz(), "--top", "2", "--out", tmp_path / "maps.npz")
+    assert status == 0 and err == "--top is now --k; the old spelling works until 0.2\n"
+    assert files.read_arrays(tmp_path / "maps.npz")["top_weights"].shape[-1] == 2
+    assert "--top" not in run(capsys, "look", "--help")[1]
+    (text := tmp_path / "text.txt").write_text("two words")
+    status, _, err = run(capsys, "inspect", "no folder", "--text", text, "--tokens", "3")
+    assert status == 2 and err.startswith("--tokens is now --max-tokens; ")
+    assert "--tokens" not in run(capsys, "inspect", "--help")[1]
 
 
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
@@ -569,7 +580,7 @@ def test_look_draws(capsys, npz, tmp_path, monkeypatch, suffix, start):
 def test_look_takes_dtypes_masks_and_more_links_than_keys(capsys, npz, tmp_path):
     out = tmp_path / "o.npz"
     source = npz(mask=MASK, bias=RNG.normal(size=(4, 6)).astype(np.float32), sink=np.float32(0.5))
-    assert run(capsys, "look", source, "--dtype", "float64", "--top", "50", "--out", out)[0] == 0
+    assert run(capsys, "look", source, "--dtype", "float64", "--k", "50", "--out", out)[0] == 0
     assert np.load(out)["top_weights"].shape == (2, 4, 6) and np.load(out)["key_mass"].dtype == np.float64
 
 
@@ -626,7 +637,7 @@ def test_look_at_matrices_without_weights(capsys, tmp_path):
         (["--plot", "map.png"], ["--place", "(2,)", "none", "--place 0"]),
         (["--place", "2", "--plot", "map.png"], ["--place", "(2,)", "got 2"]),
         (["--place", "0,0", "--plot", "map.png"], ["--place", "(2,)", "got 0,0"]),
-        (["--top", "0"], ["--top"]),
+        (["--k", "0"], ["--k"]),
         (["--causal"], ["top_left", "bottom_right"]),
         (["--score", "additive"], ["w_v"]),
         (["--value", "v.npy"], ["--value"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import inspect
 import json
 import re
 
@@ -13,6 +14,7 @@ import pytest
 
 import attnscore as ats
 from attnscore.cli import main
+from attnscore.cli.lab import lab
 from attnscore.diagnostics import page, scaling
 from attnscore.diagnostics.lab import runs, training
 from attnscore.diagnostics.lab.experiment import Check, Estimate, estimate, exponent
@@ -454,7 +456,7 @@ def test_a_gap_of_one_pair_has_no_margin() -> None:
 
 @pytest.mark.slow
 def test_the_quick_lab_shows_the_law_and_the_gap(tmp_path, capsys) -> None:
-    assert main(["lab", "--quick", "--out", str(tmp_path / "lab")]) == 0
+    assert main(["lab", "--out", str(tmp_path / "lab")]) == 0
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "lab" / "results.json").read_text("utf-8"))
     exponents = results["logit_variance"]["exponents"]["mean 0, variance 1"]
@@ -474,7 +476,7 @@ def test_the_command_with_a_small_plan(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(scaling, "EXPERIMENTS", tuple(made))
     monkeypatch.setattr(scaling, "QUICK", SMALL)
     monkeypatch.setattr("attnscore.diagnostics.lab.training._LEAST_GAP", -10.0)
-    arguments = ["lab", "--quick", "--out", str(tmp_path / "lab")]
+    arguments = ["lab", "--out", str(tmp_path / "lab")]
     assert main(arguments) in (0, 1)  # eight features may start far from their law
     first = capsys.readouterr().out
     results = json.loads((tmp_path / "lab" / "results.json").read_text("utf-8"))
@@ -492,7 +494,12 @@ def test_the_command_with_a_small_plan(tmp_path, capsys, monkeypatch) -> None:
     assert "[9/9]" in first and "[8/8] scaled_dot, d = 8, seed 1" in first
 
 
+def test_the_command_and_the_function_run_the_same_lab() -> None:
+    defaults = {inspect.signature(function).parameters["quick"].default for function in (lab, scaling.scaling_lab)}
+    assert defaults == {True}
+
+
 def test_lab_refuses_a_folder_that_cannot_be(tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["lab", "--quick", "--out", str(tmp_path / "file")]) == 2
+    assert main(["lab", "--out", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -28,7 +28,12 @@ def examples_of(module: ModuleType) -> list[doctest.DocTest]:
     """The examples of a module, in its own names and the public ones, as a reader of its page has them."""
     public = {name: getattr(attnscore, name) for name in attnscore.__all__}
     names = {"np": np, "ats": attnscore, **public, **vars(module)}
-    found = doctest.DocTestFinder(exclude_empty=True).find(module, globs=names)
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = finder.find(module, globs=names)
+    # The finder takes a decorated function for one of the decorator's module.
+    for name, x in vars(module).items():
+        if hasattr(x, "__wrapped__") and x.__module__ == module.__name__:
+            found += finder.find(x, f"{module.__name__}.{name}", module=False, globs=names)
     return [test for test in found if test.examples]
 
 

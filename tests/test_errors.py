@@ -219,8 +219,8 @@ WRONG_NUMBERS: dict[str, tuple[Callable[[], Any], str]] = {
     "scale NaN": (lambda: ats.ScaledDot(math.nan), "scale: expected a number (finite), got nan"),
     "scale of cosines": (lambda: ats.Cosine(math.inf), "scale: expected a number (finite), got inf"),
     "cap 0": (lambda: ats.SoftCap("dot", 0), "cap: expected a finite number above 0, got 0"),
-    "T 0": (lambda: ats.Temperature("dot", 0), "T: expected a finite number above 0, got 0"),
-    "T of float32": (lambda: ats.Temperature("dot", np.float32(-1)), "T: expected a finite number above 0, got"),
+    "T 0": (lambda: ats.Temperature("dot", 0), "temperature: expected a finite number above 0, got 0"),
+    "T of float32": (lambda: ats.Temperature("dot", np.float32(-1)), "temperature: expected a finite number above 0"),
     "slope NaN": (
         lambda: ats.Additive(np.ones(3), negative_slope=math.nan),
         "negative_slope: expected a number (finite), got nan",

@@ -141,7 +141,7 @@ def test_the_model_is_not_kept() -> None:
 
 
 def test_rows_and_what_is_left_out() -> None:
-    found = inspect_model(made("gpt2"), TEXT, tokenizer=Words(), most_tokens=5)
+    found = inspect_model(made("gpt2"), TEXT, tokenizer=Words(), max_tokens=5)
     assert len(found.tokens) == 5 and found.left_out == len(TEXT.split()) - 5
     rows = found.to_rows()
     assert len(rows) == 2 * 4
@@ -231,9 +231,9 @@ class Framed(Words):
 def test_limits_of_tokenizer_and_positions() -> None:
     assert len(inspect_model(made("gpt2"), TEXT, tokenizer=Framed()).tokens) == 7
     with pytest.raises(
-        ArgumentError, match="most_tokens: expected more than the 2 tokens that the tokenizer adds, got 2"
+        ArgumentError, match="max_tokens: expected more than the 2 tokens that the tokenizer adds, got 2"
     ):
-        inspect_model(made("gpt2"), TEXT, tokenizer=Framed(), most_tokens=2)
+        inspect_model(made("gpt2"), TEXT, tokenizer=Framed(), max_tokens=2)
     # RoBERTa's first position is the one behind the padding's: 12 places are for 10 tokens.
     settings = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.RobertaConfig(**settings, intermediate_size=16, max_position_embeddings=12, pad_token_id=1)

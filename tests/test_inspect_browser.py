@@ -125,7 +125,7 @@ def test_colours_are_alike_for_all_heads_or_up_to_the_largest_weight(
 
 def test_uniform_weights_have_one_colour_and_no_strongest_edge(browser: Any, tmp_path: Path) -> None:
     """Bins of two keys and a last one of one key; the queries of a head of zeros see all keys alike."""
-    found = inspect_model("minilm", (SENTENCES + " ") * 2, most_tokens=257)
+    found = inspect_model("minilm", (SENTENCES + " ") * 2, max_tokens=257)
     inputs = found.layers[0].inputs
     zeros = dataclasses.replace(found.layers[0], inputs=inputs | {"query": torch.zeros_like(inputs["query"])})
     opened = Opened(browser, dataclasses.replace(found, layers=(zeros, *found.layers[1:])).to_html(tmp_path / "r.html"))
@@ -273,7 +273,7 @@ def test_text_can_be_read_in_light_and_dark(browser: Any, short: tuple[Inspectio
 
 
 def test_a_long_text_is_binned_and_zooms_to_exact_blocks(browser: Any, tmp_path: Path) -> None:
-    found = inspect_model("minilm", (SENTENCES + " ") * 2, most_tokens=256)
+    found = inspect_model("minilm", (SENTENCES + " ") * 2, max_tokens=256)
     path = found.to_html(tmp_path / "report.html")
     assert len(found.tokens) == 256 and path.stat().st_size < 10e6
     opened = Opened(browser, path)
@@ -297,7 +297,7 @@ def test_a_long_text_is_binned_and_zooms_to_exact_blocks(browser: Any, tmp_path:
 @pytest.mark.parametrize("heads", ["some", "none"])
 def test_a_page_without_the_map_of_the_first_head(browser: Any, tmp_path: Path, heads: str) -> None:
     """It opens on a head that has one, and a box drawn on its map zooms; without any map there are numbers."""
-    found = inspect_model("minilm", (SENTENCES + " ") * 2, most_tokens=256)
+    found = inspect_model("minilm", (SENTENCES + " ") * 2, max_tokens=256)
     opened = Opened(browser, found.to_html(tmp_path / "report.html", megabytes=0.2 if heads == "some" else 0))
     title = opened.page.text_content("#head-title") or ""
     if heads == "none":

@@ -393,7 +393,7 @@ def test_uniform_attention_is_one_flat_colour_without_sinks(length, bins):
 def test_a_sink_is_seen_beside_uniform_weights():
     query, key = np.ones((1001, 2)), np.zeros((1001, 2))
     key[500] = 6
-    figure = show_long_attention(query, key, bins=(64, 64), links=2)
+    figure = show_long_attention(query, key, bins=(64, 64), k=2)
     whole, _, line, bars, points = figure.axes[:5]
     darkest = np.argmax(whole.images[0].get_array(), axis=-1)
     assert set(darkest.tolist()) == {500 // 16}
@@ -649,7 +649,7 @@ def test_one_head_of_several_is_chosen():
             ["place", "(2,)"],
         ),
         (lambda: show_long_attention(Q, K, zoom=(300, 0)), ArgumentError, ["zoom", "(300, 300)"]),
-        (lambda: show_long_attention(Q, K, links=0), ArgumentError, ["links", "0"]),
+        (lambda: show_long_attention(Q, K, k=0), ArgumentError, ["k", "0"]),
         (lambda: show_long_attention(Q, K, tokens=["a"]), ShapeError, ["tokens", "300 of them"]),
         (lambda: show_long_attention(Q, K, bins=3), ArgumentError, ["bins"]),
     ],

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 
 import attnscore as ats
+from attnscore.diagnostics import inspect_model
+from attnscore.plotting import show_long_attention
 
 _ATTEND = (
     "score='scaled_dot', mask=None, valid_lens=None, bias=None, sink=None, dropout=0.0, seed=None, head_axis=-3, "
@@ -61,7 +63,7 @@ SCORES = {
     "Cosine": "(scale=1.0, unit_keys=False)",
     "Sum": "()",
     "SoftCap": "(score, cap)",
-    "Temperature": "(score, T)",
+    "Temperature": "(score, temperature)",
     "Combination": "(scores, weights)",
 }
 MASKS = {
@@ -244,7 +246,7 @@ def test_scores_and_masks_are_frozen_dataclasses_compared_by_identity(name: str)
         "Additive": {"w_v": np.ones(2)},
         "Bilinear": {"W": np.eye(2)},
         "SoftCap": {"score": "dot", "cap": 2.0},
-        "Temperature": {"score": "dot", "T": 2.0},
+        "Temperature": {"score": "dot", "temperature": 2.0},
         "Combination": {"scores": ("dot",), "weights": (2.0,)},
         "ValidLens": {"lens": 1},
         "KeyRange": {"start": 0, "stop": 1},
@@ -441,3 +443,33 @@ def test_every_module_says_what_it_is_for() -> None:
         if not path.read_text(encoding="utf-8").lstrip().startswith(('"""', 'r"""'))
     ]
     assert not bare
+
+
+# ------------------------------------------------------------------ older names
+
+
+def test_older_names_of_a_temperature_warn() -> None:
+    expected = r"Temperature\.T is now Temperature\.temperature; the old spelling works until 0\.2"
+    with pytest.warns(DeprecationWarning, match=r"\(T=\) is now .*\(temperature=\)") as caught:
+        score = ats.Temperature("dot", T=3.0)  # type: ignore[call-arg]
+    assert caught[0].filename == __file__ and score.temperature == 3.0
+    with pytest.warns(DeprecationWarning, match=expected) as caught:
+        assert score.T == 3.0
+    assert caught[0].filename == __file__
+    with pytest.raises(TypeError, match="unexpected keyword argument 'degrees'"):
+        ats.Temperature("dot", degrees=3.0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("call", "old", "new", "error"),
+    [
+        (lambda: show_long_attention(np.ones((2, 3)), np.ones((2, 3)), links=0), "links", "k", "k: expected a whole"),
+        (lambda: inspect_model("no folder", "text", most_tokens=3), "most_tokens", "max_tokens", "no folder"),
+    ],
+)
+def test_older_names_of_arguments_warn(call: Any, old: str, new: str, error: str) -> None:
+    """They reach the function: its error speaks of the new name."""
+    expected = rf"\({old}=\) is now .*\({new}=\).*until 0\.2"
+    with pytest.warns(DeprecationWarning, match=expected) as caught, pytest.raises(ats.ArgumentError, match=error):
+        call()
+    assert caught[0].filename == __file__

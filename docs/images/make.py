@@ -1,8 +1,8 @@
 """Make every picture of the documentation: ``python docs/images/make.py [NAME ...]``; without names, all.
 
 Needs ``pip install '.[demo]'``. The pictures named in FROM_DEMO are taken from ``attnscore demo``, those in FROM_LAB
-from ``attnscore lab`` (about ten minutes), the others are drawn with the library's scores, here, in ``diagrams.py`` and
-in ``parallel.py``.
+from ``attnscore lab --full`` (about ten minutes), the others are drawn with the library's scores, here, in
+``diagrams.py`` and in ``parallel.py``.
 ``report`` is a page of ``attnscore inspect`` in headless Chromium: it needs ``pip install playwright`` and the system's
 Chromium, and is left as it is where there is none.
 

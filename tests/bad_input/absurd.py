@@ -132,7 +132,7 @@ _FIELDS: dict[type, tuple[Callable[[Maker], dict[str, Any]], tuple[str, ...]]] =
     ats.Cosine: (lambda x: {}, ("scale",)),
     ats.Gaussian: (lambda x: {}, ("bandwidth",)),
     ats.SoftCap: (lambda x: {"score": "dot", "cap": 2.0}, ("score", "cap")),
-    ats.Temperature: (lambda x: {"score": "dot", "T": 2.0}, ("score", "T")),
+    ats.Temperature: (lambda x: {"score": "dot", "temperature": 2.0}, ("score", "temperature")),
     ats.ValidLens: (lambda x: {"lens": 3}, ("lens", "query_lens")),
     ats.KeyRange: (lambda x: {"start": 1, "stop": 3}, ("start", "stop")),
     ats.KeyPadding: (lambda x: {"array": x.bools(1, 4)}, ("array",)),

@@ -30,7 +30,7 @@ _WHICH = (
             ("additve", "Additive(w_v, W_q, W_k)"),
             ("Bilinear", "Bilinear(W)"),
             ("soft_cap", 'SoftCap("scaled_dot", cap)'),
-            ("temperature", 'Temperature("scaled_dot", T)'),
+            ("temperature", 'Temperature("scaled_dot", temperature)'),
         )
     ),
     *(
@@ -221,7 +221,7 @@ _ADDITIVE = (
             lambda x, make=make: x.heads(2, 2, score=make(abs(x.floats(3)) + 1)),
         )
         for name, make in (
-            ("T", lambda a: ats.Temperature("dot", a)),
+            ("temperature", lambda a: ats.Temperature("dot", a)),
             ("cap", lambda a: ats.SoftCap("dot", a)),
             ("bandwidth", ats.Gaussian),
         )
@@ -337,12 +337,12 @@ _NUMBERS = (
             f"{name}: expected a finite number above 0|got {value!r}",
             lambda x, wrapper=wrapper, value=value: x.attend(score=wrapper("scaled_dot", value)),
         )
-        for name, wrapper in (("cap", ats.SoftCap), ("T", ats.Temperature))
+        for name, wrapper in (("cap", ats.SoftCap), ("temperature", ats.Temperature))
         for value in (0, 0.0, -2.0, _NAN, _INF, "two", None, True, [1.0])
     ),
     *(
         row
-        for name, wrapper in (("cap", ats.SoftCap), ("T", ats.Temperature))
+        for name, wrapper in (("cap", ats.SoftCap), ("temperature", ats.Temperature))
         for row in (
             case(
                 f"{name} of two axes",
@@ -406,25 +406,31 @@ _EXTREME = (
         case(f"{score!r}, {kernel}", ArgumentError, words, lambda x, s=score, k=kernel: x.attend(score=s, kernel=k))
         for kernel in ("auto", "streaming", "dense")
         for score, words in (
-            (ats.Temperature("dot", 1e-39), f"T: {_FLOAT32}2.94e-39 or more, got 1e-39"),
+            (ats.Temperature("dot", 1e-39), f"temperature: {_FLOAT32}2.94e-39 or more, got 1e-39"),
             (ats.Gaussian(1e-20), f"bandwidth: {_FLOAT32}5.42e-20 or more, got 1e-20"),
             (ats.ScaledDot(1e39), f"scale: {_LARGEST}1e+39"),
             (ats.ScaledDot(-1e39), f"scale: {_LARGEST}-1e+39"),
             (ats.Cosine(1e39), f"scale: {_LARGEST}1e+39"),
-            (ats.Temperature(ats.Temperature("dot", 1e-20), 1e-25), f"T: {_FLOAT32}2.94e-19 or more, got 1e-25"),
-            (ats.Temperature(ats.Gaussian(1e-15), 1e-20), f"T: {_FLOAT32}1.47e-09 or more, got 1e-20"),
-            (ats.SoftCap(ats.Temperature("dot", 1e-39), 5.0), f"T: {_FLOAT32}2.94e-39 or more, got 1e-39"),
-            (ats.Temperature(ats.SoftCap("dot", 5.0), 1e-39), f"T: {_FLOAT32}2.94e-39 or more, got 1e-39"),
-            (ats.Temperature(ats.SoftCap("dot", 1e39), 1e-39), f"T: {_FLOAT32}2.94e-39 or more, got 1e-39"),
+            (
+                ats.Temperature(ats.Temperature("dot", 1e-20), 1e-25),
+                f"temperature: {_FLOAT32}2.94e-19 or more, got 1e-25",
+            ),
+            (ats.Temperature(ats.Gaussian(1e-15), 1e-20), f"temperature: {_FLOAT32}1.47e-09 or more, got 1e-20"),
+            (ats.SoftCap(ats.Temperature("dot", 1e-39), 5.0), f"temperature: {_FLOAT32}2.94e-39 or more, got 1e-39"),
+            (ats.Temperature(ats.SoftCap("dot", 5.0), 1e-39), f"temperature: {_FLOAT32}2.94e-39 or more, got 1e-39"),
+            (ats.Temperature(ats.SoftCap("dot", 1e39), 1e-39), f"temperature: {_FLOAT32}2.94e-39 or more, got 1e-39"),
         )
     ),
     case(
-        "T in 16 bits", ArgumentError, f"T: {_FLOAT32}2.94e-39", lambda x: _half(x, score=ats.Temperature("dot", 1e-40))
+        "T in 16 bits",
+        ArgumentError,
+        f"temperature: {_FLOAT32}2.94e-39",
+        lambda x: _half(x, score=ats.Temperature("dot", 1e-40)),
     ),
     case(
         "T in float64",
         ArgumentError,
-        f"T: {_FLOAT64}5.56e-309",
+        f"temperature: {_FLOAT64}5.56e-309",
         lambda x: _wide(x, score=ats.Temperature("dot", 1e-309)),
     ),
     case(
@@ -452,7 +458,7 @@ _EXTREME = (
     case(
         "T for weights",
         ArgumentError,
-        f"T: {_FLOAT32}2.94e-39",
+        f"temperature: {_FLOAT32}2.94e-39",
         lambda x: x.weights(score=ats.Temperature("dot", 1e-39)),
     ),
 )

@@ -178,7 +178,7 @@ def draw_score(c: Choice, v: np.random.Generator, heads: int, dim: int, key_dim:
         case "custom_square":
             options, arrays = {}, {"gain": positive()}
         case "soft_cap" | "temperature":
-            options, arrays = number("cap" if kind == "soft_cap" else "T")
+            options, arrays = number("cap" if kind == "soft_cap" else "temperature")
             inner = draw_score(c, v, heads, dim, key_dim, n, depth - 1)
             while inner.kind == kind or any(part.kind == kind for part in inner.parts):  # arrays of one name
                 inner = draw_score(c, v, heads, dim, key_dim, n, 0)

@@ -246,7 +246,7 @@ def score(
             cap = array("cap", 0)
             return cap * torch.tanh(score(tree.parts[0], q, k, leaves, path) / cap)
         case "temperature":
-            return score(tree.parts[0], q, k, leaves, path) / array("T", 0)
+            return score(tree.parts[0], q, k, leaves, path) / array("temperature", 0)
         case "combination":
             total: Any = 0.0
             for place, part in enumerate(tree.parts):

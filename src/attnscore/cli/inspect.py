@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from attnscore.cli.console import console, error_console, table
-from attnscore.cli.options import keep_input
+from attnscore.cli.options import keep_input, renamed_option
 from attnscore.errors import FileError
 from attnscore.io import check_writable, read_text
 from attnscore.plotting.drawing import short_number
@@ -17,7 +17,7 @@ from attnscore.plotting.drawing import short_number
 Model = typer.Argument(help="A local folder of a Hugging Face model, or 'minilm', the small model of the demo.")
 TextFile = typer.Option("--text", metavar="FILE", help="The text (UTF-8).")
 Out = typer.Option("--out", metavar="FILE", help="Where the report goes.")
-Tokens = typer.Option("--tokens", metavar="N", min=1, help="How much of the text is read.")
+MaxTokens = typer.Option("--max-tokens", metavar="N", min=1, help="How much of the text is read.")
 Megabytes = typer.Option(
     "--megabytes", metavar="N", min=0, help="For the maps' data; beyond, the broader heads have numbers and no map."
 )
@@ -27,8 +27,9 @@ def inspect(
     model: Annotated[str, Model],
     text: Annotated[Path, TextFile],
     out: Annotated[Path, Out] = Path("attnscore-inspect.html"),
-    tokens: Annotated[int, Tokens] = 512,
+    max_tokens: Annotated[int, MaxTokens] = 512,
     megabytes: Annotated[float, Megabytes] = 4.0,
+    tokens: Annotated[int | None, renamed_option("--tokens", "--max-tokens")] = None,
 ) -> None:
     """Statistics and exact attention maps of every head, in one HTML file that opens offline.
 
@@ -47,7 +48,7 @@ def inspect(
     from attnscore.diagnostics.inspection.inspection import inspect_model
 
     with error_console().status("running the model"):
-        inspection = inspect_model(model, content, most_tokens=tokens)
+        inspection = inspect_model(model, content, max_tokens=tokens or max_tokens)
     with error_console().status("writing the report"):
         try:
             inspection.to_html(out, megabytes=megabytes)

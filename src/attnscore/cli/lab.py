@@ -21,10 +21,11 @@ from attnscore.cli.console import console, table
 from attnscore.diagnostics.page import Section, cell, write_page
 
 PAGE = "report.html"
+QUICK = "About a minute: fewer draws, four training runs. In full about ten, with smaller margins."
 
 
 def lab(
-    quick: Annotated[bool, typer.Option("--quick", help="About a minute: fewer draws, four training runs.")] = False,
+    quick: Annotated[bool, typer.Option("--quick/--full", help=QUICK)] = True,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the page, pictures and runs go.")] = Path(
         "attnscore-lab"
     ),
@@ -32,7 +33,7 @@ def lab(
 ) -> None:
     """Why divide by the square root of d: the variance of scores and its effect on the softmax and on training.
 
-    About ten minutes on two cores, with --quick about one. An interrupted lab goes on where it stopped. Prints what
+    About a minute on two cores, with --full about ten. An interrupted lab goes on where it stopped. Prints what
     it found; writes it as a page (report.html), as PNG pictures and as results.json.
     """
     # Imported here: they bring matplotlib and PyTorch, which --help does not need.

@@ -15,7 +15,7 @@ from rich.text import Text
 
 import attnscore as ats
 from attnscore.cli.console import console, error_console, table
-from attnscore.cli.options import CallOptions, option, takes_call
+from attnscore.cli.options import CallOptions, option, renamed_option, takes_call
 from attnscore.errors import ArgumentError, FileError, message
 from attnscore.io import Array, check_destination, check_holds, check_writable, replacing, write_arrays
 from attnscore.plotting.drawing import heaviest_keys, short_number
@@ -29,7 +29,7 @@ Inputs = typer.Argument(help="A .npz or .safetensors file with query, key and wh
 Plot = option("Result", "Draw map, exact block, key mass and links: .png, .svg or .pdf.", "FILE")
 Out = option("Result", "Write pooled_weights, key_mass, top_weights and top_index: .npz or .safetensors.", "FILE")
 Bins = option("Result", "Bins of the pooled map.", "ROWSxCOLUMNS")
-Top = option("Result", "How many of the largest weights of each query.", "K", min=1)
+K = option("Result", "How many of the largest weights of each query.", "K", min=1)
 Place = option("Result", "Which batch and head --plot draws; needed where there are several.", "N,N,...")
 Zoom = option("Result", "The middle of the exact block; without it the strongest link.", "QUERY,KEY")
 
@@ -40,7 +40,8 @@ def look(
     plot: Annotated[Path | None, Plot] = None,
     out: Annotated[Path | None, Out] = None,
     bins: Annotated[str, Bins] = "128x128",
-    top: Annotated[int, Top] = 4,
+    k: Annotated[int, K] = 4,
+    top: Annotated[int | None, renamed_option("--top", "--k")] = None,
     place: Annotated[str | None, Place] = None,
     zoom: Annotated[str | None, Zoom] = None,
 ) -> None:
@@ -81,7 +82,7 @@ def look(
     say(mass)
     if out is not None:
         with error_console().status("looking for the largest weights"):
-            largest = ats.top_weights(k=max(1, min(top, mass.shape[-1])), **call)
+            largest = ats.top_weights(k=max(1, min(top or k, mass.shape[-1])), **call)
             pooled = ats.pooled_weights(bins=(rows, columns), **call)
         names = ("pooled_weights", "key_mass", "top_weights", "top_index")
         write_arrays(out, dict(zip(names, (pooled, mass, *largest), strict=True)))
@@ -91,7 +92,7 @@ def look(
         from attnscore import plotting
 
         with error_console().status("drawing"):
-            figure = plotting.show_long_attention(bins=(rows, columns), links=top, place=where, zoom=middle, **call)
+            figure = plotting.show_long_attention(bins=(rows, columns), k=top or k, place=where, zoom=middle, **call)
             with replacing(plot) as file:
                 figure.savefig(file, format=plot.suffix[1:].lower(), dpi=140)
         console().print(Text(f"Picture: {plot}"), soft_wrap=True)

@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 
 import attnscore as ats
 from attnscore import scores
+from attnscore.cli.console import error_console
 from attnscore.errors import ArgumentError, DtypeError, FileError, message
 from attnscore.io import SUFFIXES, Array, bfloat16, read_arrays
 
@@ -62,6 +63,17 @@ def keep_input(name: str, place: Path, path: Path) -> None:
 def option(panel: str, text: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
     """Describe an option, listed in a panel of the command's help."""
     return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel, **more)
+
+
+def renamed_option(old: str, new: str) -> Any:
+    """Describe the former name of an option for a number above 0, absent from the help; its use prints a warning."""
+
+    def warned(x: int | None) -> int | None:
+        if x is not None:
+            error_console().print(f"{old} is now {new}; the old spelling works until 0.2")
+        return x
+
+    return typer.Option(old, hidden=True, min=1, callback=warned)
 
 
 _INPUTS = "A .npz or .safetensors file with query, key, value and what else there is."

@@ -113,7 +113,7 @@ score : {"scaled_dot", "dot", "gaussian", "cosine", "additive", "bilinear"}, or 
     A name has one set of parameters per head: ``w_v`` (heads, h) of the additive score, which shares W_q and W_k with
     the layer, ``W`` (heads, dim, dim), ``log_bandwidth`` (heads,), and ``log_scale`` (heads,) of the cosine.
     An object may have names inside, ``SoftCap("additive", 50.0)``, or none, ``Dot() + 0.5 * Gaussian()``. Its arrays,
-    of NumPy or the framework, become parameters ``score_T``, ``score_weights_1`` that start at these numbers.
+    of NumPy or the framework, become parameters ``score_temperature``, ``score_weights_1`` that start at these numbers.
 score_hiddens : int, optional
     h of the additive score; None: num_hiddens / num_heads.
 num_key_value_heads : int, optional

@@ -47,7 +47,7 @@ def _names_in(score: Any, known: Sequence[str]) -> Iterator[str]:
 
 
 def arrays_in(score: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the arrays of a template by the name of their parameter, ``score_T`` or ``score_weights_0``."""
+    """Return the arrays of a template by the name of their parameter, ``score_temperature`` or ``score_weights_0``."""
     return {_parameter_name(name): _numbers(name, x) for name, x in arrays_of(score).items()}
 
 

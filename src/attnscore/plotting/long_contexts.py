@@ -282,12 +282,13 @@ def _edges(top_weights: Any, query_index: Any) -> tuple[Matrix, Indices, Indices
     return weights, index.astype(np.int64), query_indices
 
 
+@renamed_argument("links", "k")
 def show_long_attention(
     query: Any,
     key: Any,
     *,
     bins: tuple[int, int] = (128, 128),
-    links: int = 4,
+    k: int = 4,
     zoom: tuple[int, int] | None = None,
     zoom_size: int = 48,
     place: tuple[int, ...] = (),
@@ -308,7 +309,7 @@ def show_long_attention(
         As in `attend`.
     bins : (rows, columns)
         The bins of the pooled map, queries by keys.
-    links : int
+    k : int
         Strongest keys of each query that are drawn.
     zoom : (query, key), optional
         The middle of the exact block; by default the strongest edge of the later queries to keys after the first.
@@ -335,7 +336,7 @@ def show_long_attention(
     ShapeError
         `place` does not choose one matrix, or a number of tokens that does not fit.
     ArgumentError
-        `zoom`, `links` or `zoom_size` are out of range. Otherwise as `attention_weights`.
+        `zoom`, `k` or `zoom_size` are out of range. Otherwise as `attention_weights`.
     FrameworkError
         matplotlib is not installed.
 
@@ -351,7 +352,7 @@ def show_long_attention(
         figsize, title=title
     )  # first: a missing matplotlib is reported before anything is computed
     figure.set_layout_engine("constrained", h_pad=0.07, w_pad=0.07)  # compressed, labels would go over the edge
-    for name, number in (("links", links), ("zoom_size", zoom_size)):
+    for name, number in (("k", k), ("zoom_size", zoom_size)):
         if not is_whole(number) or number < 1:
             raise ArgumentError(message(name, "a whole number above 0", shown(number)))
     *lead, query_len, _ = attention_scores(query, key, key_index=slice(0, 0), **arguments).shape
@@ -370,7 +371,7 @@ def show_long_attention(
     means = drawing.mean_of_pairs(chosen(pooled_weights(query, key, bins, **arguments)), lengths)
     rows = np.unique(np.linspace(0, max(0, lengths[0] - 1), min(_SAMPLED_QUERIES, lengths[0])).astype(np.int64))
     step = max(1, _WEIGHTS_AT_ONCE // (max(1, math.prod(lead)) * max(1, lengths[1])))
-    weights, index, has_ties = _strongest(block, rows, min(int(links), lengths[1]), step)
+    weights, index, has_ties = _strongest(block, rows, min(int(k), lengths[1]), step)
     middle = _middle(zoom, weights, index, rows, lengths)
     queries, keys = (_span(at, int(zoom_size), length) for at, length in zip(middle, lengths, strict=True))
     exact = block(slice(*queries), slice(*keys)) if all(lengths) else np.zeros((0, 0))

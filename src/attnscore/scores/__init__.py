@@ -80,7 +80,7 @@ _CALLS = {
     "additive": "Additive(w_v, W_q, W_k)",
     "bilinear": "Bilinear(W)",
     "softcap": 'SoftCap("scaled_dot", cap)',
-    "temperature": 'Temperature("scaled_dot", T)',
+    "temperature": 'Temperature("scaled_dot", temperature)',
     "combination": 'Combination(("dot", "gaussian"), (1.0, 0.5))',
 }
 _TABLE: dict[str, Callable[[], Any]] = {name: kind for name, kind in BUILTIN.items() if name not in _CALLS}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.base.arguments import check_held, largest_of
+from attnscore.base.arguments import check_held, largest_of, renamed_argument, warn_renamed
 from attnscore.scores.base import Wrapper, learned, multiplied
 from attnscore.scores.forms import Form, checked_tile
 
@@ -15,12 +15,12 @@ from attnscore.scores.forms import Form, checked_tile
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Temperature(Wrapper):
-    """score / T: T above 1 flattens the weights, T below 1 sharpens them.
+    """score / T: a temperature T above 1 flattens the weights, one below 1 sharpens them.
 
     Parameters
     ----------
     score : a score or a registered name
-    T : number above 0, or array () or (heads,), which gets a gradient
+    temperature : number above 0, or array () or (heads,), which gets a gradient
         The inverse of a number has to be one of the dtype that scores are computed in: 2.94e-39 or more in float32.
 
     Examples
@@ -31,22 +31,34 @@ class Temperature(Wrapper):
     """
 
     score: Any
-    T: Any
-    parameter: ClassVar[str] = "T"
+    temperature: Any
+    parameter: ClassVar[str] = "temperature"
     operations_per_score: ClassVar[int] = 1
+
+    @property
+    def T(self) -> Any:
+        """Former name of `temperature`."""
+        warn_renamed("Temperature.T", "Temperature.temperature")
+        return self.temperature
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         scores = checked_tile(ops, self.score, query, key)
-        return scores / (learned(ops, "T", self.T, query, key, scores) if backends.is_array(self.T) else self.T)
+        divisor = self.temperature
+        if backends.is_array(divisor):
+            divisor = learned(ops, "temperature", divisor, query, key, scores)
+        return scores / divisor
 
     def transform(self, ops: Backend, form: Form, query: Array) -> Form:
-        if backends.is_array(self.T):
-            return multiplied(ops, form, 1 / learned(ops, "T", self.T, query, form.key, form.query))
-        dtype, factor = accumulator(ops.dtype(query)), 1 / float(self.T)
+        if backends.is_array(self.temperature):
+            return multiplied(ops, form, 1 / learned(ops, "temperature", self.temperature, query, form.key, form.query))
+        dtype, factor = accumulator(ops.dtype(query)), 1 / float(self.temperature)
         smallest = 1 / largest_of(dtype)
-        scaled = form.scaled(check_held("T", self.T, dtype, factor, smallest))
+        scaled = form.scaled(check_held("temperature", self.temperature, dtype, factor, smallest))
         # The product with the inner score's own factor has to be a number of the dtype too.
         scale = getattr(scaled, "scale", 1.0)
         if isinstance(scale, float):
-            check_held("T", self.T, dtype, scale, smallest * abs(scale / factor))
+            check_held("temperature", self.temperature, dtype, scale, smallest * abs(scale / factor))
         return scaled
+
+
+Temperature.__init__ = renamed_argument("T", "temperature")(Temperature.__init__)  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import attnscore as ats
-from attnscore.base.arguments import check_choice
+from attnscore.base.arguments import check_choice, renamed_argument
 from attnscore.diagnostics.inspection.head_metrics import SETTINGS, statistics_of, under
 from attnscore.diagnostics.inspection.pretrained import MINILM, MINILM_NAME, load, require_transformers, tokenize
 from attnscore.errors import ArgumentError, AttnscoreError, message
@@ -31,7 +31,7 @@ Rows = slice | Sequence[int] | None
 _REGISTERED = threading.Lock()
 """Held while the observer of an inspection is registered."""
 
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 """Number of tokens of a text that are read by default."""
 
 
@@ -190,7 +190,8 @@ class Inspection:
         return self.layers[layer].of(head)
 
 
-def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: int = MOST_TOKENS) -> Inspection:
+@renamed_argument("most_tokens", "max_tokens")
+def inspect_model(model: Any, text: str, *, tokenizer: Any = None, max_tokens: int = MAX_TOKENS) -> Inspection:
     """Run a model once on a text, its attention computed by `attend`, and record every head.
 
     Parameters
@@ -201,7 +202,7 @@ def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: 
     text : str
     tokenizer : optional
         Needed with a model; folders contain theirs.
-    most_tokens : int
+    max_tokens : int
         Limit of tokens, unless the model's own is smaller; tokens after it are left out and counted.
 
     Returns
@@ -231,7 +232,7 @@ def inspect_model(model: Any, text: str, *, tokenizer: Any = None, most_tokens: 
         require_transformers("inspect")
         if tokenizer is None:
             raise ArgumentError(message("tokenizer", "the model's tokenizer, given a model", "None"))
-    tokens = tokenize(model, tokenizer, text, most_tokens)
+    tokens = tokenize(model, tokenizer, text, max_tokens)
     calls = _calls(model, tokens.inputs)
     if not calls:
         expected = "a model built on transformers' attention interface"

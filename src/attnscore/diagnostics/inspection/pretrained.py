@@ -80,7 +80,7 @@ def tokenize(model: Any, tokenizer: Any, text: str, max_tokens: int) -> Tokens:
     special_tokens = getattr(tokenizer, "num_special_tokens_to_add", int)()
     if max_tokens <= special_tokens:
         raise ArgumentError(
-            message("most_tokens", f"more than the {special_tokens} tokens that the tokenizer adds", max_tokens)
+            message("max_tokens", f"more than the {special_tokens} tokens that the tokenizer adds", max_tokens)
         )
     limit = min(max_tokens, _longest(model, tokenizer))
     with quiet():
