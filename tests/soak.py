@@ -188,7 +188,7 @@ def main() -> int:
     if options.threads:
         wrong = wrong_in_threads(options.calls, options.threads)
         lock = "with" if getattr(sys, "_is_gil_enabled", lambda: True)() else "without"
-        text = f"{options.calls} calls in {options.threads} threads, {lock} Python's lock: {wrong} wrong"
+        text = f"{options.calls} calls, {options.threads} at a time, {lock} Python's lock: {wrong} wrong"
         print(f"{text}, {time.perf_counter() - start:.0f} s")
         return int(wrong > 0)
     choose = random.Random(0)
