@@ -8,12 +8,12 @@ than computing the norms costs; otherwise the squared differences are summed dir
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, final
 
 from attnscore import backends
+from attnscore.backends import native
 from attnscore.backends.base import Array, Backend
 from attnscore.base import thresholds
 from attnscore.base.arguments import check_held, is_number, largest_of
@@ -157,8 +157,7 @@ def _is_inner_faster(ops: Backend, query: Array, key: Array) -> bool:
     lead = broadcast(shapes[0][:-2], shapes[1][:-2])
     terms = math.prod((*lead, shapes[0][-2], *shapes[1][-2:]))
     elements = sum(math.prod(shape) for shape in shapes)
-    # The native module is loaded with the kernels, unless it is missing or turned off.
-    if "attnscore._native" in sys.modules and ops.has_cpu_buffer(query) and ops.has_cpu_buffer(key):
+    if native.module is not None and ops.has_cpu_buffer(query) and ops.has_cpu_buffer(key):
         return bool(terms > thresholds.INNER_TERMS * (elements + thresholds.INNER_OVERHEAD))
     if ops.is_accelerated(query):
         # Reading the largest norm waits for all work on the device.
