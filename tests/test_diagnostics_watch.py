@@ -9,8 +9,10 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -1182,6 +1184,29 @@ def test_subclasses_and_modes_see_the_functions_that_they_know() -> None:
     with watch(model) as seen, Mode():
         assert torch.equal(model(x), before)
     assert ("sdpa", True) in received and ("softmax", False) in received and len(seen.rows()) == 2
+
+
+def test_threads_with_modes_do_not_wait_for_each_other() -> None:
+    """Each softmax waits inside for the one of the other thread, as collectives of ranks that are threads do."""
+    met, x = threading.Barrier(2), torch.randn(2, 3, 4)
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is functional.softmax:
+                met.wait(timeout=20)
+            return func(*args, **(kwargs or {}))
+
+    def under_a_mode(softmax: Any) -> torch.Tensor:
+        with Mode():
+            return softmax(x, dim=-1)
+
+    original, expected = functional.softmax, functional.softmax(x, dim=-1)
+    with watch(nn.Linear(1, 1)), ThreadPoolExecutor(2) as threads:
+        wrapper = functional.softmax
+        for _ in range(3):
+            assert all(torch.equal(out, expected) for out in threads.map(under_a_mode, [wrapper] * 2))
+            assert functional.softmax is wrapper is not original
+    assert functional.softmax is original
 
 
 def test_tracing_by_torch_fx_finds_the_functions_themselves() -> None:

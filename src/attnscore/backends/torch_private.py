@@ -120,12 +120,23 @@ has_any_global_hook: Callable[[], bool] = _resolve(
 # ---------------------------------------------------------------- diagnostics.watch
 
 _FUSED = ("torch._transformer_encoder_layer_fwd", "torch._native_multi_head_attention")
-_HAS_FUSED = None not in [_resolve(path, None, "watch turns the fused encoder off") for path in _FUSED]
+_SCHEMAS = (
+    "torch.ops.aten._transformer_encoder_layer_fwd.default._schema",
+    "torch.ops.aten._native_multi_head_attention.default._schema",
+)
+_fused = [_resolve(path, None, "watch turns the fused encoder off") for path in (*_FUSED, *_SCHEMAS)]
+_HAS_FUSED = all(x is not None for x in _fused)
 
 
-def fused_encoder() -> list[Any] | None:
-    """Return the functions of a fused encoder layer as they are bound now; None where a release has others."""
-    return [pkgutil.resolve_name(path) for path in _FUSED] if _HAS_FUSED else None
+def fused_encoder() -> list[tuple[Any, list[str]]] | None:
+    """Return the functions of a fused encoder layer as they are bound now, each with the names of its arguments.
+
+    None where a release has others.
+    """
+    if not _HAS_FUSED:
+        return None
+    functions, schemas = ([pkgutil.resolve_name(path) for path in paths] for paths in (_FUSED, _SCHEMAS))
+    return [(function, [x.name for x in schema.arguments]) for function, schema in zip(functions, schemas, strict=True)]
 
 
 graph_task: Callable[[], int] = _resolve(

@@ -52,6 +52,14 @@ class _Scope:
     recorded: bool = False
 
 
+@dataclass
+class _Unwrapped:
+    """Wrapper whose name is bound to its original while there are calls that compare the two."""
+
+    wrapper: Any
+    calls: int = 0
+
+
 class _ThreadState(threading.local):
     """Scopes that this thread is in, and whether it is computing statistics."""
 
@@ -65,6 +73,7 @@ _DEVICES = ("cpu", "cuda", "xpu")  # not every release knows more
 _BY_HAND = "a softmax of its own, which may be that of an attention: watch(model, softmax=[name]) records it"
 _LOCK = threading.RLock()
 _WATCHERS: list[TorchWatch] = []
+_UNWRAPPED: dict[tuple[Any, str], _Unwrapped] = {}
 # Options of PyTorch to set back.
 _UNDO: list[Callable[[], Any]] = []
 
@@ -102,7 +111,8 @@ def _install() -> None:
             _UNDO.append(functools.partial(mha.set_fastpath_enabled, mha.get_fastpath_enabled()))
             mha.set_fastpath_enabled(False)
         else:
-            functions += zip(fused, (_encoder_layer, _native_multi_head), strict=True)
+            for (function, names), wrapper in zip(fused, (_encoder_layer, _native_multi_head), strict=True):
+                functions.append((function, functools.partial(wrapper, names)))
         # Tables in torch's private modules are keyed by the originals, and our own modules need the originals too.
         _NAMES.bind_functions(functions, but=("torch._", "attnscore.diagnostics.watching."))
         _NAMES.bind_methods(_methods())
@@ -220,17 +230,33 @@ def _call_original(home: Any, original: Any, arguments: tuple[Any, ...], options
     # The proxies of torch.fx are not tensors, and compare as well.
     if not torch.overrides.has_torch_function((*arguments, *options.values())):
         return original(*arguments, **options)
+    with _unwrapped(home, original):
+        return original(*arguments, **options)
+
+
+@contextlib.contextmanager
+def _unwrapped(home: Any, original: Any) -> Iterator[None]:
+    """Bind the name of a function to the function itself until the last of the calls in here has ended.
+
+    No lock is held meanwhile: a subclass of tensors or a mode may wait for attention of another thread, as ranks do
+    that are threads.
+    """
+    name = getattr(original, "__name__", "")
     with _LOCK:
-        name = getattr(original, "__name__", "")
         bound = vars(home).get(name)
-        if not is_active(bound, original):  # another library's function is bound
-            return original(*arguments, **options)
-        setattr(home, name, original)
-        try:
-            return original(*arguments, **options)
-        finally:
-            if is_active(bound, original) and vars(home).get(name) is original:
-                setattr(home, name, bound)
+        if is_active(bound, original):  # otherwise a call is in here already, or another library's function is bound
+            _UNWRAPPED[home, name] = _Unwrapped(bound)
+            setattr(home, name, original)
+        unwrapped = _UNWRAPPED.get((home, name), _Unwrapped(None))
+        unwrapped.calls += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            unwrapped.calls -= 1
+            is_last = not unwrapped.calls and vars(home).get(name) is original
+            if is_last and is_active(unwrapped.wrapper, original):
+                setattr(home, name, unwrapped.wrapper)
 
 
 def _sdpa(original: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Any:
@@ -300,25 +326,32 @@ def _by_hand(watcher: TorchWatch, scores: Tensor, axis: int | None) -> Scores | 
     return Scores(with_head_axis(scores, heads))
 
 
-def _encoder_layer(original: Any, *arguments: Any, **options: Any) -> Any:
-    src, dim, heads, weight, bias = arguments[:5]
-    norm_first, eps, norm_weight, norm_bias = arguments[8:12]
-    mask, kind = (*arguments[18:], None, None)[:2]
-
+def _encoder_layer(names: Sequence[str], original: Any, *arguments: Any, **options: Any) -> Any:
     def make_call() -> Call:
-        x = functional.layer_norm(src, (dim,), norm_weight, norm_bias, eps) if norm_first else src
-        return dataclasses.replace(projected(x, x, dim, heads, weight, bias, mask, kind), within="self_attn")
+        named = dict(zip(names, arguments, strict=False)) | options
+        x = named["src"]
+        if named["norm_first"]:
+            norm = named["norm_weight_1"], named["norm_bias_1"], named["eps"]
+            x = functional.layer_norm(x, (named["embed_dim"],), *norm)
+        return dataclasses.replace(_projected(x, x, named["num_heads"], named), within="self_attn")
 
     _report(make_call)
     return original(*arguments, **options)
 
 
-def _native_multi_head(original: Any, *arguments: Any, **options: Any) -> Any:
-    query, key, _, dim, heads, weight, bias = arguments[:7]
-    mask = arguments[9] if len(arguments) > 9 else options.get("mask")
-    kind = arguments[12] if len(arguments) > 12 else options.get("mask_type")
-    _report(lambda: projected(query, key, dim, heads, weight, bias, mask, kind))
+def _native_multi_head(names: Sequence[str], original: Any, *arguments: Any, **options: Any) -> Any:
+    def make_call() -> Call:
+        named = dict(zip(names, arguments, strict=False)) | options
+        return _projected(named["query"], named["key"], named["num_head"], named)
+
+    _report(make_call)
     return original(*arguments, **options)
+
+
+def _projected(query: Tensor, key: Tensor, heads: int, named: dict[str, Any]) -> Call:
+    """Return the attention of a fused function from its arguments by name."""
+    weight, bias = named["qkv_weight"], named["qkv_bias"]
+    return projected(query, key, named["embed_dim"], heads, weight, bias, named.get("mask"), named.get("mask_type"))
 
 
 def _get_interface(original: Any, interface: Any, implementation: Any, default: Any) -> Any:
