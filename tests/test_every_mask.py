@@ -18,7 +18,7 @@ from attnscore.backends import load
 from attnscore.base.layout import ScoreShape
 from attnscore.kernels import tiling
 from attnscore.masks import Mask
-from attnscore.masks.intervals import MOST
+from attnscore.masks.intervals import MAX_INTERVALS
 from attnscore.problem.problem import build_problem
 from bad_input import Maker
 from cases import FRAMEWORKS, MASK, MASKS, MaskCase, Sizes
@@ -88,12 +88,12 @@ def test_intervals(case: MaskCase) -> None:
     np.testing.assert_array_equal(np.broadcast_to(found[:, None], case.visible(sizes).shape), case.visible(sizes))
 
 
-@pytest.mark.parametrize("runs", [MOST, MOST + 1])
+@pytest.mark.parametrize("runs", [MAX_INTERVALS, MAX_INTERVALS + 1])
 def test_pieces_of_scattered_padding(runs: int) -> None:
     """As many as a set may have are found; one more is read key by key."""
     keys = np.arange(2 * runs) % 2 == 0
     found = ats.KeyPadding(keys[None]).interval_set(1, len(keys), 1)
-    assert (found is not None) == (runs == MOST)
+    assert (found is not None) == (runs == MAX_INTERVALS)
     if found is not None:
         np.testing.assert_array_equal(found.start.ravel(), np.flatnonzero(keys))
         np.testing.assert_array_equal(found.stop.ravel(), np.flatnonzero(keys) + 1)

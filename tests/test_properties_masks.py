@@ -16,7 +16,7 @@ from attnscore.base import thresholds
 from attnscore.base.layout import ScoreShape
 from attnscore.kernels import tiling
 from attnscore.masks import IntervalSet, split
-from attnscore.masks.intervals import MOST
+from attnscore.masks.intervals import MAX_INTERVALS
 from strategies import HostArray, fits, law, leaves, masks
 
 Sizes = tuple[int, int, int]
@@ -102,24 +102,24 @@ def test_pieces_equal_the_array(drawn: Any) -> None:
     if interval_set is not None:
         assert np.array_equal(from_pieces(interval_set, sizes), array)
         most = int((np.diff(np.pad(array, ((0, 0), (0, 0), (1, 0))).astype(int), axis=-1) == 1).sum(-1).max(initial=0))
-        assert not array.size or interval_set.count == max(1, most) <= MOST
+        assert not array.size or interval_set.count == max(1, most) <= MAX_INTERVALS
         assert not array.size or (mask.intervals(*sizes) is None) == (most > 1)
     else:
         assert any(name in repr(mask) for name in ("Dense", "Documents", "Neighbours"))
 
 
 def test_more_pieces_than_the_most_are_none() -> None:
-    keys = ats.KeyPadding(np.arange(4 * MOST)[None] % 2 == 0)
-    few = keys & ats.ValidLens(2 * MOST)
-    assert keys.interval_set(3, 4 * MOST) is None and (~keys).interval_set(3, 4 * MOST) is None
-    assert few.interval_set(3, 4 * MOST) is None  # its parts are not known
-    few = ats.KeyPadding(np.arange(4 * MOST)[None] < 2 * MOST) & keys
-    assert split(few, 3, 4 * MOST, 1)[0] is not None
-    alternate = ats.KeyPadding(np.arange(2 * MOST)[None] % 2 == 0)
-    found = alternate.interval_set(3, 2 * MOST)
-    assert found is not None and found.count == MOST
-    whole = (alternate | ats.KeyRange(2 * MOST - 1, 2 * MOST)).interval_set(3, 2 * MOST)
-    assert whole is not None and whole.count == MOST
+    keys = ats.KeyPadding(np.arange(4 * MAX_INTERVALS)[None] % 2 == 0)
+    few = keys & ats.ValidLens(2 * MAX_INTERVALS)
+    assert keys.interval_set(3, 4 * MAX_INTERVALS) is None and (~keys).interval_set(3, 4 * MAX_INTERVALS) is None
+    assert few.interval_set(3, 4 * MAX_INTERVALS) is None  # its parts are not known
+    few = ats.KeyPadding(np.arange(4 * MAX_INTERVALS)[None] < 2 * MAX_INTERVALS) & keys
+    assert split(few, 3, 4 * MAX_INTERVALS, 1)[0] is not None
+    alternate = ats.KeyPadding(np.arange(2 * MAX_INTERVALS)[None] % 2 == 0)
+    found = alternate.interval_set(3, 2 * MAX_INTERVALS)
+    assert found is not None and found.count == MAX_INTERVALS
+    whole = (alternate | ats.KeyRange(2 * MAX_INTERVALS - 1, 2 * MAX_INTERVALS)).interval_set(3, 2 * MAX_INTERVALS)
+    assert whole is not None and whole.count == MAX_INTERVALS
     # Kept for the tiles as far as it goes.
     both = ats.KeyRange(0, 20) & (ats.KeyRange(1, 5) | ats.KeyRange(8, 30)) & ~ats.KeyRange(10, 12)
     interval_set, rest = split(both, 2, 40, 1)

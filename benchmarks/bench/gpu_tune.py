@@ -32,8 +32,8 @@ from attnscore.kernels.triton.tiles import (
     KernelName,
     Table,
     Tile,
-    checked_tile,
     kernels_of,
+    tile_from_numbers,
     tile_of,
 )
 from attnscore.masks import Causal
@@ -106,7 +106,7 @@ def neighbours(entry: Entry, tile: Tile, *, with_stages: bool) -> Iterator[Tile]
     for other in found:
         if other.warps in WARPS and other.stages <= MOST_STAGES:
             try:
-                yield checked_tile(entry, [*other])
+                yield tile_from_numbers(entry, [*other])
             except ValueError:
                 continue
 

@@ -159,7 +159,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-known-for-any-sizes",
         _KNOWN,
-        "_cached",
+        "_find_cached",
         "_CACHE.get_or_compute((A, B), compute, weight=_max_intervals(A))",
         "_CACHE.get_or_compute(B, compute, weight=_max_intervals(A))",
         "tests/test_shapes.py -k 'test_lengths'",
@@ -213,7 +213,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask-custom-dtype-unchecked",
         "src/attnscore/masks/validation.py",
-        "checked_booleans",
+        "check_booleans",
         "ops.dtype(A) != 'bool'",
         "ops.dtype(A).startswith('complex')",
         _MESSAGES,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from attnscore.backends.base import Array, Backend
 
 Shape = tuple[int, ...]
+Span = tuple[Any, int]
+"""(start, count) of queries or keys; the start may be traced."""
 
 
 class Unknown(ABC):

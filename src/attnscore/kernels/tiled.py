@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from attnscore.backends.base import HALF_PRECISION, Array, Backend, sum_to
 from attnscore.base import thresholds
-from attnscore.base.layout import entries_of, is_unknown
+from attnscore.base.layout import Span, entries_of, is_unknown
 from attnscore.kernels.tiling import DynamicSegment, Segment, TilePlan
 from attnscore.masks.shape_spec import ShapeSpec
 from attnscore.problem import dropout as dropouts
@@ -31,10 +31,6 @@ from attnscore.problem.results import Result, RowGradients
 from attnscore.problem.statistics import TABLE
 from attnscore.scores.base import nonfinite_rows
 from attnscore.scores.forms import FormPullback, Role, times
-
-Span = tuple[int, int]
-"""(start, count) of queries or keys."""
-
 
 # One tile of scores
 

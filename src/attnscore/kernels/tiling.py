@@ -20,7 +20,7 @@ import numpy as np
 
 from attnscore.backends.base import Array, Backend
 from attnscore.base import thresholds
-from attnscore.base.layout import ScoreShape, at_most, is_unknown
+from attnscore.base.layout import ScoreShape, Span, at_most, is_unknown
 from attnscore.masks import IntervalSet, Mask
 from attnscore.masks.intervals import HostArray
 from attnscore.problem.problem import Problem
@@ -73,9 +73,7 @@ class TilePlan:
         """Return (start, count) of each query tile."""
         return [(i, min(self.query_tile, self.query_len - i)) for i in range(0, self.query_len, self.query_tile)]
 
-    def visible(
-        self, ops: Backend, score_shape: ScoreShape, like: Array, rows: tuple[int, int], cols: tuple[int, int]
-    ) -> Array:
+    def visible(self, ops: Backend, score_shape: ScoreShape, like: Array, rows: Span, cols: Span) -> Array:
         """Return the unmasked pairs of a partial tile, broadcastable on the canonical axes."""
         columns = ops.reshape(ops.positions(*cols, like), (1, cols[1]))
         unmasked = None

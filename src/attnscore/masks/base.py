@@ -23,7 +23,7 @@ from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape
 from attnscore.errors import MaskError, message
-from attnscore.masks.intervals import MOST, HostArray, Intervals, IntervalSet
+from attnscore.masks.intervals import MAX_INTERVALS, HostArray, Intervals, IntervalSet
 from attnscore.masks.shape_spec import ShapeSpec
 from attnscore.masks.validation import add_checks
 
@@ -91,7 +91,7 @@ class Mask(ABC):
         What a mask derives from its arrays or from code stands in the mask that is returned, never in the caller's.
         """
         part_shape = self.part_shape(score_shape)
-        return self._changed({name: x.for_call(ops, part_shape) for name, x in self._parts().items()})
+        return self._with_fields({name: x.for_call(ops, part_shape) for name, x in self._parts().items()})
 
     def part_shape(self, score_shape: ScoreShape) -> ScoreShape:
         """Return the shape of the scores that the masks among the fields belong to."""
@@ -129,7 +129,7 @@ class Mask(ABC):
         """Return the masks among the fields."""
         return {name: x for name, x in self._fields().items() if isinstance(x, Mask)}
 
-    def _changed(self, fields: Mapping[str, Any]) -> Mask:
+    def _with_fields(self, fields: Mapping[str, Any]) -> Mask:
         """Return the mask with other fields: the mask itself where all fields stay."""
         if all(x is getattr(self, name) for name, x in fields.items()):
             return self
@@ -163,7 +163,7 @@ class Mask(ABC):
                 changes[name] = value.map_leaves(change)
             elif backends.is_array(value):
                 changes[name] = change(value)
-        return self._changed(changes)
+        return self._with_fields(changes)
 
     @final
     def leaves(self) -> list[Array]:
@@ -318,7 +318,7 @@ class _Pair(CompoundMask, _RowwiseMask):
     @final
     def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         first, second = (part.interval_set_at(rows, query_len, key_len, batch) for part in (self.first, self.second))
-        return None if first is None or second is None else self._combine(first, second, key_len).within(MOST)
+        return None if first is None or second is None else self._combine(first, second, key_len).within(MAX_INTERVALS)
 
 
 @final
@@ -368,7 +368,7 @@ class Not(CompoundMask, _RowwiseMask):
 
     def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         intervals = self.mask.interval_set_at(rows, query_len, key_len, batch)
-        return None if intervals is None else intervals.complement(key_len).within(MOST)
+        return None if intervals is None else intervals.complement(key_len).within(MAX_INTERVALS)
 
     def __repr__(self) -> str:
         return f"~{_wrap(self.mask, (And, Or))}"
@@ -393,7 +393,7 @@ def split(
         if intervals is not None and intervals.count > 1 and part.is_array:
             intervals = None
         if intervals is not None and common is not None:
-            intervals = common.intersection(intervals, key_len).within(MOST)
+            intervals = common.intersection(intervals, key_len).within(MAX_INTERVALS)
         if intervals is None:
             remaining.append(part)
         else:

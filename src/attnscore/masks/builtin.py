@@ -34,7 +34,7 @@ from attnscore.masks.index_values import (
     small_ids,
     window_ends,
 )
-from attnscore.masks.intervals import MOST, Intervals, IntervalSet, runs_of
+from attnscore.masks.intervals import MAX_INTERVALS, Intervals, IntervalSet, runs_of
 from attnscore.masks.neighbour_table import NeighbourTable
 from attnscore.masks.shape_spec import ShapeSpec, shape_of, sizes_of
 
@@ -131,7 +131,7 @@ class KeyPadding(IntervalSetMask):
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         array = backends.host(self.array)
-        runs = None if array is None else runs_of(array.astype(bool), MOST)
+        runs = None if array is None else runs_of(array.astype(bool), MAX_INTERVALS)
         if runs is None:
             return None
         shape = (*runs.start.shape[:2], query_len)

@@ -19,7 +19,7 @@ from attnscore.base.layout import ScoreShape
 from attnscore.masks.base import And, Ends, IntervalMask, Mask, Not, Or, all_of, parts_of
 from attnscore.masks.builtin import ValidLens
 from attnscore.masks.index_values import by_row
-from attnscore.masks.intervals import MOST, IntervalSet
+from attnscore.masks.intervals import MAX_INTERVALS, IntervalSet
 from attnscore.masks.sharded import Sharded
 
 
@@ -36,7 +36,7 @@ def without_interval_parts(
 ) -> list[Mask]:
     """Return the parts of `remaining` that cannot be intervals even while a staged program runs.
 
-    `intervals` are the other parts, known now; a query may have at most `MOST` intervals, these included.
+    `intervals` are the other parts, known now; a query may have at most `MAX_INTERVALS` intervals, these included.
     """
     parts = parts_of(remaining)
     if ops.custom_calls():
@@ -45,7 +45,7 @@ def without_interval_parts(
     count, others = 1 if intervals is None else intervals.count, []
     for part in parts:
         limit = _max_intervals(part)
-        if limit is None or count + limit - 1 > MOST:
+        if limit is None or count + limit - 1 > MAX_INTERVALS:
             others.append(part)
         else:
             count += limit - 1

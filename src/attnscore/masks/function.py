@@ -28,8 +28,8 @@ from attnscore.errors import AttnscoreError, MaskError, message
 from attnscore.masks.base import IntervalSetMask, Mask
 from attnscore.masks.cached import CachedMask
 from attnscore.masks.closures import snapshot
-from attnscore.masks.intervals import MOST, HostArray, IntervalSet, runs_of
-from attnscore.masks.validation import checked_booleans
+from attnscore.masks.intervals import MAX_INTERVALS, HostArray, IntervalSet, runs_of
+from attnscore.masks.validation import check_booleans
 
 _CAPTURED_HINT = "arrays that it reads are passed to it by MaskFunction(function, captured=(array,))"
 _HINTS = dict.fromkeys(("numpy", "torch", "jax", "mxnet"), _CAPTURED_HINT)
@@ -81,7 +81,7 @@ class EvaluatedFunction(Mask):
                 error.add_note(f"attnscore: {self!r} was called with arrays of {ops.name}. Hint: {_HINTS[ops.name]}")
             raise
         name = f"the result of {_name(self.function)}"
-        return checked_booleans(ops, name, _EXPECTED, result, like, full, axes=4)
+        return check_booleans(ops, name, _EXPECTED, result, like, full, axes=4)
 
     def arrays(self) -> dict[str, Array]:
         return {f"captured[{i}]": x for i, x in enumerate(self.captured) if backends.is_array(x)}
@@ -214,7 +214,7 @@ def _intervals_by_chunks(
     evaluate: Callable[[int, int], HostArray | None], query_len: int, key_len: int, batch: int
 ) -> IntervalSet | None:
     """Return the intervals of a mask from ``evaluate(first, last)`` on a few queries at a time; None without them."""
-    start, stop = np.full((2, MOST, batch, query_len), key_len, np.int64)
+    start, stop = np.full((2, MAX_INTERVALS, batch, query_len), key_len, np.int64)
     if not start.size or key_len == 0:
         return IntervalSet(start[:1], stop[:1])
     # The first query alone: should the function distinguish heads, the result has an axis of them.
@@ -245,7 +245,7 @@ def _runs_of_block(block: HostArray) -> IntervalSet | None:
     # A query has one run where its ends are as far apart as it has True. One sum for all is faster than finding runs.
     if np.count_nonzero(block) == (stop - start).sum():
         return IntervalSet.of((start, stop))
-    runs = runs_of(block.reshape(-1, block.shape[-1]), MOST)
+    runs = runs_of(block.reshape(-1, block.shape[-1]), MAX_INTERVALS)
     if runs is None:
         return None
     shape = (runs.count, *block.shape[:2])

@@ -65,10 +65,10 @@ def small_ids(ids: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return ids of queries and keys, numbered anew where they exceed 32 bits: JAX has no more by default."""
     arrays = [x for x in map(host_ints, ids) if x is not None]
     is_small = len(arrays) < 2 or all(np.abs(x).max(initial=0) < 2**31 for x in arrays)
-    return ids if is_small else joined_ids([ids])
+    return ids if is_small else join_ids([ids])
 
 
-def joined_ids(pairs: Sequence[tuple[Any, Any]]) -> tuple[HostArray, HostArray]:
+def join_ids(pairs: Sequence[tuple[Any, Any]]) -> tuple[HostArray, HostArray]:
     """Return ids of queries and keys, (batch or 1, length), that are equal where the ids of all `pairs` are."""
     arrays = [[np.atleast_2d(np.asarray(host_ints(x))) for x in pair] for pair in pairs]
     batch = max(len(x) for pair in arrays for x in pair)

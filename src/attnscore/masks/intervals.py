@@ -1,6 +1,6 @@
 """The unmasked keys of each query as a few intervals: sinks and a window, a window and global tokens, all but a range.
 
-- Union, complement and intersection are exact, as long as no query needs more than `MOST` intervals.
+- Union, complement and intersection are exact, as long as no query needs more than `MAX_INTERVALS` intervals.
 - Memory is linear in the number of queries.
 """
 
@@ -16,8 +16,8 @@ HostArray = np.ndarray[Any, Any]
 Intervals = tuple[HostArray, HostArray]
 """(start, stop), each (batch or 1, query): query i attends the keys start[i] <= j < stop[i]."""
 
-MOST: Final = 8
-"""Most intervals a query may have. The native kernel reads each of them in each tile that it does not skip."""
+MAX_INTERVALS: Final = 8
+"""Largest number of intervals of a query. The native kernel reads each of them in each tile that it does not skip."""
 
 
 @dataclass(frozen=True, eq=False)

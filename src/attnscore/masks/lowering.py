@@ -15,17 +15,15 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
-from attnscore.base.layout import ScoreShape, is_unknown
+from attnscore.base.layout import ScoreShape, Span, is_unknown
 from attnscore.masks.base import And, Mask, Not, Or, all_of, atoms_of, parts_of
 from attnscore.masks.builtin import Dense, Documents, KeyPadding
 from attnscore.masks.dynamic_intervals import without_interval_parts
 from attnscore.masks.function import EvaluatedFunction
-from attnscore.masks.index_values import host_ints, joined_ids, per_batch, small_ids
+from attnscore.masks.index_values import host_ints, join_ids, per_batch, small_ids
 from attnscore.masks.intervals import IntervalSet
 
 Parts = list[Mask]
-Span = tuple[Any, int]
-"""First position, which may be traced, and number of positions."""
 
 DIRECT: Final = (Dense, Documents, KeyPadding)
 """Masks that are operands as they are."""
@@ -119,7 +117,7 @@ def arrays(
     operands: dict[str, Array] = {}
     if documents := [part for part in direct if isinstance(part, Documents)]:
         pairs = [part.ids for part in documents]
-        ids = small_ids(pairs[0]) if len(pairs) == 1 else joined_ids(pairs)
+        ids = small_ids(pairs[0]) if len(pairs) == 1 else join_ids(pairs)
         operands = {name: per_batch(ops, score_shape, x, like, flat=True) for name, x in zip(_IDS, ids, strict=True)}
     others = [part for part in direct if not isinstance(part, (KeyPadding, Documents))]
     masks: list[Array] = []

@@ -84,7 +84,7 @@ class Sharded(CompoundMask, IntervalSetMask):
         # framework's array may differ between `leaves` and `with_leaves`.
         if not all(isinstance(x, np.ndarray) and x is not PLACEHOLDER for x in (self.rows, self.cols)):
             return super().map_leaves(change)
-        return self if self.mask is None else self._changed({"mask": self.mask.map_leaves(change)})
+        return self if self.mask is None else self._with_fields({"mask": self.mask.map_leaves(change)})
 
     def __repr__(self) -> str:
         sizes = " x ".join(str(len(x)) for x in (self.rows, self.cols))

@@ -52,7 +52,7 @@ def _with_check(method: Callable[..., Any], check: Callable[..., Any]) -> Callab
     return checked
 
 
-def checked_booleans(
+def check_booleans(
     ops: Backend, name: str, expected: str, result: Any, like: Array, full: tuple[Any, ...], *, axes: int
 ) -> Array:
     """Return `result` with `axes` axes or more; raise MaskError unless it is boolean and broadcasts to `full`."""
@@ -72,7 +72,7 @@ def checked_booleans(
 def _check_visible(name: str, result: Any, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
     full = (*score_shape.rows[:-1], rows.shape[0], cols.shape[1])
     expected = "a boolean array that broadcasts to (*batch, kv head, group, query, key)"
-    return checked_booleans(ops, name, expected, result, rows, full, axes=2)
+    return check_booleans(ops, name, expected, result, rows, full, axes=2)
 
 
 def _check_ends(name: str, result: Any, ops: Backend, score_shape: ScoreShape, rows: Array) -> tuple[Any, Any]:

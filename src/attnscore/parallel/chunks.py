@@ -31,7 +31,7 @@ from attnscore.parallel.shard import Shard
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem, build_problem, check_arrays, check_extra, requested_statistics
-from attnscore.problem.statistics import COUNTED, AttentionStats, statistics_to_join, with_global_keys
+from attnscore.problem.statistics import COUNTED, AttentionStats, needs_counts, statistics_to_join, with_global_keys
 
 
 @hides_unknown
@@ -181,7 +181,7 @@ class _Parts:
 
     def counts_of(self, problem: Problem, like: Array) -> Array | None:
         """Return the number of unmasked keys of each query in a chunk, where a statistic needs it."""
-        if not {*COUNTED} & {*self.statistics}:
+        if not needs_counts(self.statistics):
             return None
         values = None if problem.bias is None else backends.host(problem.bias)
         intervals, remaining_mask = problem.visibility

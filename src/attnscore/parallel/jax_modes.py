@@ -37,7 +37,7 @@ from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result
-from attnscore.problem.statistics import COUNTED, statistics_to_join, with_global_keys
+from attnscore.problem.statistics import needs_counts, statistics_to_join, with_global_keys
 from attnscore.scores.forms import PARAMETER, InnerForm
 
 lax: Any = jax.lax
@@ -326,7 +326,7 @@ class Ring(Call):
         operands = {**operands, "value": operands["value"].astype(self._sums)}
         sink = operands.get("sink") if step == 0 else None
         result = self.attend_part(self.keys, cols, operands, statistics, sink=sink)
-        return result, self._count(cols, operands) if {*COUNTED} & {*statistics} else None
+        return result, self._count(cols, operands) if needs_counts(statistics) else None
 
     def _count(self, cols: Array, operands: Arrays) -> Array:
         """Return how many of the keys at `cols` each query attends: the sum of exp(0)."""

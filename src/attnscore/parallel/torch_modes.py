@@ -61,7 +61,7 @@ from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
-from attnscore.problem.statistics import COUNTED, statistics_to_join, with_global_keys
+from attnscore.problem.statistics import COUNTED, needs_counts, statistics_to_join, with_global_keys
 from attnscore.scores.forms import PARAMETER
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -289,7 +289,7 @@ class MergedCall(ShardedCall):
         out = value.new_zeros((*rows, self.problem.layout.value_dim), dtype=self.sums)
         for part, result in parts:
             ranges, count = self.queries.locate(part.rows), None
-            if {*COUNTED} & {*self.statistics}:
+            if needs_counts(self.statistics):
                 count = counts_of(ops, self.sequence_shape, len(part.cols), part.tiles.interval_set, result.log_denom)
             before, new = rows_at(state, ranges), state_of(ops, result, count)
             merged = online_softmax.merge(ops, before, new)

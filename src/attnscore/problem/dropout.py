@@ -13,7 +13,7 @@ from typing import Any
 
 from attnscore.backends.base import Array, Backend, SeedHalves
 from attnscore.base.arguments import is_number, is_whole, shown
-from attnscore.base.layout import ScoreShape
+from attnscore.base.layout import ScoreShape, Span
 from attnscore.errors import ArgumentError, message
 
 
@@ -70,8 +70,8 @@ def keep_factors(
     dropout: Dropout,
     score_shape: ScoreShape,
     like: Array,
-    rows: tuple[int, int],
-    cols: tuple[int, int],
+    rows: Span,
+    cols: Span,
     dtype: str,
 ) -> Array:
     """Return 1 / (1 - p) for pairs that are kept, 0 for dropped ones: (*lead, head, group, rows, cols)."""

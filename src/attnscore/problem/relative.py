@@ -14,10 +14,8 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import check_count, is_whole, shown
-from attnscore.base.layout import ScoreShape, is_unknown
+from attnscore.base.layout import ScoreShape, Span, is_unknown
 from attnscore.errors import ArgumentError, message
-
-Span = tuple[int, int]
 
 
 def relative_positions(query_len: int, key_len: int, *, offset: int | None = None) -> np.ndarray[Any, Any]:

@@ -313,6 +313,11 @@ COUNTED = tuple(name for name, row in TABLE.items() if row.accumulator == "momen
 """Statistics that are merged by the numbers of unmasked keys."""
 
 
+def needs_counts(statistics: Iterable[str]) -> bool:
+    """Return whether merging these statistics reads the number of unmasked keys of each query."""
+    return not {*COUNTED}.isdisjoint(statistics)
+
+
 def statistics_to_join(statistics: Iterable[str]) -> tuple[str, ...]:
     """Return these statistics, and the statistics that joining the results of parts of the keys reads."""
     names = {*statistics, *(TABLE[name].joined_with for name in statistics)}

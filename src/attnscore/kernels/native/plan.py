@@ -229,7 +229,7 @@ class NativePlan(Plan):
         # The backward reads the mask or the lengths of this call, whatever the caller's array holds by then.
         mask = snapshot(arguments.mask) if self.reads_mask else None
         if self.reads_lens:
-            mask = self._checked_bounds(arguments.valid_lens)
+            mask = self._check_bounds(arguments.valid_lens)
         op = NativeOp(self, score, mask, self._seed(arguments) if self.dropout else 0)
         outputs = self.ops.record(op, arrays)
         return self.present((*outputs, *op.detached) if op.detached else outputs)
@@ -309,7 +309,7 @@ class NativePlan(Plan):
         start, stop = (self.inputs[ORDER.index(name)] for name in ("start", "stop"))
         return None if start is None or stop is None else (start, stop)
 
-    def _checked_bounds(self, valid_lens: Any) -> tuple[HostArray, HostArray]:
+    def _check_bounds(self, valid_lens: Any) -> tuple[HostArray, HostArray]:
         """Return the bounds of the intervals of valid lengths; raise MaskError where one is out of range."""
         (lens,) = (valid_lens,) if type(valid_lens) is np.ndarray else self.ops.buffers((valid_lens,))
         stop = np.empty(self._zeros.shape, np.int64)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attnscore.kernels.triton.operands import Operand, strided
+from attnscore.kernels.triton.operands import Operand, as_strided_operand
 from attnscore.kernels.triton.tiles import TABLE_SLACK
 from attnscore.scores.forms import AdditiveForm
 
@@ -249,10 +249,10 @@ def table_of(x: Operand, activation: str, runner: Any, *, with_powers: bool = Fa
     )  # fmt: skip
     largest = channels[..., -1:, :]
     return Table(
-        strided(channels.mT),
-        None if powers is None else strided(powers),
-        strided(largest.mT),
-        None if powers is None else strided(largest.amax(-1, keepdim=True)),
+        as_strided_operand(channels.mT),
+        None if powers is None else as_strided_operand(powers),
+        as_strided_operand(largest.mT),
+        None if powers is None else as_strided_operand(largest.amax(-1, keepdim=True)),
     )
 
 
@@ -262,7 +262,7 @@ def padded_weights(w_v: torch.Tensor, heads: int, groups: int, runner: Any) -> O
     hidden = w.shape[-1]
     out = w.new_empty((1, heads, groups, 1, table_width.fn(hidden) + 1))
     runner.run(pad_weights, (heads * groups,), w, out, hidden, BLOCK=64)
-    return strided(out)
+    return as_strided_operand(out)
 
 
 class AdditiveSides(NamedTuple):

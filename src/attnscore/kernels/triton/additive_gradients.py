@@ -34,11 +34,11 @@ from attnscore.kernels.triton.tile import (
     matrix_of,
     side_of,
     side_tile,
-    typed,
     unmasked_in_interval,
     vectors,
+    with_types,
 )
-from attnscore.kernels.triton.tiles import SUMS, padded
+from attnscore.kernels.triton.tiles import SUMS, padded_dim
 
 if TYPE_CHECKING:
     from attnscore.kernels.triton.launch import Operands, Runner
@@ -92,7 +92,7 @@ def store_gradients(
     BM: tl.constexpr, BN: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the scores of a query tile of the chunk, its weights, and the gradient of its bias."""
-    inputs = typed(inputs)
+    inputs = with_types(inputs)
     local, chunk_matrix = tl.program_id(0), tl.program_id(1)
     tile = chunk.first_tile + local
     m = matrix_of(chunk.first_matrix * sizes.groups + chunk_matrix, sizes.heads, sizes.groups)
@@ -211,7 +211,7 @@ def side_gradient(
     Of queries: a program writes its gradient, and its part of that of w_v. Of keys: it adds to what earlier launches
     left, for the query heads `group` of their KV heads; `target_groups` is 1 where these share their keys.
     """
-    masking = typed(masking)
+    masking = with_types(masking)
     block, z = tl.program_id(0), tl.program_id(2)
     HAS_WEIGHTS: tl.constexpr = weights is not None
     if IS_QUERY:
@@ -274,7 +274,7 @@ def value_gradient(
     DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradient of a tile of values what the queries of the chunk contribute, over all heads of a group."""
-    inputs = typed(inputs)
+    inputs = with_types(inputs)
     block, chunk_matrix = tl.program_id(0), tl.program_id(1)
     kv = chunk.first_matrix + chunk_matrix
     b, h = kv // sizes.heads, kv % sizes.heads
@@ -348,7 +348,7 @@ def gradients(
     ds, weights = torch.empty((2, max_kv_heads * max_tiles * pairs_of_tile), dtype=torch.float32, device=device)
     shape: dict[str, Any] = {"INTERVALS": intervals, "BM": tile.queries, "BN": tile.keys}
     scores = {"ACTIVATION": operands.function, "CAPS": operands.caps, "RELATIVE": operands.is_relative}
-    values = {"DV": padded(value_dim), "PRECISION": operands.precision}
+    values = {"DV": padded_dim(value_dim), "PRECISION": operands.precision}
     sums = {"BLOCK": block, **shape, "num_warps": 4}
     columns = triton.cdiv(hidden, channels)
     query, key = sides.query_table, sides.key_table

@@ -38,11 +38,11 @@ from attnscore.kernels.triton.tile import (
     steps_of,
     store_vectors,
     tile_of_step,
-    typed,
     unmasked_in_any_interval,
     unmasked_in_interval,
     vectors,
     with_bias,
+    with_types,
 )
 
 
@@ -166,7 +166,7 @@ def d_query(
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of queries, and that of the bias of its pairs."""
-    inputs = typed(inputs)
+    inputs = with_types(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     r, d, dv = tile * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, DV)
     i = r[:, None]
@@ -224,7 +224,7 @@ def d_key(
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of keys and values; `SHARED`: over all query heads of their KV head."""
-    inputs = typed(inputs)
+    inputs = with_types(inputs)
     tile, members = tl.program_id(0), sizes.groups if SHARED else 1
     first = matrix_of(tl.program_id(1) * members, sizes.heads, sizes.groups)
     c, d, dv = tile * BN + tl.arange(0, BN), tl.arange(0, D), tl.arange(0, DV)
@@ -337,7 +337,7 @@ def d_bias(
     The bias has the sizes `batches`, `kv_heads` and `group_count`, each whole or 1. Where it has no axis of queries
     (not `HAS_ROWS`) or keys, each tile of queries or keys has its own sum.
     """
-    inputs = typed(inputs)
+    inputs = with_types(inputs)
     tile, at_tile, bias_matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_member = matrix_of(bias_matrix, kv_heads, group_count)
     total = tl.zeros((BM, BN), tl.float32)
@@ -373,7 +373,7 @@ def d_relative_bias(
 
     Each program adds to a line of its own, (share, matrix of the bias, key - query), which holds zeros before.
     """
-    inputs = typed(inputs)
+    inputs = with_types(inputs)
     share, bias_matrix = tl.program_id(0), tl.program_id(1)
     first_member = matrix_of(bias_matrix, kv_heads, group_count)
     line = grad_bias + (share * tl.num_programs(1) + bias_matrix).to(tl.int64) * (sizes.n_q + sizes.n_k - 1)
@@ -411,7 +411,7 @@ def d_parameter(
 
     `partial_sums` are (matrix, query tile, dim) of a sum over channels, else (matrix, query tile).
     """
-    inputs = typed(inputs)
+    inputs = with_types(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     acc = tl.zeros((BM, D if FORM == CHANNELS else 1), tl.float32)
     first, last = tl.cdiv(sizes.n_k, BN), 0

@@ -26,11 +26,11 @@ from attnscore.kernels.triton.tile import (
     steps_of,
     store_vectors,
     tile_of_step,
-    typed,
     unmasked_in_any_interval,
     unmasked_in_interval,
     vectors,
     with_bias,
+    with_types,
 )
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -295,7 +295,7 @@ def forward(
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute output, row_max, log_denom and statistics of a tile of queries; `LANES`: columns of its sums."""
-    inputs = typed(inputs)
+    inputs = with_types(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     i, d, dv = tile * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, DV)[None, :]
     query_side, key_side, value_side = side_of(inputs.query, m), side_of(inputs.key, m), side_of(inputs.value, m)

@@ -30,7 +30,7 @@ from attnscore.kernels.triton.operands import (
     as_int32,
     operand,
 )
-from attnscore.kernels.triton.tiles import FORMS, KernelName, Tile, padded, tile_of
+from attnscore.kernels.triton.tiles import FORMS, KernelName, Tile, padded_dim, tile_of
 from attnscore.masks import IntervalSet, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
 from attnscore.problem import online_softmax
@@ -144,10 +144,10 @@ class Operands:
     def tile(self, kernel: KernelName) -> Tile:
         """Return the tile of a kernel for these operands."""
         query, value = self.arrays.query.data, self.arrays.value.data
-        dim, dtype = padded(self.sizes[3]), value.dtype
+        dim, dtype = padded_dim(self.sizes[3]), value.dtype
         # Tables of additive scores are float32 always, and no operand of a product.
         if self.additive is None:
-            dim = max(padded(self.sizes[2]), dim)
+            dim = max(padded_dim(self.sizes[2]), dim)
             dtype = query.dtype if query.itemsize > value.itemsize else dtype
         name = str(dtype).removeprefix("torch.")
         form = "distance" if self.form == CHANNELS else FORMS[self.form]
@@ -162,7 +162,7 @@ class Operands:
         """Return what the same kernels are compiled for."""
         return {
             "FORM": self.form, "FUNCTION": self.function, "CAPS": self.caps, "INTERVALS": self.interval_count,
-            "D": padded(self.sizes[2]), "DV": padded(self.sizes[3]), "PRECISION": self.precision,
+            "D": padded_dim(self.sizes[2]), "DV": padded_dim(self.sizes[3]), "PRECISION": self.precision,
             "BM": tile.queries, "BN": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
 
@@ -432,7 +432,7 @@ class _Backward:
             operands.runner.run(
                 backward_kernels.row_sums, (triton.cdiv(queries, block), operands.matrices),
                 self.as_operand(result.out, queries), self.grad_out, _row_array(grads.log_sum_exp), delta,
-                queries, value_dim, heads, groups, BM=block, DV=padded(value_dim),
+                queries, value_dim, heads, groups, BM=block, DV=padded_dim(value_dim),
             )  # fmt: skip
         grad_entropy = _row_array(grads.entropy)
         entropy = None if grad_entropy is None else _row_array(result.statistics["entropy"])

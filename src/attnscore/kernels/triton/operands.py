@@ -121,10 +121,10 @@ def operand(x: torch.Tensor, lead: Sequence[int], heads: int, groups: int, row: 
     """Return an array (*lead, head, group, row, column), each axis whole or 1, with its leading axes as one."""
     expanded = x.expand(*lead, heads, groups, row, x.shape[-1])
     # Leading axes that no single stride describes are copied.
-    return strided(expanded.reshape(math.prod(lead), *expanded.shape[len(lead) :]))
+    return as_strided_operand(expanded.reshape(math.prod(lead), *expanded.shape[len(lead) :]))
 
 
-def strided(x: torch.Tensor) -> Operand:
+def as_strided_operand(x: torch.Tensor) -> Operand:
     """Return an array (batch, head, group, row, column) as an `Operand`; an axis of size 1 is broadcast."""
     return Operand(x, *(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)))
 

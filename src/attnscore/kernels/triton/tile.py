@@ -52,29 +52,29 @@ class SideTile(NamedTuple):
     """A factor of the product that the scores are; other forms read `side` by channels, and have `live` here."""
 
 
-def _typed(x: Any) -> Any:
+def _with_types(x: Any) -> Any:
     if not isinstance(x, tl.tuple):
         return x
-    parts = [_typed(part) for part in x.values]
+    parts = [_with_types(part) for part in x.values]
     return tl.tuple(parts, tl.tuple_type([part.type for part in parts], x.type.fields))
 
 
 if is_interpreted():
 
-    def typed(x: Any) -> Any:
+    def with_types(x: Any) -> Any:
         """Return the argument."""
         return x
 
 else:
 
     @tl.core.builtin
-    def typed(x: Any, _semantic: Any = None) -> Any:
+    def with_types(x: Any, _semantic: Any = None) -> Any:
         """Return an argument of a kernel with the types of its parts.
 
         Triton 3.6 takes a stride of 1 for a constant, without telling the types of the tuples around it; a loop
         goes by these, and the stride became None.
         """
-        return _typed(x)
+        return _with_types(x)
 
 
 @triton.jit

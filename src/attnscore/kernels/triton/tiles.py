@@ -67,7 +67,7 @@ INTERPRETED: dict[KernelName, Tile] = {
 """For the interpreter: small, so that short inputs have several tiles."""
 
 
-def padded(dim: int) -> int:
+def padded_dim(dim: int) -> int:
     """Return the dimension of a tile in registers: a power of 2, at least 16 as matrix units want it."""
     return max(16, 1 << max(0, dim - 1).bit_length())
 
@@ -128,7 +128,7 @@ def parse(content: Any) -> Table:
         for (kernel, form, dtype, dim), numbers in _leaves(entries, name, depth=4):
             entry = Entry(int(digits), kernel, form, dtype, int(dim) if dim.isdigit() else 0)
             _check_entry(entry, f"{name} / {kernel} / {form} / {dtype} / {dim}")
-            table[entry] = checked_tile(entry, numbers)
+            table[entry] = tile_from_numbers(entry, numbers)
     for name, target in aliases.items():
         same = {entry: tile for entry, tile in table.items() if f"sm_{entry.architecture}" == target}
         if not same:
@@ -159,7 +159,7 @@ def _check_entry(entry: Entry, name: str) -> None:
         raise ValueError(message(name, f"for this form one of {', '.join(kernels_of(entry.form))}", entry.kernel))
 
 
-def checked_tile(entry: Entry, numbers: Any) -> Tile:
+def tile_from_numbers(entry: Entry, numbers: Any) -> Tile:
     """Return four numbers as a tile that the kernels can have."""
     if not isinstance(numbers, list) or len(numbers) != 4 or not all(type(x) is int for x in numbers):
         raise ValueError(message(str(entry), "four whole numbers: queries, keys, warps, stages", repr(numbers)))
