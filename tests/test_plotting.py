@@ -555,6 +555,8 @@ def test_the_old_name_of_the_edges_warns_and_works():
         figure = show_top_weights(found=edges)
     assert caught[0].filename == __file__
     assert len(figure.axes[0].lines) == len(show_top_weights(top_weights=edges).axes[0].lines) == 1
+    with pytest.raises(TypeError, match="found"):
+        show_top_weights(top_weights=edges, found=edges)
 
 
 def test_lines_have_room_for_all_keys():

@@ -85,7 +85,7 @@ def renamed_argument(old: str, new: str) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
-            if old in options:
+            if old in options and new not in options:
                 warn_renamed(f"{function.__name__}({old}=)", f"{function.__name__}({new}=)")
                 options[new] = options.pop(old)
             return function(*arguments, **options)

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -146,7 +147,7 @@ def _attend_backward(
     expression: str,
     requested: Sequence[bool],
 ) -> list[Tensor]:
-    """Compute those gradients of query, key, value and arrays that are wanted."""
+    """Compute the gradients of query, key, value and arrays that are requested."""
     # Arrays are distinguished by identity, and one may be passed twice.
     arrays = [x.view_as(x) for x in arrays]
     arguments = read(expression, arrays=arrays, integers=integers)
@@ -174,11 +175,7 @@ def _with_strides_of(x: Tensor, grad: Tensor) -> Tensor:
 @_attend_backward.register_fake
 def _gradient_shapes(*arguments: Any) -> list[Tensor]:
     *_, query, key, value, arrays, _, _, requested = arguments
-    return [
-        torch.empty_like(x)
-        for x, is_requested in zip((query, key, value, *arrays), requested, strict=True)
-        if is_requested
-    ]
+    return [torch.empty_like(x) for x in itertools.compress((query, key, value, *arrays), requested)]
 
 
 # The tag lets a compiler replay the draw.

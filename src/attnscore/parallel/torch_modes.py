@@ -408,7 +408,7 @@ class Gather(ShardedCall):
 
 
 def difference(shard: Shard, part: Shard) -> Shard:
-    """Return the positions of a shard that are not in `make_part`."""
+    """Return the positions of a shard that are not in `part`."""
     ends = [0, *(end for pair in part.ranges for end in pair), part.length]
     return shard & Shard(tuple(zip(ends[::2], ends[1::2], strict=True)), shard.length)
 

@@ -139,8 +139,8 @@ class Ranks:
                 wait()
                 for name, rows in arriving.items():
                     plan = plans[name]
-                    needed_ranges = plan.held.locate(plan.to_send[source])
-                    add_rows(positions_first(plan.heads_of(sums[name], source)), needed_ranges, rows)
+                    held_ranges = plan.held.locate(plan.to_send[source])
+                    add_rows(positions_first(plan.heads_of(sums[name], source)), held_ranges, rows)
                 # Before those of the next rank need memory.
                 del arriving, rows, wait
 
