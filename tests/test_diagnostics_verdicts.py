@@ -55,7 +55,7 @@ def recorded(*steps: Any, every: int = 10, thresholds: Thresholds | None = None,
 
 
 def said(*steps: Any, **options: Any) -> list[tuple[str, int, int, bool]]:
-    return [(v.what, v.head, v.first_step, v.failure) for v in recorded(*steps, **options).verdicts()]
+    return [(v.sign, v.head, v.first_step, v.failure) for v in recorded(*steps, **options).verdicts()]
 
 
 BAD = {"saturated_rows": {1: 0.6}, "logit_variance": {1: 400.0}, "max_logit": {1: 90.0}}
@@ -77,7 +77,7 @@ def test_a_head_that_learns_where_to_look_is_no_failure() -> None:
         for i in range(20)
     ]
     verdicts = recorded(*steps).verdicts()
-    assert {v.what for v in verdicts} == {"sharp", "growing logits", "collapsing entropy"}
+    assert {v.sign for v in verdicts} == {"sharp", "growing logits", "collapsing entropy"}
     assert not any(v.failure or v.cause or v.remedy for v in verdicts) and {v.head for v in verdicts} == {2}
 
 
@@ -97,7 +97,7 @@ def test_a_fault_is_named_with_its_head_step_and_cause(what: str) -> None:
     numbers, cause = FAULTS[what]
     records = recorded(*[sums()] * 5, *[sums(**numbers)] * 3)
     (verdict, *others) = records.verdicts()
-    assert (verdict.what, verdict.layer, verdict.head, verdict.first_step, verdict.last_step) == (
+    assert (verdict.sign, verdict.layer, verdict.head, verdict.first_step, verdict.last_step) == (
         what,
         "a.0",
         1,
@@ -114,11 +114,19 @@ def test_a_fault_is_named_with_its_head_step_and_cause(what: str) -> None:
     assert recorded(sums(**numbers)).failing() == [("a.0", 1)]
 
 
+def test_the_old_name_of_a_sign_warns_and_works() -> None:
+    numbers, _ = FAULTS["dead"]
+    (verdict, *_) = recorded(*[sums()] * 5, *[sums(**numbers)] * 3).verdicts()
+    with pytest.warns(DeprecationWarning, match=r"Verdict\.what is now Verdict\.sign.*until 0\.2") as caught:
+        assert verdict.what == verdict.sign == "dead"
+    assert caught[0].filename == __file__
+
+
 def test_now_decides_and_the_end_of_a_failure_is_said() -> None:
     good, bad = sums(), sums(**BAD)
     assert said(good, bad, good, bad, good) == [], "one step alone is none"
     records = recorded(good, good, bad, bad, good, bad, good, good, good)
-    (verdict,) = [v for v in records.verdicts() if v.what == "saturated"]
+    (verdict,) = [v for v in records.verdicts() if v.sign == "saturated"]
     assert not verdict.failure and (verdict.first_step, verdict.last_step) == (20, 50) and records.failing() == []
     assert "no more after step 50" in str(records)
     assert "No head fails.\nObserved, not failures:\na.0, head 1" in str(records)
@@ -158,7 +166,7 @@ def test_verdicts_come_in_the_order_of_their_first_step() -> None:
         sums(query_variance={3: 0.0}, value_spread={0: 0.0}, first_key={1: 0.6}),
     )
     records = recorded(sums(), first, first, second, second)
-    assert [(v.what, v.head, v.first_step) for v in records.verdicts()] == [
+    assert [(v.sign, v.head, v.first_step) for v in records.verdicts()] == [
         ("no use of the query", 3, 10), ("values alike", 0, 30), ("sink", 1, 30),
     ]  # fmt: skip
     assert records.failing() == [("a.0", 3), ("a.0", 0)]
@@ -184,9 +192,9 @@ def test_what_came_before_a_nan_stays_the_first_failure() -> None:
     layers = {"a.0": sums(), "a.1": sums()}
     records = recorded(*[layers] * 6, *[dict.fromkeys(layers, saturated)] * 2, *[dict.fromkeys(layers, lost)] * 3)
     verdicts = [verdict for verdict in records.verdicts() if verdict.failure]
-    assert verdicts[0].what == "saturated" and verdicts[0].first_step == 60 and verdicts[0].last_step == 70
+    assert verdicts[0].sign == "saturated" and verdicts[0].first_step == 60 and verdicts[0].last_step == 70
     assert verdicts[0].cause == "learning rate too large" and "variance of the logits 400" in verdicts[0].words
-    assert verdicts[-1].what == "not a number" and verdicts[-1].first_step == 80
+    assert verdicts[-1].sign == "not a number" and verdicts[-1].first_step == 80
 
 
 def test_causes_follow_from_which_heads_fail_and_when() -> None:
@@ -233,14 +241,14 @@ def test_a_layer_with_another_scale_than_its_siblings(numbers: Any, heads: Any, 
     records = recorded(step, step, step, losses=FALLING)
     assert records.failing() == [("a.1", head) for head in heads]
     first = records.verdicts()[0]
-    assert (first.what, first.first_step, first.cause) == ("another scale", 0, cause)
+    assert (first.sign, first.first_step, first.cause) == ("another scale", 0, cause)
     assert f"{numbers['scale_ratio']:.3g} times 1/sqrt(d)" in first.words
     # Where all layers have it, or no other one is known, it is a choice, as T5's is.
     unknown = {"a.0": sums(scale_ratio=math.nan), "a.1": step["a.1"]}
     for steps in ({"a.0": step["a.1"], "a.1": step["a.1"]}, unknown, {"b.0": sums(), "a.1": step["a.1"]}):
         records = recorded(steps, steps, losses=FALLING)
         assert records.failing() == []
-        assert ("unusual scale", "a.1") in [(v.what, v.layer) for v in records.verdicts()]
+        assert ("unusual scale", "a.1") in [(v.sign, v.layer) for v in records.verdicts()]
 
 
 def test_a_scale_that_the_weights_do_not_show_is_no_verdict() -> None:
@@ -253,9 +261,9 @@ def test_a_scale_that_the_weights_do_not_show_is_no_verdict() -> None:
 
 def test_an_unusual_scale_is_a_failure_while_the_loss_suffers() -> None:
     flat = recorded(*[sums(**SMALL_SCALE)] * 9, losses=[4.0] * 90)
-    assert {(v.what, v.cause) for v in flat.verdicts() if v.failure} == {("uniform", TWICE), ("unusual scale", TWICE)}
+    assert {(v.sign, v.cause) for v in flat.verdicts() if v.failure} == {("uniform", TWICE), ("unusual scale", TWICE)}
     large = recorded(*[sums(**LARGE_SCALE)] * 16, losses=RISING)
-    assert ("unusual scale", NO_SCALE) in {(v.what, v.cause) for v in large.verdicts() if v.failure}
+    assert ("unusual scale", NO_SCALE) in {(v.sign, v.cause) for v in large.verdicts() if v.failure}
     # Uniform weights make no loss rise.
     assert recorded(*[sums(**SMALL_SCALE)] * 16, losses=RISING).failing() == []
 
@@ -269,7 +277,7 @@ def test_what_healthy_training_shows_too_is_a_failure_while_the_loss_suffers() -
     assert [failure for *_, failure in said(*grows)] == [False] == [f for *_, f in said(*grows, losses=FALLING)]
     records = recorded(*grows, losses=RISING)
     (verdict,) = records.verdicts()
-    assert verdict.failure and verdict.what == "growing logits" and "the loss rises" in verdict.words
+    assert verdict.failure and verdict.sign == "growing logits" and "the loss rises" in verdict.words
     assert verdict.cause == "logits that grow while the loss suffers"
     # A failure by itself needs no second one.
     grows[-1] = grows[-2] = sums(max_logit={0: 20.0}, value_spread={1: 0.0})
@@ -277,7 +285,7 @@ def test_what_healthy_training_shows_too_is_a_failure_while_the_loss_suffers() -
     flat = sums(logit_variance=1e-3)
     assert recorded(*[flat] * 9).failing() == []
     (verdict, *_) = recorded(*[flat] * 9, losses=[4.0] * 90).verdicts()
-    assert verdict.what == "uniform" and verdict.cause == "scale applied twice, or weights that are too small"
+    assert verdict.sign == "uniform" and verdict.cause == "scale applied twice, or weights that are too small"
 
 
 def test_a_loss_that_falls_allows_a_head_to_become_sharper() -> None:
@@ -357,7 +365,7 @@ def test_a_layer_whose_rate_is_too_large_is_told_from_a_model_whose_rate_is() ->
     assert "restore a checkpoint from before step 10" in str(alone) and "healthy at theirs" in str(alone)
     for others in (grown, sums(saturated_rows=0.6), sums(query_variance=0.0)):
         both = recorded(good, *[{"a.0": others, "a.1": all_heads}] * 2)
-        causes = {v.cause for v in both.verdicts() if v.layer == "a.1" and v.what == "saturated"}
+        causes = {v.cause for v in both.verdicts() if v.layer == "a.1" and v.sign == "saturated"}
         assert causes == {"no warm-up, or a learning rate that starts too large"}
     single = recorded(sums(), all_heads, all_heads)
     assert {v.cause for v in single.verdicts()} == {"no warm-up, or a learning rate that starts too large"}
@@ -366,7 +374,7 @@ def test_a_layer_whose_rate_is_too_large_is_told_from_a_model_whose_rate_is() ->
 def test_nan_in_the_values_alone_is_said() -> None:
     records = recorded(sums(), sums(nan_value={1: 1.0}))
     (verdict,) = records.verdicts()
-    assert verdict.what == "not a number" and verdict.head == 1
+    assert verdict.sign == "not a number" and verdict.head == 1
     assert "the weights are numbers; NaN or infinity in its values" in verdict.words
 
 

@@ -664,7 +664,7 @@ def test_a_healthy_model_has_no_failing_head(sentences) -> None:
     model.set_attn_implementation("sdpa")
     with torch.no_grad(), watch(model) as seen:
         model(**batch.inputs)
-    assert seen.failing() == [] and {verdict.what for verdict in seen.verdicts()} <= {"sharp", "sink"}
+    assert seen.failing() == [] and {verdict.sign for verdict in seen.verdicts()} <= {"sharp", "sink"}
 
 
 def test_a_head_of_an_encoder_that_fails() -> None:
@@ -968,7 +968,7 @@ def test_the_first_step_of_a_failure_is_right_beyond_the_history() -> None:
                 part(100 * x if step >= 4 else x)
     failing = [verdict for verdict in seen.verdicts() if verdict.failure]
     assert {verdict.layer for verdict in failing} >= {"encoder", "decoder"}
-    assert {verdict.first_step for verdict in failing if verdict.what == "saturated"} == {4}
+    assert {verdict.first_step for verdict in failing if verdict.sign == "saturated"} == {4}
 
 
 def test_the_scale_of_each_call_is_known() -> None:
@@ -1395,7 +1395,7 @@ def test_rows_that_are_not_numbers_are_a_failure_and_in_no_mean() -> None:
         assert np.isfinite([row["entropy"] for row in seen.rows()]).all() and seen.failing() == [
             ("(model)", h) for h in (0, 1)
         ]
-        assert [verdict.what for verdict in seen.verdicts()] == ["not a number"] * 2
+        assert [verdict.sign for verdict in seen.verdicts()] == ["not a number"] * 2
         assert [row["nan_rows"] for row in whole.rows()] == [0, 0]
 
 
@@ -1452,8 +1452,8 @@ def test_a_run_whose_logits_grow_is_noticed() -> None:
             model(x)
             model.qkv.weight[:8] *= 1.5  # the queries of the first head
     assert seen.failing()[0] == ("(model)", 0) and {head for _, head in seen.failing()} == {0}
-    whats = {verdict.what for verdict in seen.verdicts() if (verdict.layer, verdict.head) == ("(model)", 0)}
-    assert {"saturated", "growing logits", "collapsing entropy"} <= whats
+    signs = {verdict.sign for verdict in seen.verdicts() if (verdict.layer, verdict.head) == ("(model)", 0)}
+    assert {"saturated", "growing logits", "collapsing entropy"} <= signs
     factor = seen.rows()[0]["clip"]
     assert factor == pytest.approx(min(1.0, 100 / seen.rows()[0]["max_logit"]))
 

@@ -68,7 +68,7 @@ STEPS, BREAKS_AT = 7, 3
 
 def failures(seen: Any) -> list[tuple[int, str, int, str]]:
     """Head, kind, first step and cause of every failure that a watch reports."""
-    return [(x.head, x.what, x.first_step, x.cause) for x in seen.verdicts() if x.failure]
+    return [(x.head, x.sign, x.first_step, x.cause) for x in seen.verdicts() if x.failure]
 
 
 def failures_of_pytorch(fault: str, x: np.ndarray, projections: dict[str, tuple[np.ndarray, np.ndarray]]) -> Any:

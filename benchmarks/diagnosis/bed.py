@@ -86,7 +86,7 @@ def diagnose(fault: Fault) -> Outcome:
         early |= bool(failing) and step < fault.step
         if alarm is None and step >= fault.step and failing and is_named(fault, *failing[0]):
             alarm = step
-        scales = [each for each in verdicts if each.what in ("another scale", "unusual scale")]
+        scales = [each for each in verdicts if each.sign in ("another scale", "unusual scale")]
         if noted is None and scales and all(is_named(fault, each.layer, each.head) for each in scales):
             noted = step
 

@@ -39,7 +39,7 @@ class Failures:
 
     def showing(self, layer: str, *signs: str) -> set[int]:
         """Return the heads of a layer that show one of these signs."""
-        return {period.head for period in self.periods.get(layer, ()) if period.what in signs}
+        return {period.head for period in self.periods.get(layer, ()) if period.sign in signs}
 
     def layers(self, *signs: str) -> int:
         """Return in how many layers half of the heads or more show one of these signs."""
@@ -57,31 +57,31 @@ class Failures:
 
 def cause_of(layer: str, period: Period, failures: Failures, limit: Thresholds) -> str:
     """Return the most likely cause of a failure, a key of `REMEDIES`."""
-    what, numbers = period.what, period.evidence
-    if what in ("not a number", "near overflow"):
+    sign, numbers = period.sign, period.evidence
+    if sign in ("not a number", "near overflow"):
         return _cause_of_nan(layer, period, failures)
-    if what == "padding":
+    if sign == "padding":
         return "inverted mask" if numbers["padding"] >= limit.inverted_mass else "no padding mask"
-    if what == "causal leak":
+    if sign == "causal leak":
         return "no causal mask"
-    if what == "sink in every head":
+    if sign == "sink in every head":
         return "a first key that takes all weight"
-    if what == "uniform" or (what in ("another scale", "unusual scale") and numbers["scale_ratio"] < 1):
+    if sign == "uniform" or (sign in ("another scale", "unusual scale") and numbers["scale_ratio"] < 1):
         return "scale applied twice, or weights that are too small"
-    if what in ("another scale", "unusual scale"):
+    if sign in ("another scale", "unusual scale"):
         return "no scale, or weights that start too large"
-    if what in WITH_LOSS:
+    if sign in WITH_LOSS:
         return "logits that grow while the loss suffers"
-    if what in NO_EFFECT:
+    if sign in NO_EFFECT:
         return _cause_of_no_effect(layer, period, failures)
     return _cause_of_saturation(layer, period, failures)
 
 
 def _cause_of_nan(layer: str, period: Period, failures: Failures) -> str:
     numbers = period.evidence
-    if period.what == "near overflow" or numbers["overflow_rows"] > 0:
+    if period.sign == "near overflow" or numbers["overflow_rows"] > 0:
         return "scores above the range of the dtype"
-    at_first = [each for each in failures.periods[layer] if each.what == period.what and each.first == period.first]
+    at_first = [each for each in failures.periods[layer] if each.sign == period.sign and each.first == period.first]
     inputs = [numbers[f"nan_{name}"] > 0 for name in ("query", "key", "value")]
     if len(at_first) < failures.heads[layer] or (any(inputs) and not all(inputs)):
         return "NaN or infinity in the weights of one head"
@@ -98,9 +98,9 @@ def _cause_of_no_effect(layer: str, period: Period, failures: Failures) -> str:
     # Scores without values: a model whose tokens are alike is known by its queries and keys, both without effect.
     if everywhere and numbers["value_spread"] <= _ALIKE:
         return "tokens that have become alike"
-    if period.what == "values alike":
+    if period.sign == "values alike":
         return "values that are all alike"
-    if period.what == "dead":
+    if period.sign == "dead":
         return "keys that are all alike"
     one_key = numbers["jacobian_trace"] < _ONE_KEY
     return "one key that outweighs all others" if one_key else "queries that are all alike"
@@ -144,9 +144,9 @@ def tau_of(heads: Sequence[Mapping[str, float]], limit: Thresholds) -> float:
 
 def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: float) -> str:
     """Return the numbers of a verdict in words: those of now, or of the first step where there are none any more."""
-    has_numbers = period.holds and period.what != "not a number" and now["rows"] > 0
+    has_numbers = period.holds and period.sign != "not a number" and now["rows"] > 0
     numbers = now if has_numbers else period.evidence
-    what, largest, variance = period.what, numbers["max_logit"], numbers["logit_variance"]
+    sign, largest, variance = period.sign, numbers["max_logit"], numbers["logit_variance"]
     times_usual = f"{numbers['scale_ratio']:.3g} times 1/sqrt(d)"
     percent = 100 * numbers["saturated_rows"]
     scaled = f"; QK-clip at tau = {limit.tau:g} would scale by {clip:.2g}" if clip < 1 else ""
@@ -176,7 +176,7 @@ def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: 
         "sink": f"{100 * numbers['first_key']:.0f} % of the weight is on the first key",
         "empty rows": f"{numbers['empty_rows']:.0f} queries are fully masked",
     }
-    return words[what]
+    return words[sign]
 
 
 def _nan_words(numbers: Mapping[str, float]) -> str:

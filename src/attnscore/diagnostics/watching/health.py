@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from attnscore.base.arguments import warn_renamed
 from attnscore.errors import ArgumentError, message
 
 Array = NDArray[np.float64]
@@ -111,7 +112,7 @@ class Verdict:
 
     Attributes
     ----------
-    what : str
+    sign : str
         Failures: "not a number", "near overflow", "padding", "causal leak", "saturated", "dead", "no use of the query",
         "values alike", "sink in every head", "another scale". Failures only while the loss rises or stays at its start:
         "sharp", "large logits", "growing logits", "collapsing entropy", "uniform", "unusual scale". Never: "sink",
@@ -121,7 +122,7 @@ class Verdict:
     failure : bool
         Whether it is a failure now; others are worth knowing, and many healthy models have them.
     first_step, last_step : int
-        The sampled steps between which it held_before; `last_step` is the last sampled one where it holds now.
+        The sampled steps between which the head showed the sign; `last_step` is the last sampled one where it does now.
     cause, remedy : str
         Of a failure: what most likely made it, and what to change.
     followers : tuple of (layer, head)
@@ -130,7 +131,7 @@ class Verdict:
 
     layer: str
     head: int
-    what: str
+    sign: str
     words: str
     failure: bool
     first_step: int = 0
@@ -141,7 +142,13 @@ class Verdict:
 
     def __str__(self) -> str:
         since = f"since step {self.first_step}"
-        return f"{self.layer}, head {self.head}: {self.what} {since} ({self.words})"
+        return f"{self.layer}, head {self.head}: {self.sign} {since} ({self.words})"
+
+    @property
+    def what(self) -> str:
+        """Old name of `sign`, until 0.2."""
+        warn_renamed("Verdict.what", "Verdict.sign")
+        return self.sign
 
 
 # Signs that need no second step: they do not come and go with a batch.
@@ -234,7 +241,7 @@ class Period(NamedTuple):
     """Time during which a head shows a sign, and its numbers at the first step."""
 
     head: int
-    what: str
+    sign: str
     first: int
     last: int
     holds: bool
@@ -266,8 +273,8 @@ class Memory:
     def __init__(self, heads: int) -> None:
         self._heads = heads
         self._signs = {
-            what: _Sign(np.zeros(heads, int), np.full(heads, -1), np.full(heads, -1), np.zeros(heads, bool))
-            for what in SIGNS
+            sign: _Sign(np.zeros(heads, int), np.full(heads, -1), np.full(heads, -1), np.zeros(heads, bool))
+            for sign in SIGNS
         }
         self._so_far: dict[str, Array] = {
             name: np.full(heads, math.nan) for name in ("logit_variance", "entropy", "max_logit", "query_variance")
@@ -280,8 +287,8 @@ class Memory:
         """Take the numbers of a sampled step, with the arguments of `signs_of`."""
         self._steps += 1
         signs = signs_of(numbers, self._so_far, limit, leaks=leaks, usual_siblings=usual_siblings)
-        for what, flags in signs.items():
-            self._extend(what, step, flags, numbers, limit)
+        for sign, flags in signs.items():
+            self._extend(sign, step, flags, numbers, limit)
         old = self._so_far
         self._so_far = {
             "logit_variance": numbers["logit_variance"],
@@ -290,43 +297,43 @@ class Memory:
             "max_logit": np.where(np.isnan(old["max_logit"]), _positive(numbers["max_logit"]), old["max_logit"]),
         }
 
-    def _extend(self, what: str, step: int, flags: Flags, numbers: Mapping[str, Array], limit: Thresholds) -> None:
+    def _extend(self, sign: str, step: int, flags: Flags, numbers: Mapping[str, Array], limit: Thresholds) -> None:
         """Begin, lengthen or end the periods of a sign."""
-        sign = self._signs[what]
-        if what == "saturated":  # what has jumped stays where it is
-            flags = flags | (sign.holds & (numbers["saturated_rows"] >= limit.saturated_rows))
-            flags = flags | ((sign.streak > 0) & (numbers["saturated_rows"] >= limit.saturated_rows))
+        state = self._signs[sign]
+        if sign == "saturated":  # a head that has jumped keeps the sign
+            flags = flags | (state.holds & (numbers["saturated_rows"] >= limit.saturated_rows))
+            flags = flags | ((state.streak > 0) & (numbers["saturated_rows"] >= limit.saturated_rows))
         # A head without numbers, as with NaN, keeps the other signs that it had.
-        has_numbers = (numbers["rows"] > 0) | (what in _WITHOUT_NUMBERS)
-        began = flags & (sign.streak <= 0) & ~sign.holds & has_numbers
-        longer, shorter = np.maximum(sign.streak, 0) + 1, np.minimum(sign.streak, 0) - 1
-        sign.streak = np.where(has_numbers, np.where(flags, longer, shorter), sign.streak)
-        sign.first = np.where(began, step, sign.first)
+        has_numbers = (numbers["rows"] > 0) | (sign in _WITHOUT_NUMBERS)
+        began = flags & (state.streak <= 0) & ~state.holds & has_numbers
+        longer, shorter = np.maximum(state.streak, 0) + 1, np.minimum(state.streak, 0) - 1
+        state.streak = np.where(has_numbers, np.where(flags, longer, shorter), state.streak)
+        state.first = np.where(began, step, state.first)
         for head in np.flatnonzero(began).tolist():
-            sign.evidence[head] = {name: float(values[head]) for name, values in numbers.items()}
+            state.evidence[head] = {name: float(values[head]) for name, values in numbers.items()}
             before = float(self._so_far["logit_variance"][head])
-            sign.evidence[head]["rise"] = sign.evidence[head]["logit_variance"] / before if before > 0 else math.nan
-        sign.last = np.where(flags & has_numbers, step, sign.last)
-        needed = 1 if what in _AT_ONCE else min(limit.window, self._steps)
-        held_before = sign.holds
-        sign.holds = np.where(held_before, sign.streak > -limit.window, sign.streak >= needed)
-        for head in np.flatnonzero(held_before & ~sign.holds).tolist():
-            sign.ended[head] = _period(what, sign, head, holds=False)
+            state.evidence[head]["rise"] = state.evidence[head]["logit_variance"] / before if before > 0 else math.nan
+        state.last = np.where(flags & has_numbers, step, state.last)
+        needed = 1 if sign in _AT_ONCE else min(limit.window, self._steps)
+        held_before = state.holds
+        state.holds = np.where(held_before, state.streak > -limit.window, state.streak >= needed)
+        for head in np.flatnonzero(held_before & ~state.holds).tolist():
+            state.ended[head] = _period(sign, state, head, holds=False)
 
     def periods(self) -> Iterator[Period]:
         """Yield the period of each sign of each head that is present, and otherwise its last one."""
-        for what, sign in self._signs.items():
+        for sign, state in self._signs.items():
             for head in range(self._heads):
-                if sign.holds[head]:
-                    yield _period(what, sign, head, holds=True)
-                elif head in sign.ended:
-                    yield sign.ended[head]
+                if state.holds[head]:
+                    yield _period(sign, state, head, holds=True)
+                elif head in state.ended:
+                    yield state.ended[head]
 
 
-def _period(what: str, sign: _Sign, head: int, *, holds: bool) -> Period:
-    before = sign.ended.get(head) if holds else None
+def _period(sign: str, state: _Sign, head: int, *, holds: bool) -> Period:
+    before = state.ended.get(head) if holds else None
     earlier = None if before is None else (before.first, before.last)
-    return Period(head, what, int(sign.first[head]), int(sign.last[head]), holds, sign.evidence[head], earlier)
+    return Period(head, sign, int(state.first[head]), int(state.last[head]), holds, state.evidence[head], earlier)
 
 
 def _positive(values: Array) -> Array:

@@ -106,7 +106,7 @@ def _heading(records: Records, pattern: str) -> str:
     followers: set[tuple[str, int]] = set()
     for verdict in records.verdicts():
         if verdict.failure:
-            text = f"{verdict.what} since step {verdict.first_step}"
+            text = f"{verdict.sign} since step {verdict.first_step}"
             words.setdefault(f"{verdict.layer}, head {verdict.head}", []).append(text)
             followers.update(verdict.followers)
     total = sum(layer.heads for layer in records.layers.values())

@@ -346,7 +346,7 @@ class Records:
         so. Heads that hold NaN because an earlier head does are in `followers` of that head's verdict.
         """
         periods, trouble = self._periods(), loss_trouble([loss for _, loss in self._losses], self.thresholds)
-        hard = any(period.holds and period.what in FAILURES for _, period in periods)
+        hard = any(period.holds and period.sign in FAILURES for _, period in periods)
 
         recent = {(row["layer"], row["head"]): row for row in self._recent_numbers()}
         loss_falls = len(self._losses) >= _LOSSES_TO_JUDGE and not trouble
@@ -355,55 +355,55 @@ class Records:
             """Return whether a sign is a failure now."""
             if not period.holds:
                 return False
-            if period.what == "saturated" and loss_falls and period.evidence["rise"] < self.thresholds.jump:
+            if period.sign == "saturated" and loss_falls and period.evidence["rise"] < self.thresholds.jump:
                 bound = self.thresholds.loss_allows * self.thresholds.saturated_variance
                 return not recent[name, period.head]["logit_variance"] < bound
-            if period.what in FAILURES:
+            if period.sign in FAILURES:
                 return True
-            is_flat = period.what == "uniform" or (
-                period.what == "unusual scale" and period.evidence["scale_ratio"] < 1
+            is_flat = period.sign == "uniform" or (
+                period.sign == "unusual scale" and period.evidence["scale_ratio"] < 1
             )
             stays = trouble == "stays at its start"
-            return bool(trouble) and not hard and period.what in WITH_LOSS and (not is_flat or stays)
+            return bool(trouble) and not hard and period.sign in WITH_LOSS and (not is_flat or stays)
 
         place = {name: number for number, name in enumerate(self._memories)}
         failing = [(name, period) for name, period in periods if fails(name, period)]
         first, *later = self._first_steps or [0]
         fourth = later[EARLY_SAMPLED_STEPS - 2] if len(later) >= EARLY_SAMPLED_STEPS - 1 else math.inf
         early_until = max(first + EARLY_STEPS, fourth)
-        growing = {name for name, period in periods if period.holds and period.what in _GROWTH}
+        growing = {name for name, period in periods if period.holds and period.sign in _GROWTH}
         failures = Failures(first, early_until, {layer.name: layer.heads for layer in self._layers}, growing=growing)
         for name, period in failing:
             failures.periods.setdefault(name, []).append(period)
-        without_numbers = [each for each in failing if each[1].what == "not a number"]
+        without_numbers = [each for each in failing if each[1].sign == "not a number"]
         origin = min(((period.first, place[name]) for name, period in without_numbers), default=None)
         followers = [(name, period.head) for name, period in without_numbers if (period.first, place[name]) != origin]
         first_effect: dict[tuple[str, int], Period] = {}
         for name, period in sorted(periods, key=lambda each: (not each[1].holds, each[1].first)):
-            if period.what in NO_EFFECT:
+            if period.sign in NO_EFFECT:
                 first_effect.setdefault((name, period.head), period)
         verdicts: list[Verdict] = []
         for name, period in periods:
             failure = (name, period) in failing
-            if period.what == "not a number" and failure and (name, period.head) in followers:
+            if period.sign == "not a number" and failure and (name, period.head) in followers:
                 continue
-            if not period.holds and period.what not in FAILURES:
+            if not period.holds and period.sign not in FAILURES:
                 continue
-            if period.what in NO_EFFECT and period != first_effect[name, period.head]:
+            if period.sign in NO_EFFECT and period != first_effect[name, period.head]:
                 continue
             words = describe(period, recent[name, period.head], self.thresholds, recent[name, period.head]["clip"])
             words += "" if period.holds else f"; no more after step {period.last}"
             words += f"; earlier from step {period.earlier[0]} to {period.earlier[1]} too" if period.earlier else ""
-            words += f"; the loss {trouble}" if failure and period.what in WITH_LOSS else ""
+            words += f"; the loss {trouble}" if failure and period.sign in WITH_LOSS else ""
             cause = cause_of(name, period, failures, self.thresholds) if failure else ""
             verdicts.append(
                 Verdict(
-                    name, period.head, period.what, words, failure, period.first, period.last, cause, "",
-                    tuple(followers) if failure and period.what == "not a number" else (),
+                    name, period.head, period.sign, words, failure, period.first, period.last, cause, "",
+                    tuple(followers) if failure and period.sign == "not a number" else (),
                 )
             )  # fmt: skip
-        order = {what: number for number, what in enumerate(SIGNS)}
-        verdicts.sort(key=lambda v: (not v.failure, v.first_step, place[v.layer], v.head, order[v.what]))
+        order = {sign: number for number, sign in enumerate(SIGNS)}
+        verdicts.sort(key=lambda v: (not v.failure, v.first_step, place[v.layer], v.head, order[v.sign]))
         return self._with_remedies(verdicts, recent)
 
     def _with_remedies(self, verdicts: list[Verdict], recent: Mapping[tuple[str, int], Row]) -> list[Verdict]:
@@ -444,7 +444,7 @@ class Records:
         steps = [(step, layer, sums) for layer in self._layers for step, sums in tuple(layer.steps) if step >= since]
         for step, layer, sums in sorted(steps, key=lambda entry: entry[0]):
             for row in layer.rows(sums, self.thresholds.tau):
-                shown = [x.what for x in periods.get((layer.name, row["head"]), ()) if x.first <= step <= x.last]
+                shown = [x.sign for x in periods.get((layer.name, row["head"]), ()) if x.first <= step <= x.last]
                 yield line_of(step, row | {"verdicts": shown})
 
     def table(self) -> Table:
@@ -461,7 +461,7 @@ class Records:
         for row, verdicts in self._judged_rows():
             style = "red" if any(verdict.failure for verdict in verdicts) else ""
             cells = (row["layer"], str(row["head"]), *(f"{row[column]:.3g}" for column in COLUMNS))
-            table.add_row(*map(Text, cells), Text(", ".join(verdict.what for verdict in verdicts), style))
+            table.add_row(*map(Text, cells), Text(", ".join(verdict.sign for verdict in verdicts), style))
         for (name, why), count in self.unseen.items():
             table.add_row(Text(name), "", *[""] * len(COLUMNS), Text(f"{count} calls not seen: {why}", "yellow"))
         return table
@@ -495,7 +495,7 @@ class Records:
         """Return the verdicts that are failures, or the others; heads of a layer with the same one are in one line."""
         groups: dict[tuple[Any, ...], list[Verdict]] = {}
         for verdict in self.verdicts():
-            key = (verdict.layer, verdict.what, verdict.cause, verdict.first_step)
+            key = (verdict.layer, verdict.sign, verdict.cause, verdict.first_step)
             if verdict.failure == failures:
                 groups.setdefault(key if failures else key[:2], []).append(verdict)
         lines, before = [], ""
@@ -537,7 +537,7 @@ class Records:
                 "head": row["head"],
                 **{title: row[name] for name, title in COLUMNS.items()},
             }
-            | {"verdicts": ", ".join(dict.fromkeys(verdict.what for verdict in verdicts))}
+            | {"verdicts": ", ".join(dict.fromkeys(verdict.sign for verdict in verdicts))}
             for row, verdicts in self._judged_rows()
         ]
         failures = [*self._state(), *self._lines(True)] or ["Nothing was recorded."]
