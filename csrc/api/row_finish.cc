@@ -21,7 +21,7 @@ void set_sink_gradient(const Problem& p, const Head& head, const RowArrays& rows
     double sum = 0;
     for (int64_t i = 0; i < p.query_len; ++i) {
         const T log_p = sink - as<T>(head.row_max)[i] - as<T>(head.log_denom)[i], weight = std::exp(log_p);
-        T grad = weight * as<T>(head.delta)[i];
+        T grad = -weight * as<T>(head.delta)[i];
         if (head.grad_entropy != nullptr) {
             // H = -sum p log p
             grad -= weight * ((weight == 0 ? T(0) : log_p) + as<T>(head.entropy)[i]) * as<T>(head.grad_entropy)[i];
@@ -60,8 +60,8 @@ void run_forward_typed(const Kernels& kernels, Problem& p, const std::vector<Row
 template <class T>
 void run_backward_typed(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, Threads threads) {
     const auto column = static_cast<size_t>(p.query_len) * sizeof(T);
-    // Copies: prepare_rows writes a log_denom of infinity for a fully masked query, and delta = dlse - dout.out -
-    // dweights.weights.
+    // Copies: prepare_rows writes a log_denom of infinity for a fully masked query, and delta = dout.out +
+    // dweights.weights - dlse.
     std::vector<char> log_denoms(column * p.heads.size()), deltas(column * p.heads.size());
     for (size_t h = 0; h < p.heads.size(); ++h) {
         p.heads[h].log_denom = log_denoms.data() + h * column;

@@ -1,4 +1,4 @@
-// What the backward reads of each row: log_denom, and delta = d log-sum-exp - d out . out - d weights . weights.
+// Numbers of each row that the backward reads: log_denom, and delta = dout . out + dweights . weights - dlse.
 #pragma once
 
 #include "kernels/memory-inl.h"
@@ -43,7 +43,7 @@ void prepare_rows_typed(const Problem& problem, const Head& head, const RowArray
                                          view_row(grad_copy, head.grad_matrix, dtype_of<T>(), i, problem.key_len),
                                          problem.key_len);
         const T dlse = rows.grad_log_sum_exp ? as<T>(rows.grad_log_sum_exp)[i] : T(0);
-        deltas[i] = dlse - pooled;
+        deltas[i] = pooled - dlse;
         // +inf where the row is fully masked, so that its weights are 0.
         const T log_denom = as<T>(rows.log_denom)[i];
         log_denoms[i] = log_denom == -infinity ? infinity : log_denom;

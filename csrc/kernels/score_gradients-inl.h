@@ -134,7 +134,7 @@ __attribute__((always_inline)) inline void row_gradients(const Head& head, int64
             dropped_weight = select_bits<T>(keep, j, weight * factor, V<T>{});
         }
         if (grad_matrix) grad += load(grad_matrix + j * L);
-        grad = weight * (grad + delta);
+        grad = weight * (grad - delta);
         // H = -sum p log p
         if (with_entropy) {
             const V<T> log_p = select<T>(weight == T(0), V<T>{}, logit - log_denom);

@@ -85,12 +85,12 @@ struct Head {
     char* matrix = nullptr;      // Problem::matrix, query_len x key_len contiguous, in the sum type
     const char* sink = nullptr;  // a number of the sum type, or null; used to normalise a matrix of weights alone
 
-    // Backward only. p = exp(s - row_max - log_denom), ds = p (dp + delta).
+    // Backward only. p = exp(s - row_max - log_denom), ds = p (dp - delta).
     Matrix grad_out;                     // in grad_dtype
     Matrix grad_matrix;                  // query_len x key_len, in the sum type: the gradient of Problem::matrix
     const char* row_max = nullptr;       // by row
     const char* log_denom = nullptr;     // by row; +inf where it is fully masked
-    const char* delta = nullptr;         // by row: dlse - dout . out - (weights . grad_matrix)
+    const char* delta = nullptr;         // by row: dout . out + (weights . grad_matrix) - dlse
     const char* entropy = nullptr;       // by row; null where the entropy has no gradient
     const char* grad_entropy = nullptr;  // by row: dp -= grad_entropy * (log p + entropy)
     char* grad_query = nullptr;          // query_len x dim contiguous, sum type; see clears_gradients

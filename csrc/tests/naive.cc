@@ -216,7 +216,7 @@ void backward_row(const Reader& r, GroupSums& group, Sums& query, Sums& query_bi
             // A dropped weight is selected away: its NaN ends there.
             group.value.add(j * p.value_dim + d, (keep == 0 ? 0 : weight * keep) * dout);
         }
-        dp = (keep == 0 ? 0 : dp * keep) + delta;
+        dp = (keep == 0 ? 0 : dp * keep) - delta;
         if (h.grad_entropy != nullptr) {
             dp -= r.number_of(h.grad_entropy, i) * ((weight == 0 ? 0 : log_p) + r.number_of(h.entropy, i));
         }
