@@ -33,10 +33,11 @@ class AdditivePairs {
                    T* da, int64_t lda, T* db, int64_t ldb, T* dw) const {
         form_.with_term([&](auto term) {
             for (int64_t i = 0; i < count; i++) {
-                int key[kTileKeys], found = 0;
+                int key[kTileKeys], unmasked_count = 0;
                 for (int j = 0; j < key_count; j++)
-                    if (ds[i * kTileKeys + j] != T(0)) key[found++] = j;
-                add_gradients(term, ds + i * kTileKeys, rows + i * width, keys, key, found, da + i * lda, db, ldb, dw);
+                    if (ds[i * kTileKeys + j] != T(0)) key[unmasked_count++] = j;
+                add_gradients(term, ds + i * kTileKeys, rows + i * width, keys, key, unmasked_count, da + i * lda, db,
+                              ldb, dw);
             }
         });
     }
@@ -54,14 +55,14 @@ class AdditivePairs {
     void scores_of(const Value& value, T* s, const T* rows, int64_t width, int64_t count, const View<T>& keys,
                    const uint64_t* bits) const {
         for (int64_t i = 0; i < count; i++) {
-            int key[kTogether], found = 0;
+            int key[kTogether], pending = 0;
             T* to = s + i * kTileKeys;
             const T* a = rows + i * width;
             for_each_bit(bits[i], [&](int j) {
-                key[found++] = j;
-                if (found == kTogether) add_scores<kTogether>(value, to, a, keys, key), found = 0;
+                key[pending++] = j;
+                if (pending == kTogether) add_scores<kTogether>(value, to, a, keys, key), pending = 0;
             });
-            for (int k = 0; k < found; k++) add_scores<1>(value, to, a, keys, key + k);
+            for (int k = 0; k < pending; k++) add_scores<1>(value, to, a, keys, key + k);
         }
     }
 
@@ -73,12 +74,12 @@ class AdditivePairs {
         for (int n = 0; n < N; n++) b[n] = keys.row(key[n]);
         const int64_t ahead = kTogether * keys.stride;
         for (int64_t p = 0; p < form_.dim; p += L) {
-            const V<T> w = weight(p), own = load(a + p);
+            const V<T> w = weight(p), a_p = load(a + p);
 #pragma GCC unroll 4
             for (int n = 0; n < N; n++) {
                 // The rows that come next: each is too short for the processor to run ahead.
                 __builtin_prefetch(b[n] + p + ahead);
-                sum[n] = fused<T>(w, value(own, load(b[n] + p)), sum[n]);
+                sum[n] = fused<T>(w, value(a_p, load(b[n] + p)), sum[n]);
             }
         }
         for (int n = 0; n < N; n++) s[key[n]] = reduce_sum<T>(sum[n]);
@@ -88,12 +89,12 @@ class AdditivePairs {
     __attribute__((noinline)) void add_gradients(const Term& term, const T* ds, const T* a, const View<T>& keys,
                                                  const int* key, int count, T* da, T* db, int64_t ldb, T* dw) const {
         for (int64_t p = 0; p < form_.dim; p += L) {
-            const V<T> w = weight(p), own = load(a + p);
+            const V<T> w = weight(p), a_p = load(a + p);
             V<T> row{}, weights{};
             for (int k = 0; k < count; k++) {
                 T* to = db + key[k] * ldb + p;
                 V<T> dz, value;
-                const V<T> z = own + load(keys.row(key[k]) + p);
+                const V<T> z = a_p + load(keys.row(key[k]) + p);
                 term.value_and_gradient(splat(ds[key[k]]), z, dz, value);
                 // The slope at NaN is NaN; the rectifiers' terms select one.
                 dz = select<T>(z == z, dz, z) * w;

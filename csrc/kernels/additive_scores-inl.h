@@ -28,15 +28,15 @@ class AdditiveScores {
     // Compute s[i * lds + j] for the rows [first, last) and all keys of the tile; `first` begins a micro-panel.
     void operator()(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
                     const T* w) const {
-        const bool small = form_.algorithm_for(query.largest, keys) == AdditiveAlgorithm::tanh_addition;
-        if (small || form_.scores_by_exps(query.largest, keys)) {
-            const bool sum = small || form_.activation == Activation::silu;
+        const bool by_tanh_addition = form_.algorithm_for(query.largest, keys) == AdditiveAlgorithm::tanh_addition;
+        if (by_tanh_addition || form_.scores_by_exps(query.largest, keys)) {
+            const bool sum = by_tanh_addition || form_.activation == Activation::silu;
             // Without an estimate every target divides.
             const auto scores = divides_quickly() ? (sum ? &AdditiveScores::fraction_scores<true, true>
                                                          : &AdditiveScores::fraction_scores<false, true>)
                                                   : (sum ? &AdditiveScores::fraction_scores<true, !kEstimates<T>>
                                                          : &AdditiveScores::fraction_scores<false, !kEstimates<T>>);
-            return (this->*scores)(s, lds, query, first, last, keys, small);
+            return (this->*scores)(s, lds, query, first, last, keys, by_tanh_addition);
         }
         form_.with_term([&](auto term) { direct_scores(term, s, lds, query, first, last, keys, w); });
     }
@@ -46,8 +46,8 @@ class AdditiveScores {
     // Intel's a division takes 20.
     static bool divides_quickly() {
 #if defined(__AVX2__)
-        static const bool found = __builtin_cpu_is("amd");
-        return found;
+        static const bool is_amd = __builtin_cpu_is("amd");
+        return is_amd;
 #else
         return false;
 #endif
@@ -180,10 +180,10 @@ class AdditiveScores {
         store_sums<R>(tile, sum, tile.resumed, tile.finished);
     }
 
-    // Call f(tile, row, first key of the chunk, whole) for all micro-tiles of `together` rows, and single rows at the
-    // end.
+    // Call f(tile, row, first key of the chunk, is_full_step) for all micro-tiles of `rows_per_step` rows, and single
+    // rows at the end.
     template <class F>
-    void for_each_micro_tile(F f, MicroTile tile, T* s, int64_t first, int64_t last, int64_t together) const {
+    void for_each_micro_tile(F f, MicroTile tile, T* s, int64_t first, int64_t last, int64_t rows_per_step) const {
         const int64_t passes = std::max<int64_t>(1, (form_.dim + kChannels - 1) / kChannels);
         for (int64_t c = 0; c < kTileKeys; c += kChunk)
             for (int64_t pass = 0; pass < passes; pass++) {
@@ -192,54 +192,56 @@ class AdditiveScores {
                 tile.resumed = pass > 0;
                 tile.finished = pass + 1 == passes;
                 for (int64_t i = first; i < last;) {
-                    const bool whole = i + together <= last;
+                    const bool is_full_step = i + rows_per_step <= last;
                     tile.s = s + i * tile.lds + c;
-                    f(tile, i, c, whole);
-                    i += whole ? together : 1;
+                    f(tile, i, c, is_full_step);
+                    i += is_full_step ? rows_per_step : 1;
                 }
             }
     }
 
     // Set how many terms share a division, by micro-panel and eight channels. Returns how far apart those of two
     // micro-panels are: 0 where all share as many as may.
-    int64_t share(const Query& query, const Keys& keys, bool small, int64_t first, int64_t last) const {
+    int64_t plan_shared_divisions(const Query& query, const Keys& keys, bool by_tanh_addition, int64_t first,
+                                  int64_t last) const {
         // Numerators are sums of as many products, times a sum of both operands in silu: terms there may be large, and
         // each that joins a fraction rounds all of it once more.
         const T reach = query.largest + keys.largest;
         const bool silu = form_.activation == Activation::silu;
-        const T most = std::numeric_limits<T>::max() / 32 / (silu ? std::max(T(1), reach) : T(1));
+        const T max_product = std::numeric_limits<T>::max() / 32 / (silu ? std::max(T(1), reach) : T(1));
         const int limit = !silu ? (divides_quickly() ? 4 : 8) : reach <= T(16) ? 4 : reach <= T(40) ? 2 : 1;
         const int64_t panel = first / kMR, panels = (last - first + kMR - 1) / kMR, width = query.width;
-        const T* rows = (small ? query.tanh_bounds : query.exp_bounds) + panel * width;
-        const T* peaks = small ? keys.tanh_bounds : keys.exp_bounds;
+        const T* rows = (by_tanh_addition ? query.tanh_bounds : query.exp_bounds) + panel * width;
+        const T* key_bounds = by_tanh_addition ? keys.tanh_bounds : keys.exp_bounds;
         const auto all_rows = [&](int64_t p) {
             V<T> x = load(rows + p);
             for (int64_t k = 1; k < panels; k++) x = fast_max<T>(x, load(rows + k * width + p));
             return x;
         };
-        if (share_channels(shares_, keys, peaks, most, limit, all_rows)) return 0;
+        if (share_channels(shares_, keys, key_bounds, max_product, limit, all_rows)) return 0;
         for (int64_t k = 0; k < panels; k++)
-            share_channels(shares_ + k * octets_, keys, peaks, most, limit,
+            share_channels(shares_ + k * octets_, keys, key_bounds, max_product, limit,
                            [&](int64_t p) { return load(rows + k * width + p); });
         return octets_;
     }
 
     // Set how many terms share a division in eight channels, where the denominators are u + A (u B), rows(p) bounds A,
-    // and `peaks` u B. Returns whether `limit` terms do everywhere.
+    // and `key_bounds` u B. Returns whether `limit` terms do everywhere.
     template <class F>
-    bool share_channels(Share* shares, const Keys& keys, const T* peaks, T most, int limit, const F& rows) const {
+    bool share_channels(Share* shares, const Keys& keys, const T* key_bounds, T max_product, int limit,
+                        const F& rows) const {
         bool all = true;
         for (int64_t p = 0; p < form_.dim; p += kStep) {
             T bounds[kStep];
             for (int64_t j = 0; j < kStep; j += L) {
                 V<T> bound = splat(T(1));
                 if (p + j < form_.dim)
-                    bound = fast_max<T>(
-                        bound, fused<T>(rows(p + j), load(peaks + p + j), abs_of<T>(load(keys.inverse_w_v + p + j))));
+                    bound = fast_max<T>(bound, fused<T>(rows(p + j), load(key_bounds + p + j),
+                                                        abs_of<T>(load(keys.inverse_w_v + p + j))));
                 store(bounds + j, bound);
             }
             for (int64_t j = 0; j < kStep && p + j < form_.dim; j += 8) {
-                const int32_t terms = group_size(bounds + j, most, limit);
+                const int32_t terms = group_size(bounds + j, max_product, limit);
                 shares[(p + j) / 8] = {terms, 1};
                 all = all && terms == limit;
             }
@@ -249,24 +251,25 @@ class AdditiveScores {
         return all;
     }
 
-    // The most terms of eight, up to `limit`, whose bounds have products up to `most`. No bound is below 1, so that
-    // fewer terms fit wherever more do. There are no branches, which could not be predicted.
-    static int32_t group_size(const T* bounds, T most, int limit) {
+    // The most terms of eight, up to `limit`, whose bounds have products up to `max_product`. No bound is below 1, so
+    // that fewer terms fit wherever more do. There are no branches, which could not be predicted.
+    static int32_t group_size(const T* bounds, T max_product, int limit) {
         T two[4], four[2];
         for (int i = 0; i < 4; i++) two[i] = bounds[2 * i] * bounds[2 * i + 1];
         for (int i = 0; i < 2; i++) four[i] = two[2 * i] * two[2 * i + 1];
-        const bool twos = (two[0] <= most) & (two[1] <= most) & (two[2] <= most) & (two[3] <= most);
-        const bool fours = (four[0] <= most) & (four[1] <= most), all = four[0] * four[1] <= most;
+        const bool twos =
+            (two[0] <= max_product) & (two[1] <= max_product) & (two[2] <= max_product) & (two[3] <= max_product);
+        const bool fours = (four[0] <= max_product) & (four[1] <= max_product), all = four[0] * four[1] <= max_product;
         return std::min(limit, 1 << (twos + (twos & fours) + (twos & fours & all)));
     }
 
     template <bool Sum, bool Divides>
     void fraction_scores(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
-                         bool small) const {
-        const bool is_tanh = form_.activation == Activation::tanh && !small;
-        const T *ea = small ? query.tanhs : query.exps, *na = small ? ea : query.rows;
-        const T* eb = small ? keys.weighted_tanhs : keys.weighted_exps;
-        const T* nb = small ? keys.tanhs : keys.transposed;
+                         bool by_tanh_addition) const {
+        const bool is_tanh = form_.activation == Activation::tanh && !by_tanh_addition;
+        const T *ea = by_tanh_addition ? query.tanhs : query.exps, *na = by_tanh_addition ? ea : query.rows;
+        const T* eb = by_tanh_addition ? keys.weighted_tanhs : keys.weighted_exps;
+        const T* nb = by_tanh_addition ? keys.tanhs : keys.transposed;
         const MicroTile plan{nullptr,
                              lds,
                              query.width,
@@ -277,28 +280,28 @@ class AdditiveScores {
                              is_tanh ? -2 * keys.max_weight : keys.max_weight,
                              false,
                              false};
-        const int64_t panel_shares = share(query, keys, small, first, last);
-        auto one = [&](const MicroTile& tile, int64_t i, int64_t c, bool whole) {
+        const int64_t share_stride = plan_shared_divisions(query, keys, by_tanh_addition, first, last);
+        auto run_micro_tile = [&](const MicroTile& tile, int64_t i, int64_t c, bool is_full_step) {
             const int64_t at = i * query.width;
-            const Share* own = shares_ + (i - first) / kMR * panel_shares;
-            const Operands operands{ea + at, na + at, eb + c * form_.dim, nb + (small ? c * form_.dim : c),
-                                    small ? kChunk : kTileKeys};
-            whole ? fraction_micro_tile<Sum, Divides, kRowsTogether>(tile, operands, own)
-                  : fraction_micro_tile<Sum, Divides, 1>(tile, operands, own);
+            const Share* shares = shares_ + (i - first) / kMR * share_stride;
+            const Operands operands{ea + at, na + at, eb + c * form_.dim, nb + (by_tanh_addition ? c * form_.dim : c),
+                                    by_tanh_addition ? kChunk : kTileKeys};
+            is_full_step ? fraction_micro_tile<Sum, Divides, kRowsTogether>(tile, operands, shares)
+                         : fraction_micro_tile<Sum, Divides, 1>(tile, operands, shares);
         };
-        for_each_micro_tile(one, plan, s, first, last, kRowsTogether);
+        for_each_micro_tile(run_micro_tile, plan, s, first, last, kRowsTogether);
     }
 
     template <class Term>
     void direct_scores(const Term& term, T* s, int64_t lds, const Query& query, int64_t first, int64_t last,
                        const Keys& keys, const T* w) const {
         const MicroTile plan{nullptr, lds, query.width, w, 0, 0, T(0), T(1), false, false};
-        auto one = [&](const MicroTile& tile, int64_t i, int64_t c, bool whole) {
+        auto run_micro_tile = [&](const MicroTile& tile, int64_t i, int64_t c, bool is_full_step) {
             const T *a = query.rows + i * query.width, *b = keys.transposed + c;
             if constexpr (Term::inexpensive)
-                if (whole) return direct_micro_tile<kRowsTogether>(term, tile, a, b);
+                if (is_full_step) return direct_micro_tile<kRowsTogether>(term, tile, a, b);
             direct_micro_tile<1>(term, tile, a, b);
         };
-        for_each_micro_tile(one, plan, s, first, last, Term::inexpensive ? kRowsTogether : 1);
+        for_each_micro_tile(run_micro_tile, plan, s, first, last, Term::inexpensive ? kRowsTogether : 1);
     }
 };

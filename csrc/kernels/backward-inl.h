@@ -194,9 +194,9 @@ struct BackwardTask {
     // Call f(tile) for each tile of `keys`, after its P and dS are computed.
     template <class F>
     void for_each_tile(Span keys, const SharedTiles<BackwardKeyTile<T>>& tiles, const F& f) {
-        const Span own = keys.within(queries.rows.keys(problem.key_len));
-        for (int64_t key = own.first, end; key < own.last; key = end) {
-            end = queries.rows.tile_end(key, own.last);
+        const Span attended = keys.within(queries.rows.keys(problem.key_len));
+        for (int64_t key = attended.first, end; key < attended.last; key = end) {
+            end = queries.rows.tile_end(key, attended.last);
             const int64_t key_count = end - key;
             if (queries.rows.is_in_hole(key, key_count)) continue;
             const BackwardKeyTile<T>* tile = tiles.find(problem, head, key, key_count);
@@ -227,14 +227,14 @@ class SharedSums {
         for (const Group& group : problem.groups)
             if (problem.heads[group.heads[0]].grad_scale)
                 width_ = std::max(width_, static_cast<int64_t>(group.heads.size()));
-        of_groups_.resize(problem.groups.size() * ranges * width_);
+        group_sums_.resize(problem.groups.size() * ranges * width_);
         if (!problem.bias_groups.empty() && problem.bias_groups[0].is_relative())
             positions_ = problem.query_len + problem.key_len - 1;
         relative_.resize(problem.heads.size() * ranges * positions_);
     }
 
     // Gradients of the weights of a group, or of the scales of its heads.
-    T* of_group(int64_t group, int64_t range) { return of_groups_.data() + (group * ranges_ + range) * width_; }
+    T* group_sums(int64_t group, int64_t range) { return group_sums_.data() + (group * ranges_ + range) * width_; }
     // The gradient of the relative bias of a head; null where there is none.
     double* relative(int64_t head, int64_t range) {
         return positions_ ? relative_.data() + (head * ranges_ + range) * positions_ : nullptr;
@@ -245,11 +245,11 @@ class SharedSums {
         for (size_t g = 0; width_ && g < problem_.groups.size(); g++)
             for (int64_t r = 0; r < ranges_; r++) {
                 const Group& group = problem_.groups[g];
-                const T* found = of_group(static_cast<int64_t>(g), r);
+                const T* sums_of_range = group_sums(static_cast<int64_t>(g), r);
                 if (problem_.form == Form::additive)
-                    for (int64_t p = 0; p < problem_.dim; p++) as<T>(group.grad_w_v)[p] += found[p];
+                    for (int64_t p = 0; p < problem_.dim; p++) as<T>(group.grad_w_v)[p] += sums_of_range[p];
                 else
-                    for (const int64_t head : group.heads) *as<T>(problem_.heads[head].grad_scale) += *found++;
+                    for (const int64_t head : group.heads) *as<T>(problem_.heads[head].grad_scale) += *sums_of_range++;
             }
         std::vector<double> sums(positions_);
         for (const BiasGroup& group : problem_.bias_groups) {
@@ -267,7 +267,7 @@ class SharedSums {
     const Problem& problem_;
     const int64_t ranges_;
     int64_t width_ = 0, positions_ = 0;
-    std::vector<T> of_groups_;
+    std::vector<T> group_sums_;
     std::vector<double> relative_;
 };
 
@@ -276,7 +276,7 @@ template <class T>
 void backward_range(const Problem& problem, int64_t group_index, int64_t range, Span keys, Span rows,
                     const SharedTiles<BackwardKeyTile<T>>& tiles, SharedSums<T>& shared) {
     const Group& group = problem.groups[group_index];
-    T* dw = shared.of_group(group_index, range);
+    T* dw = shared.group_sums(group_index, range);
     for (size_t h = 0; h < group.heads.size(); h++)
         for (int64_t first = rows.first; first < rows.last; first += kBackwardRows) {
             Arena& arena = thread_arena();
@@ -348,9 +348,9 @@ void backward_typed(const Problem& problem, Threads threads) {
     constexpr int64_t kMinTasks = 16;  // enough to share among threads
     const int64_t groups = static_cast<int64_t>(problem.groups.size());
     if (groups == 0) return;
-    const int64_t wanted = (kMinTasks + groups - 1) / groups,
-                  possible = std::min(problem.query_len, problem.key_len) / 128;
-    const int64_t ranges = std::max<int64_t>(1, std::min(wanted, possible));
+    const int64_t target_ranges = (kMinTasks + groups - 1) / groups,
+                  max_ranges = std::min(problem.query_len, problem.key_len) / 128;
+    const int64_t ranges = std::max<int64_t>(1, std::min(target_ranges, max_ranges));
     threads = clamp_threads(problem, threads);
     const bool short_heads = has_short_gradients(problem);
     SharedSums<T> shared(problem, ranges);
@@ -370,7 +370,7 @@ void backward_typed(const Problem& problem, Threads threads) {
             const int64_t r = task % ranges;
             const Group& group = problem.groups[task / ranges];
             if (short_heads)
-                return ShortHeadGradients<T>(thread_arena(), problem, group).add_all(shared.of_group(task, 0));
+                return ShortHeadGradients<T>(thread_arena(), problem, group).add_all(shared.group_sums(task, 0));
             const Span keys = cut(problem.key_len, r, kTileKeys),
                        rows = cut(problem.query_len, (r + step) % ranges, kMR);
             if (problem.clears_gradients && step == 0) clear_gradients<T>(problem, group, keys, rows);

@@ -52,9 +52,9 @@ struct ShortScores {
           masked(has_pair_mask(head) || head.holes > 0) {
         const int64_t last = key_interval(problem, head, 0).last;
         for (int64_t i = 0; i < rows; i++) {
-            const Span own = key_interval(problem, head, i);
-            count = std::max(count, own.last);
-            masked = masked || own.first != 0 || own.last != last;
+            const Span interval = key_interval(problem, head, i);
+            count = std::max(count, interval.last);
+            masked = masked || interval.first != 0 || interval.last != last;
         }
     }
 
@@ -86,13 +86,14 @@ struct ShortScores {
     // Compute the sums of terms of all rows with all keys or values of `cols` numbers. As everywhere, few rows go key
     // by key, and `other` has its turns between the keys.
     template <class Terms>
-    void multiply(const Terms& terms, T* s, const View<T>& own, const StoredRows<T>& keys, int64_t cols,
+    void multiply(const Terms& terms, T* s, const View<T>& queries, const StoredRows<T>& keys, int64_t cols,
                   const Interleaved<T>& other) const {
         const int64_t width = padded(cols, L);
-        if (few_rows) return few_rows_gemm(terms, s, own.data, own.stride, rows, keys, count, width, other);
+        if (few_rows) return few_rows_gemm(terms, s, queries.data, queries.stride, rows, keys, count, width, other);
         T* transposed = arena.take<T>(width * kTileKeys);
         transpose_tile(transposed, View<T>{as<T>(keys.data), keys.stride}, width, count);
-        gemm(terms, s, kTileKeys, own.data, own.stride, 1, transposed, kTileKeys, rows, padded(count, L), cols, false);
+        gemm(terms, s, kTileKeys, queries.data, queries.stride, 1, transposed, kTileKeys, rows, padded(count, L), cols,
+             false);
     }
 
     // Add the bias of a row to its scores, which take W vectors, and mask them. Returns the bits of the unmasked keys.
@@ -165,11 +166,11 @@ class ShortHead {
         if (problem_.first_key)
             for (int i = 0; i < size; i++) {
                 const T* line = s + i * kTileKeys;
-                states.first_key[i] = maxima[i] == unset ? T(-1) : static_cast<T>(Softmax::place_of(maxima[i], line));
+                states.first_key[i] = maxima[i] == unset ? T(-1) : static_cast<T>(Softmax::index_of(maxima[i], line));
             }
-        if (problem_.least_score)
-            states.least = reduce_rows(
-                size, fast_min<T>, [&](int i) { return Softmax::template least_of<W>(s + i * kTileKeys, bits[i]); });
+        if (problem_.min_score)
+            states.min_score = reduce_rows(
+                size, fast_min<T>, [&](int i) { return Softmax::template lane_min<W>(s + i * kTileKeys, bits[i]); });
         V<T> sums[L], logits[L], squares[L];
         for (int i = 0; i < size; i++) {
             T* line = s + i * kTileKeys;
@@ -226,8 +227,9 @@ class ShortHead {
         for (int i = 0; i < size; i++) counts[i] = static_cast<T>(__builtin_popcountll(bits[i]));
         const auto sum = [](V<T> a, V<T> b) { return a + b; };
         const auto from = [&](const T* near) {
-            return reduce_rows(
-                size, sum, [&](int i) { return Softmax::template sum_from<W>(s + i * kTileKeys, bits[i], near[i]); });
+            return reduce_rows(size, sum, [&](int i) {
+                return Softmax::template sum_of_differences<W>(s + i * kTileKeys, bits[i], near[i]);
+            });
         };
         states.count = load(counts);
         const V<T> least_one = fast_max<T>(states.count, splat(T(1)));

@@ -10,7 +10,7 @@ void for_each_task(int64_t count, Threads threads, const F& f) {
         std::atomic<bool> failed;
         std::exception_ptr error;
     } context{f, {}, {}};
-    const auto one = [](int64_t task, void* p) {
+    const auto run_task = [](int64_t task, void* p) {
         Context& c = *static_cast<Context*>(p);
         try {
             c.f(task);
@@ -18,6 +18,6 @@ void for_each_task(int64_t count, Threads threads, const F& f) {
             if (!c.failed.exchange(true)) c.error = std::current_exception();
         }
     };
-    parallel(count, one, &context, threads);
+    parallel(count, run_task, &context, threads);
     if (context.error) std::rethrow_exception(context.error);
 }

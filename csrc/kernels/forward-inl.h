@@ -267,7 +267,7 @@ void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, R
             whole.denom = whole_factor * whole.denom + part_factor * part.denom;
             whole.max = maximum, whole.out_scale = 1;
             whole.merge_moments(part.count, part.base, part.mean, part.deviation);
-            whole.least = std::min(whole.least, part.least);
+            whole.min_score = std::min(whole.min_score, part.min_score);
         }
         const int lane = static_cast<int>(i % Vector<T>::lanes);
         states.set(lane, whole);

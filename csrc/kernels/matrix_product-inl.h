@@ -88,14 +88,15 @@ void multiply_in_place(T* to, int64_t cols, const T* a, const View<T>& b, int64_
 // Compute a block of C: `count` rows from `row` on, `own_cols` columns from `col` on.
 template <class T>
 void multiply_block(const MatrixProduct& product, int64_t row, int64_t count, int64_t col, int64_t own_cols) {
-    constexpr int64_t L = Vector<T>::lanes, most = kPanelBytes / kPanelRowBytes, columns = kPanelRowBytes / sizeof(T);
+    constexpr int64_t L = Vector<T>::lanes, max_depth = kPanelBytes / kPanelRowBytes,
+                      columns = kPanelRowBytes / sizeof(T);
     const int64_t depth = product.depth, cols = product.cols, width = padded(own_cols, L);
     const Matrix& b = product.b;
     const T* from = as<T>(product.a) + row * depth;
     T* to = as<T>(product.c) + row * cols + col;
     if (width == own_cols && count <= kRowsInPlace && b.col_stride == 1)
         return multiply_in_place(to, cols, from, View<T>{as<T>(b.data) + col, b.row_stride}, count, width, depth);
-    const int64_t parts = std::max<int64_t>((depth + most - 1) / most, 1);
+    const int64_t parts = std::max<int64_t>((depth + max_depth - 1) / max_depth, 1);
     Arena& arena = thread_arena();
     T* panels = arena.take<T>((depth / parts + 1) * width);
     // Whole vectors are stored: columns that do not fill them are computed beside C.
@@ -105,9 +106,9 @@ void multiply_block(const MatrixProduct& product, int64_t row, int64_t count, in
         const int64_t p = part * depth / parts, terms = (part + 1) * depth / parts - p;
         read_panels(panels, b, p, terms, col, own_cols, width);
         for (int64_t j = 0; j < width; j += columns) {
-            const int64_t own = std::min(columns, width - j);
-            gemm(Product<T>{}, sums + j, stride, from + p, depth, 1, panels + j * terms, own, count, own, terms,
-                 part > 0);
+            const int64_t block_cols = std::min(columns, width - j);
+            gemm(Product<T>{}, sums + j, stride, from + p, depth, 1, panels + j * terms, block_cols, count, block_cols,
+                 terms, part > 0);
         }
     }
     if (sums == to) return;

@@ -14,9 +14,9 @@ class Arena {
     T* take(int64_t count) {
         const size_t bytes = padded(std::max<int64_t>(count, 1) * sizeof(T), 64);
         if (bytes > static_cast<size_t>(end_ - next_)) next_chunk(bytes);
-        char* found = next_;
+        char* block = next_;
         next_ += bytes;
-        return reinterpret_cast<T*>(found);
+        return reinterpret_cast<T*>(block);
     }
     // Free everything that was taken. Chunks of unusual size go back to the system.
     void reset() {
@@ -297,19 +297,19 @@ inline void transpose_square(T* to, int64_t ldt, const T* from, int64_t ldf) {
 }
 
 // Transpose a tile: to[j * kTileKeys + i] = from[i][j]; `width` covers whole vectors. Columns behind `count` become 0
-// up to a whole vector, or to the end of the tile (`whole`).
+// up to a whole vector, or to the end of the tile (`pad_to_tile`).
 template <class T>
-void transpose_tile(T* to, const View<T>& from, int64_t width, int64_t count, bool whole = false) {
+void transpose_tile(T* to, const View<T>& from, int64_t width, int64_t count, bool pad_to_tile = false) {
     constexpr int L = Vector<T>::lanes;
     for (int64_t j = 0; j < width; j += L)
-        for (int64_t i = 0; i < (whole ? kTileKeys : count); i += L) {
+        for (int64_t i = 0; i < (pad_to_tile ? kTileKeys : count); i += L) {
             T* square = to + j * kTileKeys + i;
             if (i + L <= count) {
                 transpose_square(square, kTileKeys, from.row(i) + j, from.stride);
             } else if (i < count) {
-                alignas(64) T some[L * L] = {};
-                for (int64_t ii = i; ii < count; ii++) store(some + (ii - i) * L, load(from.row(ii) + j));
-                transpose_square(square, kTileKeys, some, L);
+                alignas(64) T padded_square[L * L] = {};
+                for (int64_t ii = i; ii < count; ii++) store(padded_square + (ii - i) * L, load(from.row(ii) + j));
+                transpose_square(square, kTileKeys, padded_square, L);
             } else {
                 for (int64_t jj = 0; jj < L; jj++) store(square + jj * kTileKeys, V<T>{});
             }

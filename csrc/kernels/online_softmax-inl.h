@@ -20,8 +20,8 @@ struct RowState {
     // Moments of the scores. The mean is relative to the base: among large scores the difference of two means would
     // lose its digits.
     T count = 0, base = 0, mean = 0, deviation = 0;
-    T least = std::numeric_limits<T>::infinity();  // of the scores
-    T first_key = -1;                              // see RowStat
+    T min_score = std::numeric_limits<T>::infinity();  // of the scores
+    T first_key = -1;                                  // see RowStat
 
     // Merge the moments of other scores (Chan et al.).
     void merge_moments(T other_count, T other_base, T other_mean, T other_deviation) {
@@ -61,17 +61,17 @@ inline T rescale_factor(T old_max, T to) {
 // The states of consecutive rows, one in each lane.
 template <class T>
 struct RowStates {
-    V<T> max, denom, sum_exp_logit, squares, out_scale, count, base, mean, deviation, least, first_key;
+    V<T> max, denom, sum_exp_logit, squares, out_scale, count, base, mean, deviation, min_score, first_key;
 
     RowState<T> operator[](int i) const {
-        return {max[i],  denom[i], sum_exp_logit[i], squares[i], out_scale[i], count[i],
-                base[i], mean[i],  deviation[i],     least[i],   first_key[i]};
+        return {max[i],  denom[i], sum_exp_logit[i], squares[i],   out_scale[i], count[i],
+                base[i], mean[i],  deviation[i],     min_score[i], first_key[i]};
     }
     void set(int i, const RowState<T>& row) {
         max[i] = row.max, denom[i] = row.denom, sum_exp_logit[i] = row.sum_exp_logit, squares[i] = row.squares;
         out_scale[i] = row.out_scale;
         count[i] = row.count, base[i] = row.base, mean[i] = row.mean, deviation[i] = row.deviation;
-        least[i] = row.least, first_key[i] = row.first_key;
+        min_score[i] = row.min_score, first_key[i] = row.first_key;
     }
 };
 
@@ -87,8 +87,8 @@ struct OnlineSoftmax {
     // Moments of the scores. `shifted` and `shifted_squares`, by lanes: sums of (s - base) and of its square over the
     // last `count` scores. The base is the mean of `base_count` of them. `merged`: the moments of all scores before.
     T *shifted = nullptr, *shifted_squares = nullptr, *base = nullptr, *base_count = nullptr, *count = nullptr;
-    // Of the scores of each row, where they are wanted: the smallest; the largest and its first key.
-    T *least = nullptr, *largest = nullptr, *first_key = nullptr;
+    // Of the scores of each row, where they are requested: the smallest; the largest and its first key.
+    T *min_score = nullptr, *max_score = nullptr, *first_key = nullptr;
     RowState<T>* merged = nullptr;
     bool has_merged = false;  // otherwise `merged` is not initialised
     int64_t rows, width;
@@ -97,22 +97,22 @@ struct OnlineSoftmax {
     OnlineSoftmax(Arena& arena, const Problem& problem, int64_t row_count)
         : rows(row_count), width(row_width<T>(problem)) {
         // Whole vectors of rows, which `states` reads, except that one row is read alone.
-        const int64_t whole = padded(rows, L), all = rows == 1 ? 1 : whole;
-        lazy_max = filled(arena, whole, kUnset);
+        const int64_t padded_rows = padded(rows, L), lane_rows = rows == 1 ? 1 : padded_rows;
+        lazy_max = filled(arena, padded_rows, kUnset);
         out = filled(arena, rows * width, T(0));
         T** const sums[] = {&denom, &sum_exp_logit, &squares, &shifted, &shifted_squares};
         const int64_t count_of_sums = problem.full_statistics ? std::size(sums) : 1;
-        T* zeros = filled(arena, count_of_sums * all * L, T(0));
-        for (int64_t i = 0; i < count_of_sums; i++) *sums[i] = zeros + i * all * L;
+        T* zeros = filled(arena, count_of_sums * lane_rows * L, T(0));
+        for (int64_t i = 0; i < count_of_sums; i++) *sums[i] = zeros + i * lane_rows * L;
         if (problem.exact_row_max || problem.full_statistics)
-            row_max = filled(arena, all * L, -std::numeric_limits<T>::infinity());
-        if (problem.least_score) least = filled(arena, whole, std::numeric_limits<T>::infinity());
+            row_max = filled(arena, lane_rows * L, -std::numeric_limits<T>::infinity());
+        if (problem.min_score) min_score = filled(arena, padded_rows, std::numeric_limits<T>::infinity());
         if (problem.first_key) {
-            largest = filled(arena, whole, -std::numeric_limits<T>::infinity());
-            first_key = filled(arena, whole, T(-1));
+            max_score = filled(arena, padded_rows, -std::numeric_limits<T>::infinity());
+            first_key = filled(arena, padded_rows, T(-1));
         }
         if (!problem.full_statistics) return;
-        for (T** x : {&base, &base_count, &count}) *x = filled(arena, whole, T(0));
+        for (T** x : {&base, &base_count, &count}) *x = filled(arena, padded_rows, T(0));
         merged = arena.take<RowState<T>>(rows);
     }
 
@@ -125,14 +125,15 @@ struct OnlineSoftmax {
         dispatch_width<T>(key_count, [&](auto vectors) {
             if (first >= started && size > 1) start_rows<vectors>(first, size, s, bits);
             started = std::max(started, first + size);
-            if (least)
+            if (min_score)
                 for (int64_t i = 0; i < size; i++)
-                    least[first + i] = std::min(least[first + i],
-                                                reduce<T>(least_of<vectors>(s + i * kTileKeys, bits[i]), fast_min<T>));
+                    min_score[first + i] = std::min(
+                        min_score[first + i], reduce<T>(lane_min<vectors>(s + i * kTileKeys, bits[i]), fast_min<T>));
             for (int64_t i = 0; first_key && i < size; i++)
-                if (const T most = reduce_max<T>(most_of<vectors>(s + i * kTileKeys)); most > largest[first + i]) {
-                    largest[first + i] = most;
-                    first_key[first + i] = static_cast<T>(key + place_of(most, s + i * kTileKeys));
+                if (const T tile_max = reduce_max<T>(lane_max<vectors>(s + i * kTileKeys));
+                    tile_max > max_score[first + i]) {
+                    max_score[first + i] = tile_max;
+                    first_key[first + i] = static_cast<T>(key + index_of(tile_max, s + i * kTileKeys));
                 }
             const auto rows = [&](auto statistics, auto drops) {
                 update_rows<vectors, statistics, drops>(first, size, weights, s, bits, keep, factor);
@@ -152,17 +153,17 @@ struct OnlineSoftmax {
     void for_each_states(const F& f) const {
         for (int64_t first = 0; first < rows; first += L) {
             const int64_t size = std::min<int64_t>(L, rows - first);
-            RowStates<T> found = states(first);
+            RowStates<T> row_states = states(first);
             if (has_merged)
                 for (int i = 0; i < size; i++) {
-                    const RowState<T> last = found[i];
-                    RowState<T> all = last, &before = merged[first + i];
-                    all.count = before.count, all.base = before.base, all.mean = before.mean;
-                    all.deviation = before.deviation;
-                    all.merge_moments(last.count, last.base, last.mean, last.deviation);
-                    found.set(i, all);
+                    const RowState<T> current = row_states[i];
+                    RowState<T> total = current, &before = merged[first + i];
+                    total.count = before.count, total.base = before.base, total.mean = before.mean;
+                    total.deviation = before.deviation;
+                    total.merge_moments(current.count, current.base, current.mean, current.deviation);
+                    row_states.set(i, total);
                 }
-            f(first, size, found);
+            f(first, size, row_states);
         }
     }
 
@@ -184,27 +185,27 @@ struct OnlineSoftmax {
 
     // The sums of the differences of the unmasked scores of a tile from a number, by lanes.
     template <int W>
-    static V<T> sum_from(const T* s, uint64_t bits, T near) {
+    static V<T> sum_of_differences(const T* s, uint64_t bits, T origin) {
         V<T> sum{};
-        for (int j = 0; j < W; j++) sum += select_bits<T>(bits, j, load(s + j * L) - near, V<T>{});
+        for (int j = 0; j < W; j++) sum += select_bits<T>(bits, j, load(s + j * L) - origin, V<T>{});
         return sum;
     }
 
     // The largest scores of a tile, by lanes; and the first key that has one of these.
     template <int W>
-    static V<T> most_of(const T* s) {
-        V<T> found = load(s);
-        for (int j = 1; j < W; j++) found = fast_max<T>(found, load(s + j * L));
-        return found;
+    static V<T> lane_max(const T* s) {
+        V<T> maximum = load(s);
+        for (int j = 1; j < W; j++) maximum = fast_max<T>(maximum, load(s + j * L));
+        return maximum;
     }
-    static int64_t place_of(T most, const T* s) { return std::find(s, s + kTileKeys, most) - s; }
+    static int64_t index_of(T most, const T* s) { return std::find(s, s + kTileKeys, most) - s; }
 
     // The smallest unmasked scores of a tile, by lanes.
     template <int W>
-    static V<T> least_of(const T* s, uint64_t bits) {
-        V<T> infinity = splat(std::numeric_limits<T>::infinity()), found = infinity;
-        for (int j = 0; j < W; j++) found = fast_min<T>(select_bits<T>(bits, j, load(s + j * L), infinity), found);
-        return found;
+    static V<T> lane_min(const T* s, uint64_t bits) {
+        V<T> infinity = splat(std::numeric_limits<T>::infinity()), minimum = infinity;
+        for (int j = 0; j < W; j++) minimum = fast_min<T>(select_bits<T>(bits, j, load(s + j * L), infinity), minimum);
+        return minimum;
     }
 
     // A base at the mean of some scores. An unmasked infinity propagates through the sums, not through the base.
@@ -235,25 +236,25 @@ struct OnlineSoftmax {
     // The states of as many rows as a vector has lanes, without the moments in `merged`.
     RowStates<T> states(int64_t first) const {
         const V<T> lazy = load(lazy_max + first), sum = sum_rows(denom, first);
-        RowStates<T> found;
+        RowStates<T> result;
         // Vector by vector: clearing the whole struct takes a few rows longer than what they need of it.
-        found.sum_exp_logit = found.squares = found.count = found.base = found.mean = found.deviation = V<T>{};
-        found.least = least ? load(least + first) : V<T>{};
-        found.first_key = first_key ? load(first_key + first) : V<T>{};
-        found.max = maximum_of(row_max ? reduce_rows(row_max, first, fast_max<T>) : lazy, sum);
-        found.denom = sum;
-        found.out_scale = splat(T(1));
-        if (!row_max) return found;
-        const V<T> rise = select<T>(found.max == -std::numeric_limits<T>::infinity(), V<T>{}, found.max - lazy);
-        found.out_scale = exp_of<T>(-rise);
-        found.denom *= found.out_scale;
-        if (!sum_exp_logit) return found;
-        found.sum_exp_logit = (sum_rows(sum_exp_logit, first) - rise * sum) * found.out_scale;
-        found.squares = sum_rows(squares, first) * (found.out_scale * found.out_scale);
-        found.count = load(count + first);
-        found.base = load(base + first);
-        set_moments(found, sum_rows(shifted, first), sum_rows(shifted_squares, first));
-        return found;
+        result.sum_exp_logit = result.squares = result.count = result.base = result.mean = result.deviation = V<T>{};
+        result.min_score = min_score ? load(min_score + first) : V<T>{};
+        result.first_key = first_key ? load(first_key + first) : V<T>{};
+        result.max = maximum_of(row_max ? reduce_rows(row_max, first, fast_max<T>) : lazy, sum);
+        result.denom = sum;
+        result.out_scale = splat(T(1));
+        if (!row_max) return result;
+        const V<T> rise = select<T>(result.max == -std::numeric_limits<T>::infinity(), V<T>{}, result.max - lazy);
+        result.out_scale = exp_of<T>(-rise);
+        result.denom *= result.out_scale;
+        if (!sum_exp_logit) return result;
+        result.sum_exp_logit = (sum_rows(sum_exp_logit, first) - rise * sum) * result.out_scale;
+        result.squares = sum_rows(squares, first) * (result.out_scale * result.out_scale);
+        result.count = load(count + first);
+        result.base = load(base + first);
+        set_moments(result, sum_rows(shifted, first), sum_rows(shifted_squares, first));
+        return result;
     }
 
     // Set the lazy maxima of rows before their first tile, and the bases of their moments: row by row, each would wait
@@ -265,18 +266,19 @@ struct OnlineSoftmax {
             // The last row stands for those behind it.
             const auto row = [&](int i) { return std::min(i, count_of_rows - 1); };
             V<T> v[L];
-            for (int i = 0; i < L; i++) v[i] = most_of<W>(s + row(i) * kTileKeys);
+            for (int i = 0; i < L; i++) v[i] = lane_max<W>(s + row(i) * kTileKeys);
             const V<T> maximum = reduce_each<T>(v, fast_max<T>), lazy = fast_max<T>(maximum, splat(kUnset));
             store_first(lazy_max + first, count_of_rows, lazy);
             if (!shifted) continue;
             T counts[L];
             for (int i = 0; i < L; i++) {
-                v[i] = sum_from<W>(s + row(i) * kTileKeys, bits[row(i)], lazy[i]);
+                v[i] = sum_of_differences<W>(s + row(i) * kTileKeys, bits[row(i)], lazy[i]);
                 counts[i] = static_cast<T>(__builtin_popcountll(bits[row(i)]));
             }
-            const V<T> own = load(counts), mean = lazy + reduce_sums<T>(v) / fast_max<T>(own, splat(T(1)));
+            const V<T> tile_count = load(counts),
+                       mean = lazy + reduce_sums<T>(v) / fast_max<T>(tile_count, splat(T(1)));
             store_first(base + first, count_of_rows, base_near(mean));
-            store_first(base_count + first, count_of_rows, own);
+            store_first(base_count + first, count_of_rows, tile_count);
         }
     }
 
@@ -289,11 +291,11 @@ struct OnlineSoftmax {
             V<T> sum, logits, square;
             if (lazy_max[i] == kUnset) raise_lazy_max<W>(i, s);
             do {
-                const V<T> own = splat(lazy_max[i]);
+                const V<T> lazy = splat(lazy_max[i]);
                 sum = logits = square = V<T>{};
 #pragma GCC unroll 16
                 for (int j = 0; j < W; j++) {
-                    const V<T> logit = load(s + j * L) - own, e = exp2_of<T>(logit * kLog2E<T>);
+                    const V<T> logit = load(s + j * L) - lazy, e = exp2_of<T>(logit * kLog2E<T>);
                     sum += e;
                     if constexpr (statistics) {
                         // e is 0 below `lowest`, so that clamping keeps 0 * -inf from becoming NaN; NaN propagates by
@@ -309,10 +311,10 @@ struct OnlineSoftmax {
             } while (exceeds<T>(sum, kMaxWeightSum) && raise_lazy_max<W>(i, s));
             store(denom + i * L, load(denom + i * L) + sum);
             if (row_max) {
-                V<T> most = load(row_max + i * L);
+                V<T> maximum = load(row_max + i * L);
 #pragma GCC unroll 16
-                for (int j = 0; j < W; j++) most = fast_max<T>(load(s + j * L), most);
-                store(row_max + i * L, most);
+                for (int j = 0; j < W; j++) maximum = fast_max<T>(load(s + j * L), maximum);
+                store(row_max + i * L, maximum);
             }
             if constexpr (statistics) {
                 update_moments<W>(i, s, bits[i - first]);
@@ -326,7 +328,7 @@ struct OnlineSoftmax {
     // higher. Rare, and therefore not inlined.
     template <int W>
     __attribute__((noinline)) bool raise_lazy_max(int64_t i, const T* s) {
-        const T maximum = reduce_max<T>(most_of<W>(s)), from = lazy_max[i];
+        const T maximum = reduce_max<T>(lane_max<W>(s)), from = lazy_max[i];
         if (!(maximum > from)) return false;
         lazy_max[i] = maximum;
         // Scores equal to the lowest number, which some callers use as a mask, weigh nothing beside any other.
@@ -345,8 +347,8 @@ struct OnlineSoftmax {
     template <int W>
     void update_moments(int64_t i, const T* s, uint64_t bits) {
         if (!bits) return;
-        const T own = static_cast<T>(__builtin_popcountll(bits));
-        if (own > kBaseGrowth * base_count[i]) set_base<W>(i, s, bits, own);
+        const T tile_count = static_cast<T>(__builtin_popcountll(bits));
+        if (tile_count > kBaseGrowth * base_count[i]) set_base<W>(i, s, bits, tile_count);
         const T from = base[i];
         V<T> sum = load(shifted + i * L), square = load(shifted_squares + i * L);
         const auto add = [&](auto select_of) {
@@ -363,16 +365,17 @@ struct OnlineSoftmax {
             add([bits](int j, V<T> x) { return select_bits<T>(bits, j, x, V<T>{}); });
         store(shifted + i * L, sum);
         store(shifted_squares + i * L, square);
-        count[i] += own;
+        count[i] += tile_count;
         if (count[i] >= kMostPerBase) merge_last(i);
     }
 
     // Let the mean of the unmasked scores of a tile, `own` of them, be the base of a row.
     template <int W>
-    __attribute__((noinline)) void set_base(int64_t i, const T* s, uint64_t bits, T own) {
+    __attribute__((noinline)) void set_base(int64_t i, const T* s, uint64_t bits, T tile_count) {
         if (count[i] != 0) merge_last(i);
-        base[i] = base_near(splat(lazy_max[i] + reduce_sum<T>(sum_from<W>(s, bits, lazy_max[i])) / own))[0];
-        base_count[i] = own;
+        base[i] =
+            base_near(splat(lazy_max[i] + reduce_sum<T>(sum_of_differences<W>(s, bits, lazy_max[i])) / tile_count))[0];
+        base_count[i] = tile_count;
     }
 
     // Scores that share a base: sums stay short.

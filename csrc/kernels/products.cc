@@ -15,9 +15,9 @@ __attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T
     const auto part = [&](int64_t j, int64_t end) {
         std::array<V<T>, R> even{}, odd{};
         const auto add = [&](std::array<V<T>, R>& sum, int64_t at) {
-            const V<T> own = load_as<T>(b + at);
+            const V<T> b_lanes = load_as<T>(b + at);
 #pragma GCC unroll 4
-            for (int r = 0; r < R; r++) sum[r] = Terms::add(sum[r], load(a + r * stride + at), own);
+            for (int r = 0; r < R; r++) sum[r] = Terms::add(sum[r], load(a + r * stride + at), b_lanes);
         };
         for (; j + 2 * L <= end; j += 2 * L) {
             prefetch_stream<T, 2>(b + j);
@@ -31,10 +31,10 @@ __attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T
     if constexpr (Terms::kMaxTerms == std::numeric_limits<int64_t>::max()) {
         return part(0, width);
     } else {
-        constexpr int64_t most = 2 * L * Terms::kMaxTerms;
-        std::array<V<T>, R> sum = part(0, std::min(width, most));
-        for (int64_t j = most; j < width; j += most) {
-            const std::array<V<T>, R> next = part(j, std::min(width, j + most));
+        constexpr int64_t terms_per_part = 2 * L * Terms::kMaxTerms;
+        std::array<V<T>, R> sum = part(0, std::min(width, terms_per_part));
+        for (int64_t j = terms_per_part; j < width; j += terms_per_part) {
+            const std::array<V<T>, R> next = part(j, std::min(width, j + terms_per_part));
             for (int r = 0; r < R; r++) sum[r] += next[r];
         }
         return sum;
@@ -48,21 +48,21 @@ void few_rows_kernel(T* s, const T* q, int64_t stride, const View<E>& keys, int6
                      const Interleaved<T>& other) {
     constexpr int L = Vector<T>::lanes;
     const int64_t turn_keys = 2048 / (std::max<int64_t>(width, 1) * static_cast<int64_t>(sizeof(E)));
-    const int turn = std::clamp<int>(std::bit_floor(static_cast<uint64_t>(turn_keys)), 1, L);
-    const int64_t whole = count - count % L;
-    for (int64_t i = 0; i < whole; i += L) {
+    const int keys_per_turn = std::clamp<int>(std::bit_floor(static_cast<uint64_t>(turn_keys)), 1, L);
+    const int64_t vector_count = count - count % L;
+    for (int64_t i = 0; i < vector_count; i += L) {
         V<T> sum[R][L];
-        for (int first = 0; first < L; first += turn) {
-            for (int u = first; u < first + turn; u++) {
+        for (int first = 0; first < L; first += keys_per_turn) {
+            for (int u = first; u < first + keys_per_turn; u++) {
                 const auto lanes = lanes_of_terms<R, Terms>(q, stride, keys.row(i + u), width);
                 for (int r = 0; r < R; r++) sum[r][u] = lanes[r];
             }
-            other.run(i + first, i + first + turn);
+            other.run(i + first, i + first + keys_per_turn);
         }
         for (int r = 0; r < R; r++) store(s + r * kTileKeys + i, reduce_sums<T>(sum[r]));
     }
-    other.run(whole, other.count);
-    for (int64_t i = whole; i < count; i++) {
+    other.run(vector_count, other.count);
+    for (int64_t i = vector_count; i < count; i++) {
         const auto lanes = lanes_of_terms<R, Terms>(q, stride, keys.row(i), width);
         for (int r = 0; r < R; r++) s[r * kTileKeys + i] = reduce_sum<T>(lanes[r]);
     }

@@ -9,7 +9,8 @@
 // Rows after all their keys, one in each lane: the kernels' statistics, and those with the sink as one more logit.
 template <class T>
 struct FinishedRows {
-    V<T> max, denom, sum_exp_logit{}, squares{}, count{}, mean{}, deviations{}, least{}, first_key{};  // see RowStat
+    V<T> max, denom, sum_exp_logit{}, squares{}, count{}, mean{}, deviations{}, min_score{},
+        first_key{};                     // see RowStat
     V<T> row_max, all_denom, log_denom;  // with the sink, if any
     V<T> factor = splat(T(1));           // from sums relative to `max` to those relative to `row_max`
     V<T> all_sum_exp_logit;              // sum_exp_logit with the sink
@@ -26,7 +27,7 @@ struct FinishedRows {
             sum_exp_logit = read(kStatSumExpLogit), squares = read(kStatSumSquares), count = read(kStatCount);
             mean = read(kStatMean), deviations = read(kStatDeviation);
         }
-        if (problem.least_score) least = read(kStatLeast);
+        if (problem.min_score) min_score = read(kStatMinScore);
         if (problem.first_key) first_key = read(kStatFirstKey);
         all_sum_exp_logit = sum_exp_logit;
         if (sink) add_sink(splat(*sink));
@@ -54,7 +55,7 @@ struct FinishedRows {
             case Statistic::sum_weights:
                 return share();
             case Statistic::min_score:
-                return least;
+                return min_score;
             case Statistic::argmax_key:
                 return first_key;
             case Statistic::log_sum_exp:

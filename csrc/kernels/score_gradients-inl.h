@@ -194,14 +194,15 @@ struct ScoreGradients {
    private:
     // Fill bits, P and dS of up to kStepPanels micro-panels, the rows [first, first + size). Until softmax_gradients, P
     // holds the scores and dS holds dP.
-    void step(BackwardQueryTile<T>& queries, const BackwardKeyTile<T>& tile, Span own, int64_t first, int64_t size) {
+    void step(BackwardQueryTile<T>& queries, const BackwardKeyTile<T>& tile, Span attended, int64_t first,
+              int64_t size) {
         constexpr int L = Vector<T>::lanes;
         T *p = queries.p + first * kTileKeys, *ds = queries.ds + first * kTileKeys;
         const int64_t key_count = tile.keys.count;
         uint64_t* bits = queries.bits + first;
         const Interleaved<T> none;
-        scores(p, bits, queries.rows, queries.additive_query, own, tile.keys, tile.few_rows ? &none : nullptr, nullptr,
-               !for_bias);
+        scores(p, bits, queries.rows, queries.additive_query, attended, tile.keys, tile.few_rows ? &none : nullptr,
+               nullptr, !for_bias);
         // O = (P * keep) V, so dP = dO V^T
         if (tile.few_rows) {
             few_rows_gemm(Product<T>{}, ds, queries.grad_out.row(first), queries.grad_out.stride, size,

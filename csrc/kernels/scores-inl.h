@@ -18,8 +18,8 @@ constexpr double kLargeCap = 1e20;
 // The factor of a head's products or squared distances.
 template <class T>
 inline T scale_of(const Problem& problem, const Head& head) {
-    const T own = head.scale ? *as<T>(head.scale) : T(1);
-    return static_cast<T>(problem.scale) * own;
+    const T head_scale = head.scale ? *as<T>(head.scale) : T(1);
+    return static_cast<T>(problem.scale) * head_scale;
 }
 
 // Add a row of the bias over some keys, and mask the pairs where it is -inf. `line`: memory for a tile of numbers.

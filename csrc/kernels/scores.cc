@@ -114,11 +114,11 @@ template <class T>
 void Scores<T>::apply_biases_and_caps(T* s, const Head& head, int64_t row, const KeyTile<T>& tile,
                                       T* cap_slopes) const {
     constexpr int L = Vector<T>::lanes;
-    const T own = head.query_bias.data ? as<T>(head.query_bias.data)[row * head.query_bias.row_stride] : T(0);
+    const T row_bias = head.query_bias.data ? as<T>(head.query_bias.data)[row * head.query_bias.row_stride] : T(0);
     for (int64_t j = 0; j < width_of<T>(tile.count) * L; j += L) {
         V<T> x = load(s + j);
         if (head.key_bias.data) x += load(tile.bias + j);
-        x += own;
+        x += row_bias;
         V<T> slope = splat(T(1));
         for (const Cap& cap : problem_.caps) {
             const T factor = static_cast<T>(cap.factor);

@@ -170,10 +170,11 @@ inline T reduce_nan_max(V<T> v) {
 template <class T, int s = Vector<T>::lanes / 2, class F>
 inline V<T> reduce_each(V<T>* v, F op) {
     constexpr int L = Vector<T>::lanes;
-    constexpr auto own = [](int p) { return (p & s) ? L + p : p; };
-    constexpr auto other = [](int p) { return (p & s) ? L + p - s : p + s; };
+    constexpr auto same_lane = [](int p) { return (p & s) ? L + p : p; };
+    constexpr auto partner_lane = [](int p) { return (p & s) ? L + p - s : p + s; };
 #pragma GCC unroll 8
-    for (int i = 0; i < s; i++) v[i] = op(shuffle<T>(v[i], v[i + s], own), shuffle<T>(v[i], v[i + s], other));
+    for (int i = 0; i < s; i++)
+        v[i] = op(shuffle<T>(v[i], v[i + s], same_lane), shuffle<T>(v[i], v[i + s], partner_lane));
     if constexpr (s > 1)
         return reduce_each<T, s / 2>(v, op);
     else
@@ -351,12 +352,13 @@ inline V<T> exp_remainder(V<T> y, V<T> n) {
 template <class T>
 inline V<T> scale_by_power(V<T> p, V<T> z) {
     using E = Exp<T>;
-    M<T> whole, zero;
+    M<T> exponent, magic_bits;
     const V<T> start = splat(E::magic);
-    std::memcpy(&whole, &z, sizeof z);
-    std::memcpy(&zero, &start, sizeof start);
-    whole -= zero;
-    const M<T> half = whole >> 1, halves[2] = {(half + E::bias) << E::shift, (whole - half + E::bias) << E::shift};
+    std::memcpy(&exponent, &z, sizeof z);
+    std::memcpy(&magic_bits, &start, sizeof start);
+    exponent -= magic_bits;
+    const M<T> half = exponent >> 1,
+               halves[2] = {(half + E::bias) << E::shift, (exponent - half + E::bias) << E::shift};
     V<T> power[2];
     std::memcpy(power, halves, sizeof halves);
     return (p * power[0]) * power[1];
@@ -464,10 +466,10 @@ inline V<T> exp2_of(V<T> t) {
         std::memcpy(&power, &bits, sizeof bits);
         return exp2_rest(y - (z - magic)) * power;
     } else {
-        constexpr T least = -(E::bias + E::shift + 1);
-        const M<T> under = t < least;
-        constexpr T most = E::bias + 1;
-        const V<T> y = select<T>(under, splat(least), select<T>(t > most, splat(most), t));
+        constexpr T min_exponent = -(E::bias + E::shift + 1);
+        const M<T> under = t < min_exponent;
+        constexpr T max_exponent = E::bias + 1;
+        const V<T> y = select<T>(under, splat(min_exponent), select<T>(t > max_exponent, splat(max_exponent), t));
         const V<T> z = (y - T(0.5)) + E::magic;
         return select<T>(under, V<T>{}, scale_by_power<T>(exp2_fraction<T>(y - (z - E::magic)), z));
     }
@@ -503,8 +505,8 @@ inline V<T> log_of(V<T> x) {
         q = q * f + 3.3333331174e-1f;
         const V<float> low = (q * f * square + n * Exp<float>::ln2_low) - 0.5f * square;
         constexpr float infinity = std::numeric_limits<float>::infinity();
-        const V<float> found = (f + low) + n * Exp<float>::ln2_high;
-        return select<float>(x == 0, splat(-infinity), select<float>(x < infinity, found, x));
+        const V<float> log_x = (f + low) + n * Exp<float>::ln2_high;
+        return select<float>(x == 0, splat(-infinity), select<float>(x < infinity, log_x, x));
     } else {
         for (int i = 0; i < Vector<T>::lanes; i++) x[i] = std::log(x[i]);
         return x;

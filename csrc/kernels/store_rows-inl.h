@@ -26,7 +26,7 @@ void store_row(const Problem& problem, const Head& head, int64_t row, T scale, T
 template <class T, class At>
 void store_rows(const Problem& problem, int64_t size, const RowStates<T>& states, T* out, int64_t width, const At& at) {
     const std::pair<const Head*, int64_t> first = at(0), last = at(size - 1);
-    const auto keep = [&](RowStat which, V<T> x) {
+    const auto store_stat = [&](RowStat which, V<T> x) {
         if (first.first == last.first) {
             T* to = as<T>(first.first->row_stats) + which * problem.query_len + first.second;
             return store_first(to, size, x);
@@ -36,17 +36,18 @@ void store_rows(const Problem& problem, int64_t size, const RowStates<T>& states
             as<T>(head->row_stats)[which * problem.query_len + row] = x[i];
         }
     };
-    keep(kStatMax, states.max);
-    keep(kStatDenom, states.denom);
+    store_stat(kStatMax, states.max);
+    store_stat(kStatDenom, states.denom);
     if (problem.full_statistics) {
-        keep(kStatSumExpLogit, states.sum_exp_logit);
-        keep(kStatSumSquares, states.squares);
-        keep(kStatCount, states.count);
-        keep(kStatMean, states.base + states.mean);
-        keep(kStatDeviation, states.deviation);
+        store_stat(kStatSumExpLogit, states.sum_exp_logit);
+        store_stat(kStatSumSquares, states.squares);
+        store_stat(kStatCount, states.count);
+        store_stat(kStatMean, states.base + states.mean);
+        store_stat(kStatDeviation, states.deviation);
     }
-    if (problem.least_score) keep(kStatLeast, select<T>(states.max != states.max, states.max, states.least));
-    if (problem.first_key) keep(kStatFirstKey, select<T>(states.max != states.max, splat(T(-1)), states.first_key));
+    if (problem.min_score) store_stat(kStatMinScore, select<T>(states.max != states.max, states.max, states.min_score));
+    if (problem.first_key)
+        store_stat(kStatFirstKey, select<T>(states.max != states.max, splat(T(-1)), states.first_key));
     const V<T> scale = select<T>(states.denom == 0, splat(T(1)), states.out_scale / states.denom);
     for (int i = 0; i < size; i++) {
         const auto [head, row] = at(i);

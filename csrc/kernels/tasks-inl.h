@@ -46,9 +46,10 @@ class SharedTiles {
     // Whether sharing pays, and takes little memory: a few times that of 2^19 numbers, as many as keys and values may
     // have.
     static bool is_profitable(const Problem& problem, int64_t query_tiles) {
-        constexpr int64_t most = int64_t{1} << 19;
+        constexpr int64_t max_numbers = int64_t{1} << 19;
         const int64_t keys = static_cast<int64_t>(problem.heads.size()) * problem.key_len;
-        return problem.form == Form::additive && query_tiles > 1 && keys * (problem.dim + problem.value_dim) <= most;
+        return problem.form == Form::additive && query_tiles > 1 &&
+               keys * (problem.dim + problem.value_dim) <= max_numbers;
     }
 
     // The tile of the keys [key, key + key_count) of a head, or null.
@@ -62,13 +63,13 @@ class SharedTiles {
     // The end of the last interval of a head; 0 where the intervals do not all begin at key 0, because query tiles then
     // cut the keys into different tiles.
     static int64_t unmasked_prefix(const Problem& problem, const Head& head) {
-        Span all{0, 0};
+        Span hull{0, 0};
         for (int64_t row = 0; row < problem.query_len; row++) {
-            const Span own = key_interval(problem, head, row);
-            if (!own.empty() && own.first > 0) return 0;
-            all = all.covering(own);
+            const Span interval = key_interval(problem, head, row);
+            if (!interval.empty() && interval.first > 0) return 0;
+            hull = hull.covering(interval);
         }
-        return all.last;
+        return hull.last;
     }
 
     std::vector<Tile> tiles_;

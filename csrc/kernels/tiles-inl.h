@@ -74,17 +74,19 @@ struct QueryTile {
         stream = arena.take<uint32_t>(problem.dropout > 0 ? count : 0);
         int64_t at = first / problem.query_len, next = first % problem.query_len;
         for (int64_t i = 0; i < count; at++, next = 0) {
-            const Head& own = problem.heads[heads[at]];
-            masked = masked || has_mask(own);
-            holes = std::max(holes, own.holes);
-            pair_masked = pair_masked || has_pair_mask(own);
-            no_epilogue = no_epilogue && !own.query_bias.data && !own.key_bias.data && problem.caps.empty();
+            const Head& source_head = problem.heads[heads[at]];
+            masked = masked || has_mask(source_head);
+            holes = std::max(holes, source_head.holes);
+            pair_masked = pair_masked || has_pair_mask(source_head);
+            no_epilogue =
+                no_epilogue && !source_head.query_bias.data && !source_head.key_bias.data && problem.caps.empty();
             for (; i < count && next < problem.query_len; i++, next++) {
-                head[i] = &own;
+                head[i] = &source_head;
                 row[i] = next;
-                prefetch_row(own.query, problem.score_dtype, next + kPrefetchRows, problem.query_len, problem.dim);
-                read_query(query + i * width, width, problem, own, next);
-                if (problem.dropout > 0) stream[i] = Dropout::stream(problem, own, next);
+                prefetch_row(source_head.query, problem.score_dtype, next + kPrefetchRows, problem.query_len,
+                             problem.dim);
+                read_query(query + i * width, width, problem, source_head, next);
+                if (problem.dropout > 0) stream[i] = Dropout::stream(problem, source_head, next);
             }
         }
         if (problem.form == Form::additive && !is_finite(View<T>{query, width}, count, width)) {
@@ -141,15 +143,15 @@ struct QueryTile {
         }
         std::fill_n(any_row, panels(), Span{problem.key_len, 0});
         begins = arena.take<int64_t>(count);
-        Span all{problem.key_len, 0};  // from the last of `begins` on
+        Span hull{problem.key_len, 0};  // from the last of `begins` on
         for (int64_t i = 0; i < count; i++) {
-            const Span own = key_interval(problem, *head[i], row[i]);
+            const Span interval = key_interval(problem, *head[i], row[i]);
             // Sequences shorter than a key tile share one.
-            if (!own.empty() && own.first >= all.last && own.first - all.first >= kTileKeys)
-                begins[begin_count++] = own.first, all = own;
-            all = all.covering(own);
-            any_row[i / kMR] = any_row[i / kMR].covering(own);
-            all_rows[i / kMR] = all_rows[i / kMR].within(own);
+            if (!interval.empty() && interval.first >= hull.last && interval.first - hull.first >= kTileKeys)
+                begins[begin_count++] = interval.first, hull = interval;
+            hull = hull.covering(interval);
+            any_row[i / kMR] = any_row[i / kMR].covering(interval);
+            all_rows[i / kMR] = all_rows[i / kMR].within(interval);
         }
     }
     void find_holes(Arena& arena, const Problem& problem) {

@@ -53,7 +53,7 @@ enum RowStat {
     kStatCount,        // number of unmasked keys
     kStatMean,         // mean s
     kStatDeviation,    // sum (s - mean)^2
-    kStatLeast,        // min s, where least_score asks for it
+    kStatMinScore,     // min s, where min_score asks for it
     kStatFirstKey,     // the first key of the largest score, or -1, where first_key asks for it
     kRowStats
 };
@@ -130,7 +130,7 @@ struct Problem {
     int64_t query_len = 0, key_len = 0, dim = 0, value_dim = 0;
     bool exact_row_max = false;    // see RowStat
     bool full_statistics = false;  // see RowStat
-    bool least_score = false;      // see RowStat
+    bool min_score = false;        // see RowStat
     bool first_key = false;        // see RowStat; with exact_row_max
     MatrixOutput matrix = MatrixOutput::none;
     double dropout = 0.0;  // probability that a weight is dropped; dropout.py defines which
@@ -156,7 +156,7 @@ struct Problem {
     X(max_weight, &Problem::exact_row_max)       \
     X(sum_sq_weights, &Problem::full_statistics) \
     X(sum_weights, nullptr)                      \
-    X(min_score, &Problem::least_score)          \
+    X(min_score, &Problem::min_score)            \
     X(argmax_key, &Problem::first_key)           \
     X(log_sum_exp, nullptr)
 

@@ -32,7 +32,7 @@ struct Drawn {
         if (!problem.heads.empty() && random.one_in(3)) plant();
         problem.exact_row_max = problem.full_statistics || later.coin();
         draw_matrix();
-        problem.least_score = latest.coin();
+        problem.min_score = latest.coin();
         problem.first_key = problem.exact_row_max && latest.coin();
     }
 

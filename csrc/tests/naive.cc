@@ -167,7 +167,7 @@ void forward_row(const Reader& r, int64_t i) {
         }
     }
     for (int n = 0; n < kStatFirstKey; ++n) {
-        if (n >= kStatSumExpLogit && !(n == kStatLeast ? p.least_score : p.full_statistics)) continue;
+        if (n >= kStatSumExpLogit && !(n == kStatMinScore ? p.min_score : p.full_statistics)) continue;
         put(h.row_stats + (n * p.query_len + i) * size_of(r.sum), r.sum, stats[n]);
     }
 }
