@@ -202,7 +202,7 @@ FAULTS: list[Fault] = [
     Fault(
         "transformers-additive-masks",
         "src/attnscore/integrations/transformers_masks.py",
-        "_takes_booleans",
+        "_module_takes_booleans",
         "A._supports_sdpa or A._supports_flex_attn",
         "A is not None",
         "tests/test_transformers_masks.py -k additive",
