@@ -1002,6 +1002,22 @@ def test_a_failure_ends_with_status_1(
     assert results.read(tmp_path / "results.json")["errors"]
 
 
+@pytest.mark.parametrize("targets", [False, True])
+def test_targets_are_shown_on_request(
+    targets: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import bench.command  # noqa: F401 - so that it can be changed
+
+    missing = {**GOOD_ROW, "target": 1e3, "reached": False}
+    monkeypatch.setattr(sys.modules["bench.command"], "run", lambda *_, **__: document([missing]))
+    monkeypatch.setenv("COLUMNS", "300")
+    options = ["--targets"] if targets else []
+    assert entry_main(["run", "--only", "tiny", "--out", str(tmp_path), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "ratio" in printed and "spread" in printed
+    assert [word in printed for word in ("stretch target", "misses its target: ")] == [targets] * 2
+
+
 def test_help_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry_main(["run", "--help"]) == 0
     words = capsys.readouterr().out.replace("│", " ").split()

@@ -49,6 +49,7 @@ def bench(
     device: Annotated[
         str, typer.Option(metavar="NAME", help="cpu, or cuda: cases of their own, on a GPU, against PyTorch's.")
     ] = "cpu",
+    targets: Annotated[bool, typer.Option("--targets", help="Show this project's targets too.")] = False,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.json goes.")] = Path("attnscore-bench"),
 ) -> None:
     """Time and memory against PyTorch, NumPy, JAX, TensorFlow, KeOps and onnxruntime on this machine.
@@ -58,7 +59,7 @@ def bench(
     """
     check_choice("--device", device, ("cpu", "cuda"))
     if device == "cuda":
-        of_cpus = {"full": full, "only": only, "again": again, "threads": threads, "isa": isa}
+        of_cpus = {"full": full, "only": only, "again": again, "threads": threads, "isa": isa, "targets": targets}
         if given := [f"--{name}" for name, value in of_cpus.items() if value]:
             raise ArgumentError(message("--device", f"cpu, which has {', '.join(given)}", "cuda"))
         return _on_gpu(quick, out)
@@ -79,7 +80,7 @@ def bench(
         document = results.joined(before, document)
     results.write(document, out / "results.json")
     screen = console()
-    _show(screen, document)
+    _show(screen, document, targets)
     screen.print(Text(f"results.json in {out}"), soft_wrap=True)
     if document["errors"]:
         first = document["errors"][0]
@@ -135,11 +136,13 @@ def _run(cases: Any, numbers: list[int], quick: bool, screen: Console) -> dict[s
         return run(cases, numbers, quick=quick, tell=lambda text, at, of: status.update(Text(f"[{at}/{of}] {text}")))
 
 
-def _show(screen: Console, document: dict[str, Any]) -> None:
+def _show(screen: Console, document: dict[str, Any], targets: bool) -> None:
     caption = "ratio: their time over ours"
     for title, columns, rows in reports.screen_tables(document):
         if rows:
-            cells = [[cell.replace("*", "") for cell in row] for row in rows]
-            screen.print(table(title, columns, cells, left=2, caption=caption if title == "Speed" else None))
-    for each in reports.missed(document):
+            shown = [i for i, column in enumerate(columns) if targets or column not in reports.TARGETS]
+            cells = [[row[i].replace("*", "") for i in shown] for row in rows]
+            names = [columns[i] for i in shown]
+            screen.print(table(title, names, cells, left=2, caption=caption if title == "Speed" else None))
+    for each in reports.missed(document) if targets else ():
         screen.print(Text(f"misses its target: {each}"))

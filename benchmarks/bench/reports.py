@@ -52,6 +52,10 @@ OVERVIEW = {
 }
 
 
+# Columns about targets of this project.
+TARGETS = frozenset(("target", "stretch target", "target, mean", "target, worst", "below", "reached"))
+
+
 def screen_tables(document: Row) -> Iterator[tuple[str, Cells, list[Cells]]]:
     """Yield (title, columns, rows) of every table for a screen."""
     speed = ("case", "against", "threads", "ours", "theirs", "ratio", "spread", "target", "stretch target", "reached")
