@@ -24,6 +24,7 @@ from attnscore.base import thresholds
 from attnscore.base.cache import BoundedCache
 from attnscore.masks import Mask, cached
 from attnscore.plans import plan
+from attnscore.problem.problem import build_problem
 from attnscore.scores.forms import InnerForm
 
 # Plans of the native kernel alone are cached; without it every call is checked.
@@ -89,6 +90,26 @@ def test_threads_share_a_cache() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert not wrong and 0 < len(memory.values()) <= 8
+
+
+@pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
+def test_plans_print_how_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "PLANS", found := BoundedCache())
+    x, w, W = torch.randn(1, 2, 40, 8), torch.randn(8), torch.randn(8, 8)
+    ats.attend(x, x, x, return_stats=("entropy",))
+    ats.attend(x, x, x, score=ats.Additive(w, W, W))
+    native = "NativePlan(native, float32, tiles chosen in C++, saves out, {}row_max, log_denom{})"
+    assert [*map(repr, found.values())] == [
+        native.format("entropy, ", ""), f"LoweredPlan(to Additive, {native.format('', ', saved_scores')})"
+    ]  # fmt: skip
+    problem, _ = build_problem(x.double(), x.double(), x.double())
+    single = plan.kernels.single_plan(problem, "streaming")
+    assert repr(single) == "SinglePlan(streaming, float64, tiles of 40 x 40, saves out, log_denom, row_max)"
+    pytest.importorskip("triton")
+    from attnscore.kernels.triton.plan import Tile, TritonPlan
+
+    on_gpu = TritonPlan(single, None, Tile(64, 32, 4, 2), 90, None, (), {})  # type: ignore[arg-type]
+    assert repr(on_gpu) == f"TritonPlan({single!r}, Tile(queries=64, keys=32, warps=4, stages=2))"
 
 
 @pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")

@@ -125,6 +125,10 @@ class SinglePlan(Plan, DifferentiableOp):
     tiles: TilePlan
     is_reusable = False
 
+    def __repr__(self) -> str:
+        tiles, saved = f"{self.tiles.query_tile} x {self.tiles.key_tile}", ", ".join(self._saved)
+        return f"SinglePlan({self.kernel.name}, {self.problem.dtype}, tiles of {tiles}, saves {saved})"
+
     def run(self, arguments: CallArguments) -> Any:
         with self.problem.ops.numeric_scope():
             return present(self.problem, self())

@@ -98,6 +98,9 @@ class LoweredPlan(Plan):
     leaves_out_padding: bool = False
     """Whether calls project their real keys alone, where their lengths leave so few that it saves time."""
 
+    def __repr__(self) -> str:
+        return f"LoweredPlan(to {type(self.lowered).__name__}, {self.plan!r})"
+
     @property
     def heads(self) -> int:
         return self.plan.heads

@@ -188,6 +188,10 @@ class NativePlan(Plan):
     _backwards: dict[Hashable, Backward] = field(default_factory=dict)
     _layouts: list[Signature | None] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        saved = ", ".join((*self.differentiable, *self.saved))
+        return f"NativePlan({self.kernel.name}, {self.dtype}, tiles chosen in C++, saves {saved})"
+
     @cached_property
     def threads(self) -> Callable[[], int]:
         """Function that counts the threads of a call (`thread_counter`)."""

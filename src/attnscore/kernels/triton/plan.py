@@ -42,6 +42,9 @@ class TritonPlan(Plan, DifferentiableOp):
     """On the caller's axes."""
     compiled_for: dict[str, Any]
 
+    def __repr__(self) -> str:
+        return f"TritonPlan({self.op!r}, {self.tile})"
+
     @property
     def heads(self) -> int:
         """As many as take the memory that the intervals of the mask do."""
