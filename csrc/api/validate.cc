@@ -1,5 +1,6 @@
 #include "api/validate.h"
 
+#include <algorithm>
 #include <iterator>
 #include <string>
 #include <vector>
@@ -277,8 +278,10 @@ void check_gradients(const Problem& p, const CallLayout& s, const Inputs& in, co
     if (p.form == Form::additive) check_present(a.grad_w_v);
     for (const auto& field : kGradients) {
         const Array& grad = a.*field.array;
-        const auto* input = std::begin(kInputs);
-        while (std::string("grad_") + input->name != field.name) ++input;
+        const auto* input = std::find_if(std::begin(kInputs), std::end(kInputs), [&](const auto& candidate) {
+            return std::string("grad_") + candidate.name == field.name;
+        });
+        if (input == std::end(kInputs)) throw_invalid(grad, "the gradient of an input", field.name);
         if (grad.present && !(in.*input->array).present) {
             throw_invalid(grad, "None where there is no such input", "an array");
         }
