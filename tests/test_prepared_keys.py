@@ -91,7 +91,7 @@ def test_what_is_prepared() -> None:
     assert (bilinear.key.shape, type(bilinear.score)) == ((7, 4), ats.Dot)
     capped = ats.prepare_keys(ats.SoftCap(ats.Temperature(ats.Cosine(2.0), 3.0), 4.0), key)
     np.testing.assert_allclose(np.linalg.norm(capped.key, axis=-1), np.ones(7))
-    assert (capped.score.cap, capped.score.score.T) == (4.0, 3.0)
+    assert (capped.score.cap, capped.score.score.temperature) == (4.0, 3.0)
     assert (capped.score.score.score.scale, capped.score.score.score.unit_keys) == (2.0, True)
     assert ats.prepare_keys(capped.score, capped.key).key is capped.key
     for score in ("dot", "scaled_dot", "gaussian", "sum", OwnAbsolute(np.array(0.5))):

@@ -54,8 +54,10 @@ class Additive(Score):
     negative_slope: float = 0.01
 
     def __post_init__(self) -> None:
-        activation(self.activation, self.negative_slope)
-        check_number("negative_slope", self.negative_slope)
+        # The defaults are right, and layers make a score at each call.
+        if (self.activation, self.negative_slope) != ("tanh", 0.01):
+            activation(self.activation, self.negative_slope)
+            check_number("negative_slope", self.negative_slope)
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         a, b = self._sides(ops, query, key)
