@@ -120,7 +120,7 @@ def attention_mask(
     if not boolean:
         return made(allow_is_bidirectional_skip)
 
-    if any(map(masking_utils.is_tracing, (None, q_offset, attention_mask))):
+    if any(map(masking_utils.is_tracing, [x for x in (q_offset, attention_mask) if isinstance(x, Tensor)] or [None])):
         return made(allow_is_causal_skip=False)
     if q_length == 1:
         # As small as the padding, and what generate() gives to a model that it compiles.
