@@ -494,9 +494,10 @@ def names_of_flax() -> dict[str, Any]:
     ids = jnp.array([[1, 2, 0]])
     x = jnp.ones((1, 3, 8))
     heads_first = {"q": q, "k": q, "v": q}
+    attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
     return {
-        "jax": jax, "jnp": jnp, "optax": optax, "rate": 0.1, **heads_first, "ids": ids, "pad": 0,
-        "mask": (ids != 0)[:, None, None], "x": x, "attention": lambda x: x, "norm": lambda x: x,
+        "jax": jax, "jnp": jnp, "nnx": nnx, "optax": optax, "rate": 0.1, **heads_first, "ids": ids, "pad": 0,
+        "mask": (ids != 0)[:, None, None], "x": x, "attention": attention, "norm": lambda x: x,
         "attend": ats.attend, "SoftCap": ats.SoftCap, "sink": jnp.zeros(3),
     }  # fmt: skip
 

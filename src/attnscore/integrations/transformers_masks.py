@@ -120,7 +120,8 @@ def attention_mask(
     if not boolean:
         return made(allow_is_bidirectional_skip)
 
-    if any(map(masking_utils.is_tracing, [x for x in (q_offset, attention_mask) if isinstance(x, Tensor)] or [None])):
+    tensors: list[Tensor | None] = [x for x in (q_offset, attention_mask) if isinstance(x, Tensor)]
+    if any(map(masking_utils.is_tracing, tensors or [None])):
         return made(allow_is_causal_skip=False)
     if q_length == 1:
         # As small as the padding, and what generate() gives to a model that it compiles.

@@ -35,7 +35,7 @@ class Failures:
     heads: Mapping[str, int]
     periods: dict[str, list[Period]] = field(default_factory=dict)
     growing: set[str] = field(default_factory=set)
-    """Layers in which the logits of a head have grown or saturate queries, be it a failure or none."""
+    """Layers in which the logits of a head grew or saturated queries early, be it a failure or none."""
 
     def showing(self, layer: str, *signs: str) -> set[int]:
         """Return the heads of a layer that show one of these signs."""
@@ -142,14 +142,13 @@ def tau_of(heads: Sequence[Mapping[str, float]], limit: Thresholds) -> float:
     return min([limit.tau, *(float(f"{tau:.1g}") for tau in taus if 0 < tau < math.inf)])
 
 
-def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: float) -> str:
+def describe(period: Period, now: Mapping[str, float], limit: Thresholds) -> str:
     """Return the numbers of a verdict in words: those of now, or of the first step where there are none any more."""
     has_numbers = period.holds and period.sign != "not a number" and now["rows"] > 0
     numbers = now if has_numbers else period.evidence
     sign, largest, variance = period.sign, numbers["max_logit"], numbers["logit_variance"]
     times_usual = f"{numbers['scale_ratio']:.3g} times 1/sqrt(d)"
     percent = 100 * numbers["saturated_rows"]
-    scaled = f"; QK-clip at tau = {limit.tau:g} would scale by {clip:.2g}" if clip < 1 else ""
     words = {
         "not a number": _nan_words(numbers),
         "near overflow": f"logits up to {largest:.3g} of {numbers['dtype_max']:.3g} that the dtype holds",
@@ -157,7 +156,7 @@ def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: 
         "causal leak": "it attends to later keys, which layers of the same kind do not",
         "saturated": (
             f"{percent:.0f} % of the queries have a weight of {limit.saturated_weight:g} or more, variance of the "
-            f"logits {variance:.3g}, largest {largest:.3g}{scaled}"
+            f"logits {variance:.3g}, largest {largest:.3g}"
         ),
         "dead": f"variance of the logits {variance:.2g}: it averages",
         "no use of the query": f"queries give a logit a variance of {numbers['query_variance']:.2g} at most",
@@ -168,7 +167,7 @@ def describe(period: Period, now: Mapping[str, float], limit: Thresholds, clip: 
             f"{percent:.0f} % of the queries have a weight of {limit.saturated_weight:g} or more, variance of the "
             f"logits {variance:.3g}"
         ),
-        "large logits": f"up to {largest:.3g}{scaled}",
+        "large logits": f"up to {largest:.3g}",
         "growing logits": f"the largest is {largest:.3g}",
         "collapsing entropy": f"{numbers['entropy']:.3g} nats",
         "uniform": f"variance of the logits {variance:.2g}",

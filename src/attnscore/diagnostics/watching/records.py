@@ -371,7 +371,12 @@ class Records:
         first, *later = self._first_steps or [0]
         fourth = later[EARLY_SAMPLED_STEPS - 2] if len(later) >= EARLY_SAMPLED_STEPS - 1 else math.inf
         early_until = max(first + EARLY_STEPS, fourth)
-        growing = {name for name, period in periods if period.holds and period.sign in _GROWTH}
+        # Logits of healthy layers grow as well, but later than those of a layer that fails early. Twice as late still
+        # counts: a rate may be too large for all layers.
+        growth_until = first + 2 * (early_until - first)
+        growing = {
+            name for name, period in periods if period.holds and period.sign in _GROWTH and period.first <= growth_until
+        }
         failures = Failures(first, early_until, {layer.name: layer.heads for layer in self._layers}, growing=growing)
         for name, period in failing:
             failures.periods.setdefault(name, []).append(period)
@@ -391,7 +396,7 @@ class Records:
                 continue
             if period.sign in NO_EFFECT and period != first_effect[name, period.head]:
                 continue
-            words = describe(period, recent[name, period.head], self.thresholds, recent[name, period.head]["clip"])
+            words = describe(period, recent[name, period.head], self.thresholds)
             words += "" if period.holds else f"; no more after step {period.last}"
             words += f"; earlier from step {period.earlier[0]} to {period.earlier[1]} too" if period.earlier else ""
             words += f"; the loss {trouble}" if failure and period.sign in WITH_LOSS else ""

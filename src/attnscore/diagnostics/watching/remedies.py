@@ -26,14 +26,15 @@ class Remedy(NamedTuple):
     keras: str = ""
 
 
-_SMALLER_RATE = "warm the learning rate up, and lower its largest value"
+_SMALLER_RATE = "warm the learning rate up, to a third of its largest value or less"
 _RESTORE = "restore a checkpoint from before step {first}"
 _WARM_UP = Remedy(
     f"{_SMALLER_RATE}; then begin anew, or {_RESTORE}: from saturated heads little gradient comes back",
-    "scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=200)",
-    "optimizer = optax.adam(optax.linear_schedule(0.01 * rate, rate, 200))",
+    "scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=200)"
+    "  # scheduler.step() after each optimizer.step()",
+    "optimizer = optax.adam(optax.linear_schedule(0.01 * rate, rate, 200))  # rate: a third of the present one",
     "optimizer = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.0, steps, warmup_target=rate, "
-    "warmup_steps=200))",
+    "warmup_steps=200))  # rate: a third of the present one; steps: of the whole training",
 )
 _SKIP = (
     "if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite(): optimizer.step()",
@@ -92,20 +93,20 @@ REMEDIES: dict[str, Remedy] = {
     "no padding mask": Remedy(
         "pass the mask of the padding",
         "model(x, src_key_padding_mask=ids == pad)",
-        "jax.nn.dot_product_attention(q, k, v, mask=(ids != pad)[:, None, None])",
+        "attention(x, mask=(ids != pad)[:, None, None])  # the mask of jax.nn.dot_product_attention too",
         "attention(x, x, attention_mask=(ids != pad)[:, None])",
     ),
     "inverted mask": Remedy(
         "invert the mask: True means may attend in `F.scaled_dot_product_attention`, JAX, Keras and here, masked in "
         "`nn.MultiheadAttention`",
         "model(x, src_key_padding_mask=~mask)",
-        "jax.nn.dot_product_attention(q, k, v, mask=~mask)",
+        "attention(x, mask=~mask)",
         "attention(x, x, attention_mask=~mask)",
     ),
     "no causal mask": Remedy(
         "give this layer the causal mask of the others",
         "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
-        "jax.nn.dot_product_attention(q, k, v, is_causal=True)",
+        "attention(x, mask=nnx.make_causal_mask(ids))  # jax.nn.dot_product_attention: is_causal=True",
         "attention(x, x, use_causal_mask=True)",
     ),
     "NaN or infinity in the weights of one head": Remedy(
