@@ -26,6 +26,7 @@ from torch import Tensor
 
 import attnscore as ats
 from attnscore.backends.torch import map_leaves
+from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, message
 from attnscore.masks import Mask
 
@@ -104,7 +105,7 @@ def attention_mask(
     """
     from transformers import masking_utils
 
-    boolean = _takes_booleans(others.get("config"))
+    boolean = _takes_booleans(type(others.get("config")))
     pattern = mask_function or masking_utils.causal_mask_function
     if isinstance(q_offset, Tensor) and not masking_utils.is_tracing(q_offset):
         # The cache updates it in place. Reading it from a device would synchronise.
@@ -142,14 +143,20 @@ def attention_mask(
     return mask
 
 
-def _takes_booleans(config: Any) -> bool:
-    """Return whether the model of a configuration leaves boolean masks as they are."""
-    name = type(config).__module__.replace(".configuration_", ".modeling_")
-    return name not in sys.modules or _module_takes_booleans(sys.modules[name])
+# By module: looking at all of its names took 8% of the time of a decoding step.
+_TAKES_BOOLEANS: BoundedCache[bool] = BoundedCache(64)
 
 
-# Once for a module: looking at all of its names took 8% of the time of a decoding step.
-@lru_cache(maxsize=64)
+def _takes_booleans(config: type) -> bool:
+    """Return whether models with a class of configuration leave boolean masks as they are."""
+    module = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
+    return module is None or _TAKES_BOOLEANS.get_or_compute(module, lambda: _module_takes_booleans(module))
+
+
+# Constant to Dynamo, which does not trace the cache.
+_takes_booleans._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _module_takes_booleans(module: Any) -> bool:
     """Return whether the models of a module leave boolean masks as they are; refuse those that compute attention.
 

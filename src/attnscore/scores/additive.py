@@ -55,7 +55,7 @@ class Additive(Score):
 
     def __post_init__(self) -> None:
         # The defaults are right, and layers make a score at each call.
-        if (self.activation, self.negative_slope) != ("tanh", 0.01):
+        if self.activation is not Additive.activation or self.negative_slope is not Additive.negative_slope:
             activation(self.activation, self.negative_slope)
             check_number("negative_slope", self.negative_slope)
 

@@ -426,17 +426,19 @@ class _Backward:
         grad_out = result.out.new_zeros(()).expand(result.out.shape) if grads.out is None else grads.out
         # The products with the value are in its dtype.
         self.grad_out = self.as_operand(grad_out, queries)
-        delta = self.new_rows()
+        minus_delta = self.new_rows()
         if not self.is_empty:
             block = 32
             operands.runner.run(
                 backward_kernels.row_sums, (triton.cdiv(queries, block), operands.matrices),
-                self.as_operand(result.out, queries), self.grad_out, _row_array(grads.log_sum_exp), delta,
+                self.as_operand(result.out, queries), self.grad_out, _row_array(grads.log_sum_exp), minus_delta,
                 queries, value_dim, heads, groups, BM=block, DV=padded_dim(value_dim),
             )  # fmt: skip
         grad_entropy = _row_array(grads.entropy)
         entropy = None if grad_entropy is None else _row_array(result.statistics["entropy"])
-        self.rows = RowGrads(_row_array(result.row_max), _row_array(result.log_denom), delta, entropy, grad_entropy)
+        self.rows = RowGrads(
+            _row_array(result.row_max), _row_array(result.log_denom), minus_delta, entropy, grad_entropy
+        )
 
     def run(self) -> dict[str, Array]:
         """Return the gradients by name."""
@@ -571,7 +573,7 @@ class _Backward:
         shape = (operands.batch, heads, groups, tiles, dim if operands.form == CHANNELS else 1)
         for index, name in enumerate(custom.learned_names):
             if name in self.requested:
-                partial_sums = self.rows.delta.new_empty(shape)
+                partial_sums = self.rows.minus_delta.new_empty(shape)
                 self.launch(
                     backward_kernels.d_parameter, (tiles, operands.matrices), tile, inputs, partial_sums,
                     PARAMETER=index, **self.score_constants,
@@ -615,7 +617,7 @@ class _Backward:
         sink_score = sink.float().reshape(*sink.shape, 1, 1)
         log_p = online_softmax.log_weights(self.problem.ops, sink_score, rows.row_max, rows.log_denom)
         p = log_p.exp()
-        grad = -p * rows.delta
+        grad = p * rows.minus_delta
         if rows.grad_entropy is not None:
             grad = grad - p * (torch.where(p == 0, 0.0, log_p) + rows.entropy) * rows.grad_entropy
         grad_sink: torch.Tensor = sum_to(self.problem.ops, grad, (*sink.shape, 1, 1)).reshape(sink.shape)

@@ -108,11 +108,11 @@ Rows = _namedtuple("Rows", _ROWS, defaults=(None,) * len(_ROWS))
 
 
 class RowGrads(NamedTuple):
-    """Numbers of each query that the backward reads: delta = dout . out - dlse, and the entropy with its gradient."""
+    """Numbers of each query that the backward reads: -delta = dlse - dout . out, and the entropy with its gradient."""
 
     row_max: Any
     log_denom: Any
-    delta: Any
+    minus_delta: Any
     entropy: Any
     grad_entropy: Any
 
