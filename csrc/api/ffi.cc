@@ -186,6 +186,7 @@ class Operand {
         return start;
     }
 
+    // The array of one example of a mapped call: `example` has its index on each axis that vmap added.
     Array at(const Shape& example) const {
         int64_t offset = 0;
         for (size_t i = 0; i < steps_.size(); ++i) offset += steps_[i] * example[i];

@@ -77,11 +77,11 @@ class ShortHeadGradients {
         T *p = arena_.take<T>(rows_ * kTileKeys), *ds = arena_.take<T>(rows_ * kTileKeys);
         T* squares = head_.grad_scale ? arena_.take<T>(rows_ * kTileKeys) : nullptr;
         scores_.fill(p, query, StoredRows<T>(keys), {}, squares);
-        // O = (P * keep) V, so dP = dO V^T
+        // O = (P * keep) V, so dO V^T is the gradient of P * keep
         scores_.multiply(Product<T>{}, ds, grad_out, values, problem_.value_dim, {});
         dispatch_width<T>(count_, [&](auto vectors) { softmax_gradients<vectors>(p, ds); });
         if (squares) *grad_scale += scale_gradient(ds, squares);
-        // O = P V, so dV = P^T dO
+        // O = (P * keep) V, so dV = (P * keep)^T dO
         const FiniteRows<T> own_out(arena_, grad_out, rows_, value_width, scores_.masked, T(1));
         add(group_.grad_value, count_, problem_.value_dim, [&](T* dv, bool adds) {
             multiply_rows(dv, p, own_out.rows, value_width, adds);
@@ -103,18 +103,18 @@ class ShortHeadGradients {
             std::fill_n(as<T>(data) + count_ * width, (problem_.key_len - count_) * width, T(0));
     }
 
-    // Turn scores and dP into P and dS.
+    // Turn scores and the gradient of P * keep into P after dropout and dS.
     template <int W>
     void softmax_gradients(T* p, T* ds) {
         Dropout dropout(problem_);
         if (dropout.on) dropout.set_tile(0);
         alignas(64) T line[kTileKeys];
         for (int64_t i = 0; i < rows_; i++, p += kTileKeys, ds += kTileKeys) {
-            bits_[i] = scores_.template finish<W>(i, p);
+            unmasked_[i] = scores_.template finish<W>(i, p);
             const uint64_t keep = dropout.on ? dropout.keep_bits(Dropout::stream(problem_, head_, i)) : kAll;
             const T* grad_matrix =
                 problem_.matrix == MatrixOutput::none ? nullptr : grad_matrix_row(line, head_, i, 0, count_);
-            row_gradients<W>(head_, i, dropout, bits_[i], keep, grad_matrix, p, ds);
+            row_gradients<W>(head_, i, dropout, unmasked_[i], keep, grad_matrix, p, ds);
         }
     }
 
@@ -196,8 +196,8 @@ class ShortHeadGradients {
 
     // The bits of the unmasked pairs of some rows and of some keys.
     const uint64_t* unmasked(uint64_t of_rows, uint64_t of_keys) {
-        for (int64_t i = 0; i < rows_; i++) some_bits_[i] = bits_[i] & ((of_rows >> i) & 1 ? kAll : of_keys);
-        return some_bits_;
+        for (int64_t i = 0; i < rows_; i++) some_unmasked_[i] = unmasked_[i] & ((of_rows >> i) & 1 ? kAll : of_keys);
+        return some_unmasked_;
     }
 
     Arena& arena_;
@@ -206,5 +206,5 @@ class ShortHeadGradients {
     const Head& head_;
     const ShortScores<T> scores_;
     const int64_t rows_, count_;
-    uint64_t bits_[kMostShortRows], some_bits_[kMostShortRows];
+    uint64_t unmasked_[kMostShortRows], some_unmasked_[kMostShortRows];
 };

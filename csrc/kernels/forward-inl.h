@@ -304,14 +304,14 @@ void forward_typed(const Problem& problem, Threads threads) {
         ForwardTask<T>(arena, problem, queries, tiles, softmax)
             .run(tasks.range(queries.keys(problem.key_len), task % ranges));
         if (ranges == 1) {
-            softmax.for_each_states([&](int64_t first, int64_t size, const RowStates<T>& states) {
+            softmax.for_each_row_block([&](int64_t first, int64_t size, const RowStates<T>& states) {
                 store_rows(problem, size, states, softmax.out + first * softmax.width, softmax.width,
                            [&](int64_t i) { return std::pair(queries.head[first + i], queries.row[first + i]); });
             });
             return;
         }
         RangeResult<T>& result = results[task];
-        softmax.for_each_states([&](int64_t, int64_t size, const RowStates<T>& states) {
+        softmax.for_each_row_block([&](int64_t, int64_t size, const RowStates<T>& states) {
             for (int i = 0; i < size; i++) result.states.push_back(states[i]);
         });
         result.out.assign(softmax.out, softmax.out + queries.count * softmax.width);

@@ -249,7 +249,7 @@ struct Interleaved {
     }
 
    private:
-    // Add the values row by row: the second row of weights finds them in the first-level cache.
+    // O += P V, one row of weights after the other: the second one finds the values in the first-level cache.
     __attribute__((noinline)) void add_values(int64_t first, int64_t last) const {
         values.with_view([&]<class E>(const View<E>& rows) {
             const View<E> own{rows.row(first), rows.stride};

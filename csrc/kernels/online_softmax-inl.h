@@ -148,18 +148,18 @@ struct OnlineSoftmax {
     }
 
     // Call f(first, size, states) for the rows, as many at a time as a vector has lanes: their states relative to their
-    // maxima if those are known, otherwise to their lazy maxima.
+    // maxima if those are known, otherwise to their lazy maxima. Moments of earlier bases, in `merged`, are added.
     template <class F>
-    void for_each_states(const F& f) const {
+    void for_each_row_block(const F& f) const {
         for (int64_t first = 0; first < rows; first += L) {
             const int64_t size = std::min<int64_t>(L, rows - first);
             RowStates<T> row_states = states(first);
             if (has_merged)
                 for (int i = 0; i < size; i++) {
                     const RowState<T> current = row_states[i];
-                    RowState<T> total = current, &before = merged[first + i];
-                    total.count = before.count, total.base = before.base, total.mean = before.mean;
-                    total.deviation = before.deviation;
+                    RowState<T> total = current, &earlier = merged[first + i];
+                    total.count = earlier.count, total.base = earlier.base, total.mean = earlier.mean;
+                    total.deviation = earlier.deviation;
                     total.merge_moments(current.count, current.base, current.mean, current.deviation);
                     row_states.set(i, total);
                 }

@@ -209,7 +209,7 @@ struct ScoreGradients {
         const Interleaved<T> none;
         scores(p, bits, queries.rows, queries.additive_query, attended, tile.keys, tile.few_rows ? &none : nullptr,
                nullptr, !for_bias);
-        // O = (P * keep) V, so dP = dO V^T
+        // O = (P * keep) V, so dO V^T is the gradient of P * keep
         if (tile.few_rows) {
             few_rows_gemm(Product<T>{}, ds, queries.grad_out.row(first), queries.grad_out.stride, size,
                           StoredRows<T>(tile.values), key_count, tile.value_width, none);

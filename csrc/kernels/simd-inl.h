@@ -420,9 +420,10 @@ inline V<T> exp2_fraction(V<T> f) {
         q = q * f + 6.931513118046801e-1f;
         return q * f + 1.0f;
     } else {
-        constexpr double ln2 = 0.693147180559945309417, root = 1.41421356237309504880;
+        constexpr double ln2 = 0.693147180559945309417, sqrt2 = 1.41421356237309504880;
+        // sqrt2 e^r with |r| <= ln 2 / 2, as the polynomial needs.
         const V<T> r = f * ln2 - ln2 / 2;
-        return ((Exp<T>::tail(r) * r) * r + (r + 1.0)) * root;
+        return ((Exp<T>::tail(r) * r) * r + (r + 1.0)) * sqrt2;
     }
 }
 // 2^(f - kExtraBits) for -1/2 <= f <= 1/2, to 9e-8 before rounding.

@@ -98,12 +98,12 @@ def cost(
     score_operations = operations_of(score, query_len, key_len, dim, key_dim)
     arrays = query_len * (dim + value_dim) + key_len * (key_dim + value_dim)
     parameters = sum(math.prod(x.shape) for x in arrays_of(score).values())
-    # Of a sum of scores each additive term has its own.
+    # h of the array (query, key, h), which each additive term of a sum has.
     hidden = sum(int(x.shape[-1]) for name, x in arrays_of(score).items() if name.split(".")[-1] == "w_v")
     return Cost(
         operations=batch * heads * (score_operations + 4 * pairs + 2 * pairs * value_dim),
         bytes=4 * (batch * heads * arrays + parameters),
-        matrix_bytes=4 * batch * heads * pairs * (2 + hidden),
+        matrix_bytes=4 * batch * heads * pairs * (2 + hidden),  # scores, weights, hidden features
         parameters=parameters,
     )
 

@@ -256,7 +256,7 @@ def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, 
         if len(dtypes := {ops.dtype(x) for x in parts}) > 1:
             raise DtypeError(message(name, "one dtype", sorted(dtypes)))
     with ops.numeric_scope():
-        shares, _, total = merge_shares(ops, log_sum_exps)
+        shares, total = merge_shares(ops, log_sum_exps)
         joined: Any = 0.0
         for out, row_shares in zip(outs, shares, strict=True):
             share = ops.expand_dims(row_shares, -1)
@@ -265,8 +265,8 @@ def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, 
         return ops.astype(joined, ops.dtype(outs[0])), ops.astype(total, ops.dtype(log_sum_exps[0]))
 
 
-def merge_shares(ops: Backend, log_sum_exps: Sequence[Array]) -> tuple[list[Array], list[Array], Array]:
-    """Return the shares of parts in a softmax over all of them, the logarithms of the shares, and the log-sum-exp.
+def merge_shares(ops: Backend, log_sum_exps: Sequence[Array]) -> tuple[list[Array], Array]:
+    """Return the shares of parts in a softmax over all of them, and the log-sum-exp.
 
     The shares add up to 1: exp(lse_s - lse) would be off by the rounding of lse, which grows with the scores.
     """
@@ -282,5 +282,4 @@ def merge_shares(ops: Backend, log_sum_exps: Sequence[Array]) -> tuple[list[Arra
     is_empty = total == 0
     total = ops.where(is_empty, 1.0, total)
     log_denom = ops.log(total)
-    shares, log_shares = [weight / total for weight in weights], [log - max_log - log_denom for log in logs_of_parts]
-    return shares, log_shares, ops.where(is_empty, NEG_INF, max_log + log_denom)
+    return [weight / total for weight in weights], ops.where(is_empty, NEG_INF, max_log + log_denom)

@@ -145,7 +145,11 @@ class OneTile(_Formula):
     def _gradients(
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, expands_square: bool
     ) -> dict[str, Array]:
-        """Run the backward in one tile; as in `_forward` a branch of the program computes it again."""
+        """Return the gradients by the formula on one tile.
+
+        Where sums are not finite, or an expanded square is not exact, a branch of the program that is rarely taken
+        computes them again: without expanding the square, otherwise by tiles.
+        """
         ops, dtype = problem.ops, problem.accumulator
         tile = _tile(problem, tiles, expands_square, with_vjp=True)
         grad_out, out = (ops.astype(x, dtype) for x in (grads.out, result.out))
@@ -175,7 +179,7 @@ class OneTile(_Formula):
         def recompute(_: Any) -> dict[str, Array]:
             if expands_square:
                 return self._gradients(problem, tiles, result, grads, False)
-            # The statistics of queries that `forward` returned are those of the formula.
+            # `result` has the formula's row_max and log_denom, which may not be finite: tiles need their own.
             return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
 
         condition = _needs_recomputing(ops, tile, grad_weights)

@@ -408,7 +408,7 @@ class Packed(IntervalMask):
             check_same_lengths(cu_query, cu_key)
 
     def check_with(self, other: Mask, score_shape: ScoreShape) -> None:
-        """Refuse a diagonal that is not also the diagonal of each sequence; without `align`, by either alignment."""
+        """Refuse `other` where its diagonal in the whole arrays is not the diagonal of each sequence."""
         if self.cu_key is None or not isinstance(other, _DiagonalMask) or other.offset is not None:
             return
         cu_query, cu_key = map(host_ints, self.cumulative)
@@ -483,6 +483,7 @@ class Neighbours(Mask):
         if table is not None and (ops.dtype(rows) == "int64" or len(table.lens) * key_len < 2**31):
             codes = ops.asarray(table.codes, rows)
             pairs = rows * key_len + cols
+            # The last code that is not above a pair; the first code is -1.
             index = ops.searchsorted(codes, ops.reshape(pairs, (-1,))) - 1
             return ops.equal(ops.reshape(ops.take(codes, index, 0), pairs.shape), pairs)
         # (query, edge) @ (edge, key): does the edge begin at the query and end at the key?

@@ -113,7 +113,9 @@ class Native(Kernel):
             for name, x in gradients.items()
             if name in requested
         }
-        return {name: marshalling.as_operand(problem, x, name, operands[name]) for name, x in in_framework.items()}
+        return {
+            name: marshalling.in_shape_of_operand(problem, x, name, operands[name]) for name, x in in_framework.items()
+        }
 
     def _runner(self, problem: Problem, incoming: Sequence[Array]) -> Program | HostCallback | Streaming:
         """Return what runs the kernel in the program that computes these arrays."""

@@ -272,9 +272,10 @@ def _lead_of_shared_gradients(problem: Problem) -> tuple[int, ...]:
     return tuple(1 if all(n == 1 for n in lengths) else length for length, *lengths in zip(lead, *shapes, strict=True))
 
 
-def as_operand(problem: Problem, grad: Array, name: str, operand: Array) -> Array:
+def in_shape_of_operand(problem: Problem, grad: Array, name: str, operand: Array) -> Array:
     """Return a gradient in the shape of its operand: summed over the axes along which the operand was broadcast."""
     ops, shape = problem.ops, tuple(operand.shape)
+    # Biases are columns (..., length, 1), and a scale (..., 1, 1).
     if name in ("query_bias", "key_bias"):
         grad = ops.expand_dims(grad, -1)
     if name == "scale":

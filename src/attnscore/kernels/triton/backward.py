@@ -133,12 +133,14 @@ def tile_gradients(
 
 
 @triton.jit
-def with_gradient(
+def add_gradient(
     acc, ds, queries, keys, shared, m, dim, scale,
     FORM: tl.constexpr, DERIVATIVE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, OF_KEYS: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Return acc plus the gradient of the queries, or `OF_KEYS`, from those of the scores; without `scale` in products.
+    """Return acc plus the gradient of the queries (`OF_KEYS`: of the keys) from the gradients of the scores.
+
+    INNER: the caller multiplies by `scale` after its last tile.
 
     `ds` has the side whose gradient it is as its rows. `MASKED`: not all pairs attend.
     """
@@ -206,7 +208,7 @@ def d_query(
                     acc_query_bias += tl.sum(ds, 1)
                 if grad_scale is not None:
                     acc_scale += tl.sum(tl.where(ds == 0, 0.0, ds * raw), 1)
-                acc = with_gradient(
+                acc = add_gradient(
                     acc, ds, queries, keys, inputs.shared, m, sizes.dim, scale,
                     FORM, DERIVATIVE, PRECISION, not full or inputs.bias is not None, False, D,
                 )  # fmt: skip
@@ -270,7 +272,7 @@ def d_key(
                 acc_value = tl.dot(dropped.to(do.dtype), do, acc_value, input_precision=PRECISION)
                 if grad_key_bias is not None:
                     acc_key_bias += tl.sum(ds, 1)
-                acc = with_gradient(
+                acc = add_gradient(
                     acc, ds, queries, keys, inputs.shared, m, sizes.dim, scale,
                     FORM, DERIVATIVE, PRECISION, not full or inputs.bias is not None, True, D,
                 )  # fmt: skip

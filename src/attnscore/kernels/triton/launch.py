@@ -342,15 +342,15 @@ def _masking(problem: Problem, tiles: TilePlan) -> tuple[DeviceIntervals | None,
 
 
 def _per_merged_batch(x: torch.Tensor, batch: int, merged: int, axis: int = 0) -> torch.Tensor:
-    """Return an array of one row for each of all leading axes, from one for each of the first (or for all)."""
+    """Return rows for each entry of the `merged` leading axes, from rows for each of `batch`, or for all."""
     return x if x.shape[axis] == 1 or batch == merged else x.repeat_interleave(merged // batch, axis)
 
 
 def _on_device(interval_set: IntervalSet, device: torch.device, batch: int, merged: int) -> DeviceIntervals:
-    """Return the intervals of each of all leading axes, copied to the device once for a mask."""
+    """Return intervals for each entry of the leading axes, copied to the device once for a mask."""
     copies = _ON_DEVICE.setdefault(interval_set, {})
     if (device, merged) not in copies:
-        # Whole before the copy, which is waited for: what a kernel adds, another stream may read too early.
+        # Repeated on the CPU: the copy is waited for, but another stream could read too early what a kernel repeats.
         ends = (torch.from_numpy(x.astype("int32", order="C")) for x in (interval_set.start, interval_set.stop))
         start, stop = (_per_merged_batch(x, batch, merged, axis=1).to(device) for x in ends)
         copies[device, merged] = DeviceIntervals(start, stop, {})
