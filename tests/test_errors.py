@@ -128,7 +128,7 @@ def test_every_framework_says_the_same(case: Case) -> None:
 
 
 # What is wrong about them are numbers, which cannot be read while a graph or a program is made.
-UNSEEN = ("half a key in an array", "a bandwidth of 0 among others", "a learned T of 0", "a learned cap of 0")
+UNSEEN = ("half a key in an array", "a bandwidth of 0 among others", "a learned temperature of 0", "a learned cap of 0")
 PICTURES = ("a heat map of one axis", "a heat map of five axes", "more titles than maps")
 
 
