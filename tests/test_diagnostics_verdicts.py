@@ -367,6 +367,9 @@ def test_a_layer_whose_rate_is_too_large_is_told_from_a_model_whose_rate_is() ->
         both = recorded(good, *[{"a.0": others, "a.1": all_heads}] * 2)
         causes = {v.cause for v in both.verdicts() if v.layer == "a.1" and v.sign == "saturated"}
         assert causes == {"no warm-up, or a learning rate that starts too large"}
+    late = recorded(good, *[{"a.0": sums(), "a.1": all_heads}] * 8, *[{"a.0": grown, "a.1": all_heads}] * 8)
+    causes = {v.cause for v in late.verdicts() if v.failure}
+    assert causes == {"learning rate of one layer too large"}, "healthy logits grow later"
     single = recorded(sums(), all_heads, all_heads)
     assert {v.cause for v in single.verdicts()} == {"no warm-up, or a learning rate that starts too large"}
 

@@ -28,13 +28,13 @@ Heads = Mapping[str, Sequence[int]]
 
 PROJECTIONS = ("query", "key", "value")
 # Three layers that make queries, keys and values; then one that makes the queries of all heads, then the keys, then the
-# values. Other names, as "query_key_value", stand for other orders.
+# values. Other names, such as "query_key_value", stand for other orders.
 _LAYERS = [tuple(pattern.format(name[0]) for name in PROJECTIONS) for pattern in
            ("{}_proj", "W_{}", "to_{}", "w{}", "{}_lin", "{}_linear", "{}")]  # fmt: skip
 _LAYERS += [tuple(pattern.format(name) for name in PROJECTIONS) for pattern in
             ("{}", "{}_dense", "_{}_dense", "{}_proj", "{}_layer")]  # fmt: skip
 _LAYERS += [(name,) for name in ("qkv", "qkv_proj", "Wqkv", "to_qkv", "in_proj", "c_attn")]
-# Behind these a factor of the weights is lost.
+# A norm behind the queries removes the factor by which their weights are scaled.
 _NORMS = ("q_norm", "norm_q", "query_norm", "query_ln", "q_layernorm", "qk_norm")
 # Attributes of attention layers with their number of heads.
 _HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "num_query_heads", "n_head")

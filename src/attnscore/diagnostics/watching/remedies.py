@@ -93,7 +93,7 @@ REMEDIES: dict[str, Remedy] = {
     "no padding mask": Remedy(
         "pass the mask of the padding",
         "model(x, src_key_padding_mask=ids == pad)",
-        "attention(x, mask=(ids != pad)[:, None, None])  # the mask of jax.nn.dot_product_attention too",
+        "attention(x, mask=(ids != pad)[:, None, None])  # or jax.nn.dot_product_attention(..., mask=...)",
         "attention(x, x, attention_mask=(ids != pad)[:, None])",
     ),
     "inverted mask": Remedy(
@@ -106,7 +106,7 @@ REMEDIES: dict[str, Remedy] = {
     "no causal mask": Remedy(
         "give this layer the causal mask of the others",
         "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
-        "attention(x, mask=nnx.make_causal_mask(ids))  # jax.nn.dot_product_attention: is_causal=True",
+        "attention(x, mask=nnx.make_causal_mask(ids))  # or jax.nn.dot_product_attention(..., is_causal=True)",
         "attention(x, x, use_causal_mask=True)",
     ),
     "NaN or infinity in the weights of one head": Remedy(

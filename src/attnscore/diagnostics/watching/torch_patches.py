@@ -257,6 +257,8 @@ def _unwrapped(home: Any, original: Any) -> Iterator[None]:
             is_last = not unwrapped.calls and vars(home).get(name) is original
             if is_last and is_active(unwrapped.wrapper, original):
                 setattr(home, name, unwrapped.wrapper)
+            if not unwrapped.calls and _UNWRAPPED.get((home, name)) is unwrapped:
+                del _UNWRAPPED[home, name]
 
 
 def _sdpa(original: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Any:
