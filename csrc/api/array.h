@@ -1,5 +1,5 @@
 // One array as a caller hands it over, and the checks that all arrays share. A failed check throws
-// std::invalid_argument with the argument's name, what was expected and what came.
+// std::invalid_argument with the argument's name, the expected and the actual value.
 #pragma once
 
 #include <cstdint>
@@ -52,13 +52,13 @@ struct StridedCursor {
     char* at(const Shape& index) const;
 };
 
-// The same for an array whose last two axes are a matrix.
+// Finds the matrix of a head in an array whose last two axes are a matrix.
 struct MatrixCursor : StridedCursor {
     int64_t row_stride = 0, col_stride = 0;
 
     MatrixCursor() = default;
     MatrixCursor(const Array& a, size_t outer);
-    // The same for a matrix whose rows and columns may be broadcast too.
+    // A cursor over matrices whose rows and columns may be broadcast too.
     static MatrixCursor broadcast(const Array& a, size_t outer);
 
     Matrix at(const Shape& index) const { return {StridedCursor::at(index), row_stride, col_stride}; }

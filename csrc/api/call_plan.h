@@ -29,16 +29,16 @@ struct Extent {
 
 class CallPlan {
    public:
-    // `score` holds form, parameters and dtypes. The arrays are examples: none is kept, and no entries are read except
-    // those of start and stop, which are checked.
+    // `score` holds form, parameters and dtypes. The arrays are examples: none is kept, and no entries are read, except
+    // to check start and stop.
     CallPlan(Problem score, const Inputs& in, const ForwardArrays& arrays);
     CallPlan(Problem score, const Inputs& in, const BackwardArrays& arrays);
 
-    // `arrays`: those that are present, in the order of their structs. Throws std::invalid_argument where one is
+    // `arrays`: all that are present, in the order of their structs. Throws std::invalid_argument where an array is
     // misaligned or has less memory than the example, so that no run reads or writes outside of its arrays.
     void run(const Kernels& kernels, const std::vector<Extent>& arrays, uint64_t seed, Threads threads) const;
 
-    // Where a run finds its intervals: `start` is the array `index` among those present, `stop` the next one, both
+    // Where a run finds its intervals: `start` is number `index` of the present arrays, `stop` the next one, both
     // (rows, cols) in C order. The index is negative where there are none, or where they have holes.
     struct Intervals {
         ptrdiff_t index = -1;
@@ -55,7 +55,7 @@ class CallPlan {
         const char* name;
         int64_t item;  // bytes of an element; 0 for an empty array, which is not read or written
         Extent example;
-        std::span<const Pointer> pointers;  // those of the problem that point into it
+        std::span<const Pointer> pointers;  // the problem's pointers into the array
         int64_t cleared = 0;                // bytes to clear before a run
     };
 

@@ -34,7 +34,7 @@ std::atomic<int> threads{1};
 enum class Direction { forward, backward };
 
 // Operands in the order of the bits of the attribute `present_operands`: kInputs, the dropout seed, kForwardResults
-// without the saved scores. The operands of a call are those whose bits are set.
+// without the saved scores. A call has the operands whose bits are set.
 constexpr size_t kSeed = std::size(kInputs), kFirstResult = kSeed + 1, kSavedScores = 4;
 constexpr size_t kOperands = kFirstResult + std::size(kForwardResults) - 1;
 static_assert(kForwardResults[kSavedScores].array == &BackwardArrays::saved_scores);
@@ -50,7 +50,7 @@ const char* operand_name(size_t operand) {
 }
 
 // Results of a forward in the order of the bits of the attribute `requested_results`: kForwardArrays without the saved
-// scores and the log-sum-exp, the last of them. Those of a backward are kGradients.
+// scores and the log-sum-exp, the last of them. A backward's results are kGradients.
 constexpr size_t kForwardResultCount = std::size(kForwardArrays) - 2;
 constexpr const auto& forward_result(size_t i) { return kForwardArrays[i + (i >= 3)]; }
 static_assert(forward_result(3).array == &ForwardArrays::attention_scores);
@@ -73,7 +73,7 @@ T attribute(ffi::Dictionary attributes, const char* name) {
     return *found;
 }
 
-// The attribute `shapes`: those of the operands and then of the results of a call, each behind its number of axes.
+// The attribute `shapes`: the shapes of a call's operands, then of its results, each after its number of axes.
 class Shapes {
    public:
     explicit Shapes(ffi::Dictionary attributes)
@@ -93,8 +93,7 @@ class Shapes {
     const int64_t* next_;
 };
 
-// The number of axes that the buffer of an array of this shape has: those of length 1 are left out, because XLA copies
-// an array to move them.
+// The number of axes of an array's buffer: axes of length 1 are left out, because XLA copies an array to move them.
 size_t axes_passed(ffi::Span<const int64_t> shape) {
     return static_cast<size_t>(std::count_if(shape.begin(), shape.end(), [](int64_t n) { return n != 1; }));
 }
@@ -111,7 +110,7 @@ void read_integers(const ffi::AnyBuffer& from, std::vector<int64_t>& to) {
     }
 }
 
-// Make of valid lengths the stops of `repeats` queries each.
+// Turn valid lengths into the stops of `repeats` queries each.
 void become_stops(std::vector<int64_t>& lens, int64_t repeats, int64_t key_len) {
     const size_t count = lens.size();
     lens.resize(count * static_cast<size_t>(repeats));
@@ -159,7 +158,7 @@ class Operand {
     const Shape& shape() const { return shape_; }
     const Shape& mapped() const { return mapped_; }
 
-    // Make of valid lengths, (batch or 1, query or 1), the stops of the intervals of `query_len` queries.
+    // Turn valid lengths, (batch or 1, query or 1), into the stops of the intervals of `query_len` queries.
     void become_stops(int64_t query_len, int64_t key_len) {
         expect("int64");
         if (shape_.size() != 2 || (shape_[1] != 1 && shape_[1] != query_len)) {
@@ -234,7 +233,7 @@ ffi::Span<const int64_t> first_result(ffi::RemainingArgs args, ffi::Dictionary a
     return shapes.next();
 }
 
-// The number of axes of vmap, which are in front of those of each buffer.
+// The number of axes of vmap, which are in front of each buffer's own axes.
 size_t mapped_axes(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
     if (rets.size() == 0) return 0;
     const size_t axes = (**rets.get<ffi::AnyBuffer>(0)).dimensions().size();
@@ -326,7 +325,7 @@ class Call {
         for (size_t i = 0; i < std::size(kInputs); ++i) read(in_[i], kInputs[i], p, example, in);
         return in;
     }
-    // Read what the forward gave, and the gradients of its results.
+    // Read the results of the forward, and their gradients.
     void forward_results(const Problem& p, const Shape& example, BackwardArrays& to) const {
         for (size_t i = 0; i < std::size(kForwardResults); ++i) {
             if (i != kSavedScores) read(in_[operand_of_forward_result(i)], kForwardResults[i], p, example, to);
@@ -397,8 +396,8 @@ void join(Problem& joined, Problem&& example_problem) {
 }
 
 // Run the examples of a call as more heads of one problem, so that small ones share the threads: an example is one
-// index of the axes that vmap added. Examples with dropout seeds of their own are runs of their own. `build(problem,
-// example)` adds the arrays of an example.
+// index of the axes that vmap added. Examples with different dropout seeds are separate runs. `build(problem, example)`
+// adds the arrays of an example.
 template <class Build, class Run>
 ffi::Error run_mapped(const Call& call, const Build& build, const Run& run) {
     const Kernels& kernels = selected_kernels();
@@ -447,8 +446,8 @@ BackwardArrays backward_arrays(const Call& call, const Problem& p, const Shape& 
 }
 
 // Calls that differ in addresses and seed alone are checked once, and then run by a plan, which is found by the
-// attribute `digest`: that of direction, shapes, dtypes and all other attributes without the seed. Reading and
-// comparing all of these takes 2 us, as long as a tiny program. Mapped calls, empty ones, and those with ids or a seed
+// attribute `digest`, a digest of direction, shapes, dtypes and all other attributes without the seed. Reading and
+// comparing all of these takes 2 us, as long as a tiny program. Mapped calls, empty calls, and calls with ids or a seed
 // of the program's have no plan.
 constexpr size_t kMostPlans = 64;
 constexpr int64_t kMostPlannedHeads = 8192;  // of all plans of a thread: 20 MB
@@ -479,7 +478,7 @@ class PlannedCall {
         plan_.emplace(std::move(p), in, arrays);
     }
 
-    // Whether the buffers of a call have the sizes of those of the plan.
+    // Whether the buffers of a call have the sizes of the plan's buffers.
     bool fits(ffi::RemainingArgs args, ffi::RemainingRets rets) const {
         if (args.size() + rets.size() != buffers_.size()) return false;
         for (size_t i = 0; i < args.size(); ++i) {
@@ -491,11 +490,11 @@ class PlannedCall {
         return true;
     }
 
-    // Run, unless the ends of intervals are none: then return false.
+    // Run; return false without running where the ends of an interval are out of range or in the wrong order.
     bool run(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
         arrays_.clear();
         for (size_t i = 0; i < args.size(); ++i) {
-            // The starts that the plan has beside valid lengths.
+            // The plan's starts, which a call with valid lengths does not pass.
             if (has_lens_ && i == *start_) arrays_.emplace_back();
             arrays_.push_back(extent_of(*args.get<ffi::AnyBuffer>(i)));
         }
@@ -561,7 +560,7 @@ bool is_planned(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionar
 
 // Run a call by its plan; false where it has none.
 bool run_planned(Direction direction, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
-    // Those of a thread, so that none waits for another.
+    // A thread has its own plans, so that none waits for another.
     struct Entry {
         std::unique_ptr<PlannedCall> plan;
         int64_t heads, used;

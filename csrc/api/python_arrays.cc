@@ -55,10 +55,10 @@ int64_t size_of_letter(char letter) {
     }
 }
 
-// The same of a dtype.
+// Bytes of an element of a dtype.
 int64_t item_of(const NumpyDtype& dtype) {
     constexpr int kOwnTypes =
-        24;  // of NumPy itself; those of other libraries have larger numbers and letters of theirs
+        24;  // NumPy's own dtypes; other libraries' dtypes have larger numbers and letters of their own
     return dtype.number < kOwnTypes ? size_of_letter(dtype.letter) : 0;
 }
 

@@ -20,7 +20,7 @@ bool set_numpy_type(PyObject* ndarray, PyObject* example, const void* address);
 // `__dlpack_c_exchange_api__`. Return false, and read none, where its version is unknown here.
 bool set_tensor_types(PyObject* types, PyObject* exchange_api);
 
-// Get the memory of an array. False where `object` is of none of those types, or of a dtype that is not read here: no
+// Get the memory of an array. False where `object` is of none of these types, or of a dtype that is not read here: no
 // Python error is set then.
 bool get_extent(PyObject* object, Extent& extent);
 

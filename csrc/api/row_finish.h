@@ -1,6 +1,6 @@
-// A whole call: the kernels, and what is done once for each row around them. After a forward, the kernels' row
-// statistics become what the caller keeps; before a backward, the gradients that come in become what the kernels read.
-// The sink is handled here alone, except in a matrix of weights.
+// A whole call: the kernels, and the work once for each row around them. After a forward, the kernels' row statistics
+// become the caller's results; before a backward, the gradients of these results become the kernels' log_denom and
+// delta. The sink is handled here alone, except in a matrix of weights.
 #pragma once
 
 #include <vector>

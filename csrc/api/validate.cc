@@ -194,7 +194,7 @@ struct IndexNumbering {
     }
 };
 
-// Set all pointers into the arrays that are present, except those of the gradient of a bias.
+// Set all pointers into the arrays that are present, except into the gradient of a bias.
 template <class Arrays, size_t N>
 void set_pointers(Problem& p, const CallLayout& s, const Field<Arrays> (&fields)[N], const Arrays& arrays,
                   std::vector<RowArrays>& rows) {

@@ -14,7 +14,7 @@ struct Inputs {
     Array query, key, value, query_bias, key_bias, bias, mask, query_ids, key_ids, start, stop, w_v, sink, scales;
 };
 
-// What a forward fills; only `out` must be present. Statistics of rows have the shape (..., query, 1).
+// Arrays that a forward fills; only `out` must be present. Statistics of rows have the shape (..., query, 1).
 struct ForwardArrays {
     Array out, row_max, log_denom;
     Array saved_scores;                         // additive only
@@ -33,11 +33,11 @@ struct BackwardArrays {
     Array grad_scales;
 };
 
-// What the elements of an array are; the problem knows their dtypes.
+// The kind of an array's elements; the problem knows their dtypes.
 enum class Element { score, value, grad, bias, sum, byte, index };
 
-// How the axes of an array belong to those of the call, (*lead, head, group). The first four have a matrix, a column or
-// a number for each head.
+// How the axes of an array match the axes (*lead, head, group) of the call. The first four have a matrix, a column or a
+// number for each head.
 enum class Kind {
     strided,        // any strides, and 1 along an axis of the call that is broadcast
     broadcast,      // the same, and rows and columns may be 1 too
@@ -50,7 +50,7 @@ enum class Kind {
     bounds          // the same, behind an axis of holes where there are any
 };
 
-// The length of one of the axes behind those of the call; none: no such axis.
+// The length of an axis after the call's axes; none: no such axis.
 enum class Size { none, one, query_len, key_len, dim, value_dim };
 
 struct Axes {
@@ -66,7 +66,7 @@ struct Pointer {
     void (*move)(Problem&, std::vector<RowArrays>&, ptrdiff_t by) = nullptr;
 };
 
-// One array of a call: its name in messages, its place in the struct, its elements, its axes, and what points into it.
+// One array of a call: its name in messages, its place in the struct, its elements, its axes, the pointers into it.
 template <class Arrays>
 struct Field {
     const char* name;
@@ -182,7 +182,7 @@ inline constexpr Field<BackwardArrays> kForwardResults[] = {
      Element::sum,
      kPairs,
      {to<&Head::grad_matrix>}}};
-// Their names are those of the inputs with "grad_" in front.
+// Each is named like its input, with "grad_" in front.
 inline constexpr Field<BackwardArrays> kGradients[] = {
     {"grad_query",
      &BackwardArrays::grad_query,

@@ -1,30 +1,27 @@
 // Additive scores s_ij = sum_p w_p f(a_ip + b_jp) of query rows a and a key tile b, and their gradients: the operands,
 // and the algorithm for a pair of tiles. The three files after this one compute tables, scores and gradients.
 //
-// - tanh(z) = 1 - 2 r, sigmoid(z) = r, silu(z) = z r with r = 1 / (1 + A B), A = exp(kappa a), B = exp(kappa b):
-// exponentials
-//   are computed once per row and key. In scores w_v is part of the denominators, w / x = 1 / (u + A (u B))
-//   with u = 1 / w, and eight, four or two terms share one division where the product of their denominators stays in
-//   the range of the type, which is bounded by micro-panel and eight channels of a tile. Where the exponentials
-//   themselves leave the range, f is evaluated term by term.
-// - Where |a|, |b| <= 1, tanh(a + b) = (tanh a + tanh b) / (1 + tanh a tanh b), so that small numbers keep their
-// digits.
+// - tanh(z) = 1 - 2 r, sigmoid(z) = r, silu(z) = z r with r = 1 / (1 + A B), A = exp(kappa a), B = exp(kappa b). These
+//   exponentials are computed once per row and key. In scores w_v is part of the denominators: with u = 1 / w a term is
+//   w / x = 1 / (u + A (u B)). Eight, four or two terms share one division where the product of their denominators
+//   stays in the range of the type, which is bounded by micro-panel and eight channels of a tile. Where the
+//   exponentials themselves leave the range, f is evaluated term by term.
+// - Where |a|, |b| <= 1, tanh(a + b) = (tanh a + tanh b) / (1 + tanh a tanh b): small numbers keep their digits.
 // - Scores have keys in the lanes and broadcast the rows; gradients have channels in the lanes and broadcast ds. No sum
 //   then runs across lanes.
 // - The scores of a row depend on the rows computed with it only in their rounding.
 // - Where a weight is not finite, terms are evaluated one by one, and a pair with ds == 0 adds nothing. Pairs with a
-// row or
-//   key that is not finite are computed one by one outside of tiles: tanh(inf) is 1, inf - inf is NaN.
+//   row or key that is not finite are computed one by one outside of tiles: tanh(inf) is 1, inf - inf is NaN.
 //
 // Query rows and tile belong to the caller and must outlive Query and Keys. Columns dim <= p < width of the rows are
 // zeros. `da` and `db` are written up to column `width`, where zeros are added; db has the keys in rows: db[j * ldb +
 // p].
 //
 // Measured with one thread, 512 x 512 x 256, float. Zen 5: scores 41 G terms/s with four terms to a division (34 with
-// two, 25 with one), gradients 19 (17 with two terms to a division). A 512-bit division takes the time of 3 to 4
-// multiplications there, as does an estimate with a Newton step. Cascade Lake: a division takes that of 20, and the
+// two, 25 with one), gradients 19 (17 with two terms to a division). A 512-bit division takes as long as 3 to 4
+// multiplications there, as does an estimate with a Newton step. Cascade Lake: a division takes as long as 20, and the
 // loop alone reaches 15 with four terms to a division, 17 to an estimate, and 18 with eight to an estimate (16 to a
-// division). Zen 4: a division takes that of 2.2 and an estimate with its step that of 3; the loop reaches 20 with four
+// division). Zen 4: a division takes as long as 2.2 and an estimate with its step as 3; the loop reaches 20 with four
 // terms to a division, 2% less with eight.
 #pragma once
 
@@ -107,8 +104,8 @@ class Additive {
         return AdditiveAlgorithm::direct;
     }
 
-    // Whether scores can be computed from the exponentials of rows up to this size: those of both operands are in range
-    // (in silu, whose terms grow, also their products), and w_v can be part of the denominators.
+    // Whether scores can be computed from the exponentials of rows up to this size: both operands' exponentials are in
+    // range (in silu, whose terms grow, also their products), and w_v can be part of the denominators.
     bool scores_by_exps(T rows, const Keys& keys) const {
         if (!ratio_ || !is_finite_size(rows) || !keys.finite || !w_v_foldable(keys)) return false;
         if (activation == Activation::silu) return exp_in_range(rows + keys.largest);
@@ -191,8 +188,8 @@ class Additive {
         }
     }
 
-    // In units of a term from tables, of which a tile has 64 keys: making the tables takes some 8 for each key, a pair
-    // without them 4.5 with 512-bit vectors, 3.5 with shorter ones, whose divisions are cheaper.
+    // Time in units of a term from tables, which always have 64 keys: making them takes some 8 for each key, a pair
+    // without tables 4.5 with 512-bit vectors, 3.5 with shorter vectors, whose divisions are cheaper.
     static bool is_small(int64_t rows, int64_t keys) {
         constexpr double pair = kVectorBytes == 64 ? 4.5 : 3.5;
         return pair * double(rows * std::min(keys, kTileKeys)) < double((8 + rows) * kTileKeys);

@@ -18,7 +18,7 @@ class AdditiveGradients {
    public:
     explicit AdditiveGradients(const Form& form) : form_(form) {}
 
-    // From ds, exactly 0 where a pair is masked: da[i * lda + p] +=, db[j * ldb + p] +=, dw[p] +=.
+    // Add the gradients from ds, exactly 0 where a pair is masked, to da[i * lda + p], db[j * ldb + p] and dw[p].
     void operator()(const T* ds, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
                     const T* w, T* da, int64_t lda, T* db, int64_t ldb, T* dw) const {
         const AdditiveAlgorithm way = form_.algorithm_for(query.largest, keys);
@@ -94,7 +94,7 @@ class AdditiveGradients {
         }
     }
 
-    // What f is, in terms of r = 1 / (1 + A B) and of a sum of two numbers z.
+    // The formula of f in r = 1 / (1 + A B) and a sum z of two numbers: r, or z r of tanh or of silu.
     enum class RatioForm { reciprocal, tanh, silu };
 
     template <RatioForm rule>

@@ -27,8 +27,8 @@ class AdditivePairs {
         });
     }
 
-    // From ds, exactly 0 where a pair is masked: da[i * lda + p] +=, db[j * ldb + p] +=, dw[p] +=. da and db have whole
-    // vectors, dw has dim numbers.
+    // Add the gradients from ds, exactly 0 where a pair is masked, to da[i * lda + p], db[j * ldb + p] and dw[p]. da
+    // and db have whole vectors, dw has dim numbers.
     void gradients(const T* ds, const T* rows, int64_t width, int64_t count, const View<T>& keys, int64_t key_count,
                    T* da, int64_t lda, T* db, int64_t ldb, T* dw) const {
         form_.with_term([&](auto term) {
@@ -46,11 +46,11 @@ class AdditivePairs {
     const Form& form_;
     const T* w_;
     const int64_t whole_;  // channels in whole vectors
-    T last_w_[L] = {};     // of the channels behind them
+    T last_w_[L] = {};     // weights of the channels after whole_
 
     V<T> weight(int64_t p) const { return load(p < whole_ ? w_ + p : last_w_); }
 
-    // Scores from `value(a, b)`, what a channel of a row and of a key give.
+    // Scores as the weighted sum of `value(a, b)` over the channels.
     template <class Value>
     void scores_of(const Value& value, T* s, const T* rows, int64_t width, int64_t count, const View<T>& keys,
                    const uint64_t* bits) const {

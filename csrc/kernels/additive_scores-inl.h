@@ -41,9 +41,9 @@ class AdditiveScores {
         form_.with_term([&](auto term) { direct_scores(term, s, lds, query, first, last, keys, w); });
     }
 
-    // Whether at most four terms share a division, and none is estimated: on AMD's CPUs. 16 floats are divided there in
-    // the time of 2 multiplications on Zen 4 (3 to 4 on Zen 5), by the estimate of `reciprocal` in that of 3. On
-    // Intel's a division takes 20.
+    // Whether at most four terms share a division, and none is estimated: on AMD's CPUs. A division of 16 floats takes
+    // as long there as 2 multiplications on Zen 4 (3 to 4 on Zen 5), the estimate of `reciprocal` as long as 3. On
+    // Intel's CPUs a division takes as long as 20.
     static bool divides_quickly() {
 #if defined(__AVX2__)
         static const bool is_amd = __builtin_cpu_is("amd");
@@ -55,8 +55,7 @@ class AdditiveScores {
 
    private:
     const Form& form_;
-    // How many terms share a division in eight channels, and in how many such octets, this one and the next, as many
-    // do.
+    // How many terms share a division in an octet of channels, and the number of octets from this one on with as many.
     struct Share {
         int32_t terms, octets;
     };
@@ -75,7 +74,7 @@ class AdditiveScores {
         bool resumed, finished;
     };
 
-    // Store the sums of some channels, added to those of the channels before (`resumed`).
+    // Store the sums of some channels, added to the sums of earlier channels (`resumed`).
     template <int R>
     __attribute__((always_inline)) static inline void store_sums(const MicroTile& tile, V<T> (&sum)[R][kAcross],
                                                                  bool resumed, bool finished) {
@@ -200,8 +199,8 @@ class AdditiveScores {
             }
     }
 
-    // Set how many terms share a division, by micro-panel and eight channels. Returns how far apart those of two
-    // micro-panels are: 0 where all share as many as may.
+    // Set how many terms share a division, by micro-panel and eight channels. Returns the distance in `shares_` from
+    // one micro-panel to the next: 0 where as many terms as allowed share everywhere.
     int64_t plan_shared_divisions(const Query& query, const Keys& keys, bool by_tanh_addition, int64_t first,
                                   int64_t last) const {
         // Numerators are sums of as many products, times a sum of both operands in silu: terms there may be large, and

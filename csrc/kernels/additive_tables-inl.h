@@ -1,5 +1,5 @@
 // Tables of additive scores and their gradients: exponentials and tanh of rows and keys, each in the order of its pass.
-// Those of a query tile are made once, those of a key tile once for all query tiles that share it.
+// A query tile's tables are made once, a key tile's once for all query tiles that share it.
 #pragma once
 
 #include "kernels/activations-inl.h"
@@ -42,7 +42,7 @@ class AdditiveTables {
         }
     }
 
-    // Take memory for the tables of a key tile, with those of gradients if wanted.
+    // Take memory for the tables of a key tile, for its gradients too if wanted.
     void reserve(Arena& arena, Keys& keys, bool gradients) const {
         const int64_t size = kTileKeys * width_;
         const bool ratios = form_.has_ratio_form(), tanhs = form_.tanh_addition_applies(0);
@@ -88,8 +88,8 @@ class AdditiveTables {
     }
 
    private:
-    // Set what depends on w_v alone. The inverse weight of a channel is u = max_weight / w, and 1 behind the
-    // last; entries of w_v far below the largest count as kMinWeight of it.
+    // Set the members that depend on w_v alone. The inverse weight of a channel is u = max_weight / w, and 1 after the
+    // last channel; entries of w_v far below the largest count as kMinWeight of it.
     void weigh(Keys& keys, const T* w) const {
         keys.w_v = w;
         keys.max_weight = 0;
@@ -109,7 +109,7 @@ class AdditiveTables {
                 std::fabs(w[p]) > least ? keys.max_weight / w[p] : std::copysign(1 / kMinWeight, w[p]);
     }
 
-    // tanh of the keys, in chunks of keys: what a pass reads then fits the first-level cache.
+    // tanh of the keys, in chunks of keys: the operands of a pass then fit the first-level cache.
     void fill_tanhs(Keys& keys) const {
         T* to = keys.tanhs;
         for (int64_t c = 0; c < kTileKeys; c += kChunk)

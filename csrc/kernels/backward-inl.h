@@ -34,9 +34,8 @@ inline T row_sum(const T* x) {
 }
 
 // Gradients of the keys and values of a tile, summed over one query tile, and then added to the caller's arrays. Where
-// rows of these are whole vectors they are the caller's arrays themselves (`in_place`), unless many terms would be
-// added to them one by one, which rounds more than sums of blocks: those of inner products are blocks, except where
-// masked pairs are left out.
+// the caller's rows are whole vectors, sums go there directly (`in_place`), unless many terms would be added singly,
+// which rounds more than adding sums of blocks. Inner products add such sums, except where masked pairs are left out.
 template <class T>
 struct KeyTileGradients {
     T *dk, *dv, *own_dk, *own_dv, *bias;
@@ -111,8 +110,8 @@ void additive_gradients(const Problem& problem, const Additive<T>& form, Backwar
     }
 }
 
-// Turn P and dS of a tile into gradients: those of keys and values into `sums`, of the weights into `dw`, of the query
-// and its bias into the caller's arrays.
+// Add the gradients from P and dS of a tile: of keys and values to `sums`, of w_v to `dw`, of the query and its bias to
+// the caller's arrays.
 template <class T>
 void accumulate_gradients(const Problem& problem, BackwardQueryTile<T>& queries, const BackwardKeyTile<T>& tile,
                           ScoreGradients<T>& gradients, KeyTileGradients<T>& sums, T* dq_scratch, T* dw) {
@@ -233,14 +232,14 @@ class SharedSums {
         relative_.resize(problem.heads.size() * ranges * positions_);
     }
 
-    // Gradients of the weights of a group, or of the scales of its heads.
+    // Gradients of w_v of a group, or of the scales of its heads.
     T* group_sums(int64_t group, int64_t range) { return group_sums_.data() + (group * ranges_ + range) * width_; }
     // The gradient of the relative bias of a head; null where there is none.
     double* relative(int64_t head, int64_t range) {
         return positions_ ? relative_.data() + (head * ranges_ + range) * positions_ : nullptr;
     }
 
-    // Add to the caller's.
+    // Add the sums to the caller's gradients.
     void finish() {
         for (size_t g = 0; width_ && g < problem_.groups.size(); g++)
             for (int64_t r = 0; r < ranges_; r++) {

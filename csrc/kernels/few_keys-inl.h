@@ -196,7 +196,7 @@ class ShortHead {
         if constexpr (statistics) states.sum_exp_logit = sum_of(logits), states.squares = sum_of(squares);
     }
 
-    // Drop weights, and multiply those that are kept.
+    // Drop weights, and multiply the others by the factor of dropout.
     template <int W>
     void drop(int64_t first, int size, T* weights) const {
         Dropout dropout(problem_);
@@ -254,7 +254,7 @@ class ShortHead {
             for (int i = 0; i < size; i++) found[i] = reduce<T>(f(i), op);
             return load(found);
         }
-        // The last row stands for those behind it.
+        // Lanes after the last row repeat it.
         V<T> v[L];
         for (int i = 0; i < L; i++) v[i] = f(std::min(i, size - 1));
         return reduce_each<T>(v, op);

@@ -16,9 +16,9 @@ inline bool has_short_gradients(const Problem& problem) {
     return has_short_heads(problem) && (problem.bias_groups.empty() || !problem.bias_groups[0].is_relative());
 }
 
-// Rows as products over all pairs take them. Where pairs are masked, zeros stand in place of what is not finite: 0
-// times it, which a masked pair adds, is NaN. `rest` has what they replace, for the unmasked pairs. So one path serves
-// all rows, and what hides behind a mask changes no bit of any result.
+// Rows as operands of products over all pairs. Where pairs are masked, zeros replace NaN and infinity, because a masked
+// pair adds 0 times a row, and 0 times NaN is NaN. `rest` has the replaced numbers, for the unmasked pairs. So one path
+// serves all rows, and masked numbers change no bit of any result.
 template <class T>
 struct FiniteRows {
     View<T> rows, rest;
@@ -97,7 +97,7 @@ class ShortHeadGradients {
     }
 
    private:
-    // Clear the gradients of the keys behind those that rows attend to.
+    // Clear the gradients of the keys after the last key that a row attends to.
     void clear_behind(char* data, int64_t width) const {
         if (problem_.clears_gradients)
             std::fill_n(as<T>(data) + count_ * width, (problem_.key_len - count_) * width, T(0));
@@ -177,8 +177,8 @@ class ShortHeadGradients {
             for (int64_t j = i; j < i + count_; j += L) store(ds + j, load(ds + j) * factor);
     }
 
-    // Call f(rows of whole vectors, whether to add to what is there) with gradients: the caller's memory, or scratch
-    // that is added to it or copied there.
+    // Call f(rows of whole vectors, whether to add to their numbers) with gradients: the caller's memory, or scratch
+    // that is then added or copied to it.
     template <class F>
     void add(char* to, int64_t count, int64_t cols, const F& f) {
         const int64_t width = padded(cols, L);

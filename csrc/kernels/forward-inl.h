@@ -167,7 +167,7 @@ class ForwardTask {
     std::optional<FullTiles<T>> full_tiles_;
     int64_t prefetched_rows_ = 0;  // of keys and of values, in each step
     Step steps_[2], *step_ = &steps_[0], *previous_ = nullptr;
-    T *step_scores_, *step_weights_;  // of one step: the weights of the last are used before those of the next are made
+    T *step_scores_, *step_weights_;  // of one step: weights are used before the next step's are made
 };
 
 // How a call is cut into tasks: query tiles of a group, each against ranges of its keys. The shape alone decides, so
@@ -178,7 +178,7 @@ struct ForwardTasks {
         int64_t first, count;
     };
     std::vector<QueryRows> query_tiles;
-    std::vector<std::vector<int64_t>> single_heads;  // heads whose rows are not joined with those of others
+    std::vector<std::vector<int64_t>> single_heads;  // heads whose rows are not joined with other heads' rows
     int64_t ranges = 1;
 
     explicit ForwardTasks(const Problem& problem) {
@@ -212,7 +212,7 @@ struct ForwardTasks {
     }
 
    private:
-    static constexpr int64_t kThreads = 16;    // few tasks are cut so that as many stay busy to the end
+    static constexpr int64_t kThreads = 16;    // few tasks are cut so that as many threads stay busy to the end
     static constexpr int64_t kMostRows = 384;  // of a query tile
 
     // Cut rows into query tiles of about one size, as the other threads would wait for the last one's where it is

@@ -186,8 +186,8 @@ void gemm_difference(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, co
         for (int64_t i = 0; i < m; i++) at(one, one, i, j);
 }
 
-// Prefetch what becomes N vectors of T of a stream of rows, not far ahead of those at `p`. The processor's own
-// prefetcher then keeps up better: TUNING.md, Decoding.
+// Prefetch N vectors of T, as stored, of a stream of rows, not far ahead of `p`. The processor's own prefetcher then
+// keeps up better: TUNING.md, Decoding.
 constexpr int64_t kStreamAhead = 256;
 template <class T, int N, class E>
 __attribute__((always_inline)) inline void prefetch_stream(const E* p) {
@@ -230,7 +230,7 @@ void add_weighted_rows(T* out, const T* weights, int64_t size, const View<E>& va
          true);
 }
 
-// What `few_rows_gemm` does between its keys with the values of as many: O += P V, or prefetching them.
+// The work of `few_rows_gemm` between its keys, on the values of as many keys: O += P V, or prefetching.
 template <class T>
 struct Interleaved {
     StoredRows<T> values;
@@ -239,7 +239,7 @@ struct Interleaved {
     T* out = nullptr;  // null: prefetch
     int64_t size = 1;  // rows of weights and outputs
 
-    // Do so for the keys [first, last), or those that there are.
+    // Do the work for the keys [first, last), as far as there are keys.
     void run(int64_t first, int64_t last) const {
         last = std::min(last, count);
         if (first >= last) return;
@@ -288,7 +288,7 @@ void few_rows_outer(T* c, int64_t ldc, const T* a, int64_t rows, View<T> b, View
     });
 }
 
-// Compiled once for a target, by products.cc; those of 16-bit rows by rows.cc.
+// Compiled once for a target, by products.cc; for 16-bit rows, by rows.cc.
 #define ATTNSCORE_GEMM(extern, Terms, T, A, B)                                                                   \
     extern template void gemm(const Terms&, T*, int64_t, const A*, int64_t, int64_t, const B*, int64_t, int64_t, \
                               int64_t, int64_t, bool);

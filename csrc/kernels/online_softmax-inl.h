@@ -31,7 +31,7 @@ struct RowState {
             return;
         }
         if (const T both = mean + other_mean; !std::isfinite(both)) {
-            // Where one side alone is infinite, its mean is that of both; a difference would make NaN of it.
+            // Where one side alone is infinite, so is the common mean; a difference would be NaN.
             count += other_count, mean = both, deviation = std::numeric_limits<T>::quiet_NaN();
             return;
         }
@@ -87,7 +87,7 @@ struct OnlineSoftmax {
     // Moments of the scores. `shifted` and `shifted_squares`, by lanes: sums of (s - base) and of its square over the
     // last `count` scores. The base is the mean of `base_count` of them. `merged`: the moments of all scores before.
     T *shifted = nullptr, *shifted_squares = nullptr, *base = nullptr, *base_count = nullptr, *count = nullptr;
-    // Of the scores of each row, where they are requested: the smallest; the largest and its first key.
+    // Smallest and largest score of each row, and the first key of the largest, where requested.
     T *min_score = nullptr, *max_score = nullptr, *first_key = nullptr;
     RowState<T>* merged = nullptr;
     bool has_merged = false;  // otherwise `merged` is not initialised
@@ -117,8 +117,8 @@ struct OnlineSoftmax {
     }
 
     // Compute the weights of the scores of a tile, and update the sums of their rows, dropped weights included. `key`
-    // is its first key, behind those of the tiles before. `keep` (null: all) are the bits of the weights that dropout
-    // keeps, which are multiplied by `factor`.
+    // is its first key, larger than the keys of earlier tiles. `keep` (null: all) are the bits of the weights that
+    // dropout keeps, which are multiplied by `factor`.
     void update(int64_t first, int64_t size, T* weights, const T* s, const uint64_t* bits, int64_t key_count,
                 const uint64_t* keep, T factor, int64_t key) {
         // Exponentials take most of the time of a short row, which is common (a sequence of a few words).
@@ -148,7 +148,7 @@ struct OnlineSoftmax {
     }
 
     // Call f(first, size, states) for the rows, as many at a time as a vector has lanes: their states relative to their
-    // maxima if those are known, otherwise to their lazy maxima. Moments of earlier bases, in `merged`, are added.
+    // maxima if these are known, otherwise to their lazy maxima. Moments of earlier bases, in `merged`, are added.
     template <class F>
     void for_each_row_block(const F& f) const {
         for (int64_t first = 0; first < rows; first += L) {
@@ -167,7 +167,7 @@ struct OnlineSoftmax {
         }
     }
 
-    // The maximum of a row from the one that its weights, which add up to `sum`, are relative to.
+    // The maximum of a row from `maximum`, to which its weights, with the sum `sum`, are relative.
     static V<T> maximum_of(V<T> maximum, V<T> sum) {
         constexpr T infinity = std::numeric_limits<T>::infinity();
         maximum = select<T>((maximum != kUnset) | (sum != 0), maximum, splat(-infinity));
@@ -237,7 +237,7 @@ struct OnlineSoftmax {
     RowStates<T> states(int64_t first) const {
         const V<T> lazy = load(lazy_max + first), sum = sum_rows(denom, first);
         RowStates<T> result;
-        // Vector by vector: clearing the whole struct takes a few rows longer than what they need of it.
+        // Vector by vector: with few rows, clearing the whole struct takes longer than reading their states.
         result.sum_exp_logit = result.squares = result.count = result.base = result.mean = result.deviation = V<T>{};
         result.min_score = min_score ? load(min_score + first) : V<T>{};
         result.first_key = first_key ? load(first_key + first) : V<T>{};
@@ -263,7 +263,7 @@ struct OnlineSoftmax {
     __attribute__((noinline)) void start_rows(int64_t first, int64_t size, const T* s, const uint64_t* bits) {
         for (const int64_t last = first + size; first < last; first += L, s += L * kTileKeys, bits += L) {
             const auto count_of_rows = static_cast<int>(std::min<int64_t>(L, last - first));
-            // The last row stands for those behind it.
+            // Lanes after the last row repeat it.
             const auto row = [&](int i) { return std::min(i, count_of_rows - 1); };
             V<T> v[L];
             for (int i = 0; i < L; i++) v[i] = lane_max<W>(s + row(i) * kTileKeys);
@@ -369,7 +369,7 @@ struct OnlineSoftmax {
         if (count[i] >= kMostPerBase) merge_last(i);
     }
 
-    // Let the mean of the unmasked scores of a tile, `own` of them, be the base of a row.
+    // Let the mean of the unmasked scores of a tile, `tile_count` of them, be the base of a row.
     template <int W>
     __attribute__((noinline)) void set_base(int64_t i, const T* s, uint64_t bits, T tile_count) {
         if (count[i] != 0) merge_last(i);
@@ -380,8 +380,8 @@ struct OnlineSoftmax {
 
     // Scores that share a base: sums stay short.
     static constexpr T kMostPerBase = 32 * kTileKeys;
-    // A tile with more than so many times the scores of which the base is the mean gets a base of its own: the mean of
-    // a few may be far from that of many, whose sums would lose digits.
+    // A tile with more than so many times the scores of the current base gets its own base: the mean of a few scores
+    // may be far from the mean of many, whose sums would lose digits.
     static constexpr T kBaseGrowth = 4;
 
     // Merge the moments of the last scores, and let the next tile start a new base.

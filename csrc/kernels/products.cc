@@ -5,8 +5,8 @@ namespace attnscore::ATTNSCORE_TARGET {
 
 #include "kernels/gemm-inl.h"
 
-// The sums by lanes of the terms of R rows, `stride` apart, with one row `b`, in parts of kMaxTerms. What stands behind
-// `b` is prefetched. The terms of a row are added in one order whatever R is, because the backward may join other rows
+// The sums by lanes of the terms of R rows, `stride` apart, with one row `b`, in parts of kMaxTerms; memory after `b`
+// is prefetched. The terms of a row are added in one order whatever R is, because the backward may join other rows
 // than the forward did.
 template <int R, class Terms, class E, class T = typename Terms::Sum>
 __attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T* a, int64_t stride, const E* b,

@@ -59,7 +59,7 @@ class ValueTile {
                 transposed_[k * kTileKeys + j] = j < key_count ? clean.row(j)[k] : T(0);
     }
 
-    // What takes turns with the scores of the tile: prefetching its values.
+    // The work between the keys of the tile's scores: prefetching its values.
     Interleaved<T> prefetched() const { return {stored, count_, width_}; }
 
     // O += P V, for `size` rows of weights.
@@ -76,7 +76,7 @@ class ValueTile {
             }
     }
 
-    // Add what `clean` leaves out: unmasked NaN and infinity propagate to the rows that attend to them.
+    // Add the NaN and infinities that `clean` leaves out: they propagate to the rows that attend to them.
     void propagate_nonfinite(T* out, const T* weights, const uint64_t* bits, int64_t size) const {
         const int64_t width = row_width<T>(problem_);
         for (int64_t i = 0; i < size; i++, out += width)

@@ -1,4 +1,4 @@
-// What a caller keeps of each row, from the row statistics of the forward and the sink: as many rows at once as a
+// The caller's results of each row, from the row statistics of the forward and the sink: as many rows at once as a
 // vector has lanes. 256 rows of a tiny call took 2.3 us one by one, a twentieth of the call.
 #pragma once
 
@@ -6,13 +6,13 @@
 #include "kernels/simd-inl.h"
 #include "kernels/storage-inl.h"
 
-// Rows after all their keys, one in each lane: the kernels' statistics, and those with the sink as one more logit.
+// Rows after all their keys, one in each lane: statistics of the kernels, and with the sink as one more logit.
 template <class T>
 struct FinishedRows {
     V<T> max, denom, sum_exp_logit{}, squares{}, count{}, mean{}, deviations{}, min_score{},
         first_key{};                     // see RowStat
     V<T> row_max, all_denom, log_denom;  // with the sink, if any
-    V<T> factor = splat(T(1));           // from sums relative to `max` to those relative to `row_max`
+    V<T> factor = splat(T(1));           // rescales sums relative to `max` to `row_max`
     V<T> all_sum_exp_logit;              // sum_exp_logit with the sink
 
     // `size` rows from `first` on.
@@ -34,7 +34,7 @@ struct FinishedRows {
         log_denom = log_of<T>(all_denom);
     }
 
-    // The keys' share of the weights: 0 without keys, also beside a sink that is NaN.
+    // The keys' share of the weights: 0 without keys, even with a sink of NaN.
     V<T> share() const { return select<T>(denom == 0, V<T>{}, denom * factor / safe_denom()); }
 
     V<T> statistic(Statistic which) const {
@@ -119,7 +119,7 @@ void finish_rows_typed(const Problem& problem, const Head& head, const RowArrays
     }
 }
 
-// Set what the caller keeps of the rows [first, last) of a head.
+// Set the caller's results of the rows [first, last) of a head.
 void finish_rows(const Problem& problem, const Head& head, const RowArrays& rows, int64_t first, int64_t last) {
     (problem.value_dtype == Dtype::f64 ? finish_rows_typed<double> : finish_rows_typed<float>)(problem, head, rows,
                                                                                                first, last);

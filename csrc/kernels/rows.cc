@@ -1,4 +1,4 @@
-// The table of a target's kernels, and those that are short: rows before a backward and after a forward, products of
+// The table of a target's kernels, and the short kernels: rows before a backward and after a forward, products of
 // matrices and of 16-bit rows.
 #include "kernels/target.h"
 

@@ -12,7 +12,7 @@
 #include "kernels/simd-inl.h"
 #include "kernels/tiles-inl.h"
 
-// What vectors are multiplied by before they are tested for infinity: the difference of two large ones may overflow.
+// The factor of vectors before they are tested for infinity: the difference of two large vectors may overflow.
 template <class T>
 inline T difference_factor(const Problem& problem) {
     return problem.form == Form::distance ? T(2) : T(1);
@@ -89,7 +89,7 @@ struct BackwardKeyTile {
     }
 };
 
-// A row of the matrix's gradient for the keys of a tile, with zeros behind them; in `line` where it is not all there.
+// A row of the matrix's gradient for the keys of a tile, with zeros after them: in place, or copied to `line`.
 template <class T>
 const T* grad_matrix_row(T* line, const Head& head, int64_t row, int64_t key, int64_t key_count) {
     const Matrix& m = head.grad_matrix;
@@ -100,8 +100,8 @@ const T* grad_matrix_row(T* line, const Head& head, int64_t row, int64_t key, in
     return line;
 }
 
-// exp(logit - log_denom). In float a power of 2 takes less time; the rounding of its exponent is no worse than that of
-// the scores. In double the digits count: gradients of saturated rows are nothing but such weights.
+// exp(logit - log_denom). In float a power of 2 takes less time, and its exponent is rounded no worse than the scores.
+// In double the digits count: gradients of saturated rows are nothing but such weights.
 template <class T>
 inline V<T> weight_of(V<T> logit, T log_denom) {
     if constexpr (sizeof(T) == 4)
@@ -162,12 +162,12 @@ struct ScoreGradients {
     Scores<T> scores;
     Dropout dropout;
     T* line;                // a row of the matrix's gradient
-    Span panels;            // holds all that attend to the tile; masked ones between them get zeros
-    bool for_bias = false;  // stop at the gradient of the scores after the caps, which is that of the bias
+    Span panels;            // covers all panels that attend to the tile; masked panels between get zeros
+    bool for_bias = false;  // stop at the gradient of the scores after the caps, which is the bias's too
     double grad_scale = 0;  // of the head's own scale, over all tiles so far
-    // The gradient of a relative bias over all tiles so far, from that of the last row and first key on; or null.
+    // The gradient of a relative bias over all tiles so far, from the last row and the first key on; or null.
     double* grad_relative = nullptr;
-    bool skip_masked = false;  // whether NaN or infinity may stand behind a masked pair: products must leave it out
+    bool skip_masked = false;  // whether NaN or infinity may be at a masked pair: products must leave it out
 
     ScoreGradients(Arena& arena, const Problem& p)
         : problem(p), scores(arena, p, true), dropout(p), line(arena.take<T>(kTileKeys)) {}
@@ -225,7 +225,7 @@ struct ScoreGradients {
     }
 
     // Add dS of the rows from `row` on to the gradient of a relative bias: ds[i][j] belongs to entry size - 1 - i + j
-    // of those that these rows read, so row i is added at `place` = size - 1 - i. Only rows whose places differ by
+    // of the entries of these rows, so row i is added at `place` = size - 1 - i. Only rows whose places differ by
     // whole vectors share an array of sums: a load then never waits for a store that overlaps it in part. The few
     // terms of an entry are added in T here; over all tiles they are summed in double, because they cancel.
     void add_diagonals(int64_t row, int64_t key, int64_t key_count, const T* ds, int64_t size) {
@@ -289,7 +289,7 @@ struct ScoreGradients {
         grad_scale -= problem.scale * static_cast<double>(reduce_sum<T>(sum));
     }
 
-    // Turn the gradient of the scores into that of the scores before the caps. Selected, because a slope may have
+    // Turn the gradient of the scores after the caps into the gradient before them. Selected, because a slope may have
     // overflowed where the gradient is 0.
     void apply_cap_slopes(T* ds, int64_t size) const {
         for (int64_t j = 0; j < size * kTileKeys; j += Vector<T>::lanes) {

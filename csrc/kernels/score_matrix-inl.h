@@ -23,7 +23,7 @@ template <class T>
 struct WeightScale {
     T reference, factor;
 
-    // The maximum and the denominator are those of the keys.
+    // `max` and `denom` are without the sink.
     WeightScale(T max, T denom, const char* sink_number) : reference(safe_max(max)) {
         if (sink_number) {
             // The sink is one more logit, without a value.

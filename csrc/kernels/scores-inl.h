@@ -61,9 +61,9 @@ class Scores {
 
     // Compute the scores s[i * kTileKeys + j] of the rows of micro-panels, -inf where masked, in as many vectors as
     // `width_of` the tile, and the bits of the unmasked keys of each row.
-    // `other`: not null where the rows are too few to transpose the keys; then what takes turns with them.
+    // `other`: not null where the rows are too few to transpose the keys; the work to do between these.
     // `bf16`: not null where products are taken in bfloat16.
-    // `saves`: keep what gradients read: the slopes of the caps, and squared distances whose scale is the head's own.
+    // `saves`: keep the slopes of the caps for gradients, and squared distances where the head has its own scale.
     void operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
                     const typename Additive<T>::Query& additive_query, Span panels, const KeyTile<T>& tile,
                     const Interleaved<T>* other, const Bf16Dot* bf16, bool saves) const;

@@ -392,7 +392,7 @@ inline V<T> exp_of(V<T> x) {
 #endif
 }
 
-// The same where |x| leaves room for a few sums in the range of exponents, without tests for its ends.
+// exp(x) where |x| leaves room for a few sums in the range of exponents, without tests for its ends.
 template <class T>
 __attribute__((always_inline)) inline V<T> normal_exp_of(V<T> x) {
 #if defined(__AVX512F__)

@@ -1,4 +1,4 @@
-// What the forward keeps of each row: output, statistics, and its row of the matrix.
+// Stores the forward's results of each row: output, statistics, and its row of the matrix.
 #pragma once
 
 #include "kernels/memory-inl.h"
@@ -20,8 +20,7 @@ void store_row(const Problem& problem, const Head& head, int64_t row, T scale, T
     }
 }
 
-// Normalise and store the outputs of rows, their statistics, and their rows of the matrix. Outputs are
-// `width` apart; `at` is where rows belong:
+// Normalise and store the outputs of rows, their statistics, and their rows of the matrix. Outputs are `width` apart;
 // at(i) gives the head of row i, and its number there.
 template <class T, class At>
 void store_rows(const Problem& problem, int64_t size, const RowStates<T>& states, T* out, int64_t width, const At& at) {

@@ -43,8 +43,8 @@ class SharedTiles {
         });
     }
 
-    // Whether sharing pays, and takes little memory: a few times that of 2^19 numbers, as many as keys and values may
-    // have.
+    // Whether sharing pays, and takes little memory: keys and values have at most 2^19 numbers, their tiles a few times
+    // as many.
     static bool is_profitable(const Problem& problem, int64_t query_tiles) {
         constexpr int64_t max_numbers = int64_t{1} << 19;
         const int64_t keys = static_cast<int64_t>(problem.heads.size()) * problem.key_len;
@@ -73,5 +73,5 @@ class SharedTiles {
     }
 
     std::vector<Tile> tiles_;
-    std::vector<int64_t> begins_;  // of each head's tiles; one more behind the last
+    std::vector<int64_t> begins_;  // first tile of each head, then the number of tiles
 };

@@ -10,7 +10,8 @@
 #include "kernels/simd-inl.h"
 
 // Replace a row that holds NaN or infinity by zeros, and return whether it did: tables of additive scores are made of
-// all rows of a tile, and the others keep their bits. Its own pairs are computed one by one (`QueryTile::nonfinite`).
+// all rows of a tile, and the other rows keep their bits. The pairs of the replaced row are computed one by one
+// (`QueryTile::nonfinite`).
 template <class T>
 inline bool zero_if_nonfinite(T* row, int64_t width) {
     if (is_finite(View<T>{row, width}, 1, width)) return false;
@@ -21,9 +22,9 @@ inline bool zero_if_nonfinite(T* row, int64_t width) {
 // Products do not go key by key where keys are so short: adding up the lanes of a vector for each takes longer.
 constexpr int64_t kShortKeys = 16;
 
-// Whether so few query rows meet each key tile. The heads of a group share it, those of additive scores do not. The
+// Whether few query rows meet each key tile, which the heads of a group share, except with additive scores. The
 // backward asks the same question: scores that it rounds in another order are off by as much as their largest
-// roundings, and so are the weights that it makes of them with the forward's maximum and denominator.
+// roundings, and so are the weights that it computes from them with the forward's maximum and denominator.
 inline bool has_few_rows(const Problem& problem) {
     if (problem.form == Form::additive) return problem.query_len <= kFewRows;
     return static_cast<int64_t>(problem.groups[0].heads.size()) * problem.query_len <= kFewRows &&
@@ -52,8 +53,7 @@ struct QueryTile {
     // First keys of the packed sequences after the first one, in rising order: no row of an earlier sequence attends to
     // them.
     int64_t *begins = nullptr, begin_count = 0;
-    // By micro-panel and hole: keys in that hole of every row, and of some row. One more panel stands for the whole
-    // tile.
+    // By micro-panel and hole: keys in this hole of every row, and of some row. One more panel is the whole tile.
     int64_t holes = 0;
     Span *hole_all = nullptr, *hole_any = nullptr;
     bool masked = false;       // whether some pair may be masked

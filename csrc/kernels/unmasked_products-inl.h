@@ -20,7 +20,7 @@ void unmasked_product(T* c, int64_t ldc, const T* a, const uint64_t* bits, int64
         });
 }
 
-// The same for a distance: dq[i] += a[i][j] (q[i] - k[j]), dk[j] -= the same.
+// Gradients of squared distances over the unmasked pairs: dq[i] += a[i][j] (q[i] - k[j]), dk[j] -= the same terms.
 template <class T>
 void unmasked_differences(T* dq, T* dk, int64_t width, const T* a, const uint64_t* bits, int64_t rows,
                           const View<T>& query, const View<T>& key) {

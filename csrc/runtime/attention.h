@@ -1,5 +1,5 @@
-// The problem that kernels compute, as plain structs over the caller's memory; what a CPU target provides; the thread
-// pool. No Python here, and no result is allocated.
+// The problem that kernels compute, as plain structs over the caller's memory; the functions of a CPU target; the
+// thread pool. No Python here, and no result is allocated.
 #pragma once
 
 #include <algorithm>
@@ -98,7 +98,7 @@ struct Head {
     char* grad_scale = nullptr;          // one number of the sum type
 };
 
-// The query heads that share one KV head. Gradients are those that they share, and are used by the backward alone.
+// The query heads that share one KV head, and the gradients that they share, for the backward alone.
 struct Group {
     std::vector<int64_t> heads;
     char* grad_key = nullptr;       // key_len x dim contiguous, sum type; see Problem::clears_gradients
@@ -135,8 +135,8 @@ struct Problem {
     MatrixOutput matrix = MatrixOutput::none;
     double dropout = 0.0;  // probability that a weight is dropped; dropout.py defines which
     uint64_t seed = 0;
-    // Where the call is a chunk of another one: the first of its rows, and the rows of a matrix of that one (0: the
-    // same).
+    // Where the call is a chunk of a larger one: its first row, and the rows of a matrix of the larger call (0:
+    // query_len).
     int64_t first_row = 0, all_rows = 0;
     // Whether the backward clears the gradients of queries, keys and values before it adds to them. All others are
     // cleared by the caller.
@@ -146,8 +146,8 @@ struct Problem {
     std::vector<BiasGroup> bias_groups;
 };
 
-// Statistics of a row, and the member of Problem that asks the kernels for what they need (null: nothing). The order is
-// that of Python's table (problem/statistics.py), but for the log-sum-exp. Arrays, checks and results follow from this.
+// Statistics of a row, and the flag of Problem that makes the kernels compute their sums (null: none). In the order of
+// Python's table (problem/statistics.py), but for the log-sum-exp. Arrays, checks and results follow from this list.
 #define ATTNSCORE_STATISTICS(X)                  \
     X(max_score, &Problem::exact_row_max)        \
     X(mean_score, &Problem::full_statistics)     \
@@ -164,7 +164,7 @@ struct Problem {
 enum class Statistic { ATTNSCORE_STATISTICS(ATTNSCORE_NAME) end };
 constexpr int kStatistics = static_cast<int>(Statistic::end);
 
-// The arrays of a head's rows that `forward` and `backward` do not know: the sink, and what row statistics become.
+// The arrays of a head's rows that `forward` and `backward` do not know: the sink, and results from row statistics.
 struct RowArrays {
     const char* sink = nullptr;
     char* row_max = nullptr;  // query_len each, in the sum type
@@ -179,7 +179,7 @@ struct RowArrays {
     char* grad_sink = nullptr;
 };
 
-// The threads of a call: those of the pool, or with `openmp` those of the runtime of `use_openmp`.
+// The threads of a call: of the pool, or with `openmp` of the runtime that `use_openmp` has set.
 struct Threads {
     Threads(int most = 1, bool of_openmp = false) : count(most), openmp(of_openmp) {}
     Threads at_most(double most) const { return {static_cast<int>(std::min<double>(count, most)), openmp}; }
@@ -206,10 +206,10 @@ struct Kernels {
     const char* name;
     void (*forward)(const Problem&, Threads threads);
     void (*backward)(const Problem&, Threads threads);
-    // After a forward: set what the caller keeps of the rows [first, last) of a head. `log_denom` is
+    // After a forward: set the caller's results of the rows [first, last) of a head. `log_denom` is
     // log sum exp(s - row_max) with the sink among the s, and `out` is scaled by the keys' share of the weights.
     void (*finish_rows)(const Problem&, const Head&, const RowArrays&, int64_t first, int64_t last) = nullptr;
-    // Before a backward: set what it reads of the rows [first, last) of a head.
+    // Before a backward: set log_denom and delta of the rows [first, last) of a head.
     void (*prepare_rows)(const Problem&, const Head&, const RowArrays&, char* log_denoms, char* deltas, int64_t first,
                          int64_t last) = nullptr;
     // Whether all of A is finite; C is undefined where it is not.

@@ -1,5 +1,5 @@
 // The targets that this CPU can run. Compiled without target flags, because it runs before the CPU is known; CMake runs
-// it too, to compile what this machine needs (best_target.cc).
+// it too, to compile the targets of this machine (best_target.cc).
 #pragma once
 
 #include <string_view>

@@ -6,7 +6,7 @@
 // - workers run where their caller may, whoever started them, and not on its processor, where one would run after the
 //   work is done;
 // - safe after fork: the child has none of its parent's workers and starts its own;
-// - no delay at exit: workers are detached, and what they sleep on is never destroyed.
+// - no delay at exit: workers are detached, and the pool that they sleep on is never destroyed.
 // Calls from a framework that runs on OpenMP take its threads instead, except after a fork.
 #include <algorithm>
 #include <atomic>
@@ -88,11 +88,11 @@ class TaskMode {
     const uint64_t before_;
 };
 
-// The processors on which workers may run: those of the caller of this job, which may differ from those of the caller
-// that started them or of the last one. A few workers are also barred from the processor that the caller is on. Linux
-// wakes a thread on the processor of its waker unless it finds an idle one, and takes none in a virtual machine for
-// idle that the host has put to sleep. The worker waits there for the caller's time slice to end, in call after call:
-// with pauses of 5 ms or more two threads took as long as one (TUNING.md, Threads).
+// The processors on which workers may run: the processors of this job's caller, as the caller that started the workers,
+// or the last caller, may have had others. A few workers are also barred from the processor that the caller is on.
+// Linux wakes a thread on the processor of its waker unless it finds an idle one, and in a virtual machine a processor
+// that the host has put to sleep does not count as idle. The worker waits there for the caller's time slice to end, in
+// call after call: with pauses of 5 ms or more two threads took as long as one (TUNING.md, Threads).
 #if defined(__linux__)
 class Processors {
    public:
@@ -204,7 +204,7 @@ void Pool::start_workers(int target) {
             std::thread([this, &thread] { work(thread); }).detach();
         }
     } catch (const std::system_error&) {
-        // The system has no more threads: the job runs on those that started.
+        // The system has no more threads: the job runs on the threads that started.
     } catch (const std::bad_alloc&) {
     }
 #ifdef ATTNSCORE_POSIX
@@ -251,8 +251,8 @@ using GompParallel = void (*)(void (*f)(void*), void* context, unsigned threads,
 std::atomic<GompParallel> gomp_parallel{nullptr};
 std::atomic<bool> forked{false};
 
-// In the child of a fork, abandon the parent's pool, whose workers do not exist here. Those of OpenMP do not either,
-// and its runtime would wait for them.
+// In the child of a fork, abandon the parent's pool, whose workers do not exist here. OpenMP's workers do not exist
+// either, and its runtime would wait for them.
 void forget_pool() {
     the_pool.store(nullptr, std::memory_order_relaxed);
     busy.store(false, std::memory_order_relaxed);
