@@ -3,7 +3,7 @@
 - ``reasons_against`` lists why a kernel cannot run a problem; an empty list means that it can.
 - ``reasons_not_automatic`` lists why another one is faster, or takes less memory.
 - A kernel chosen by name runs or raises; ``auto`` takes the first without reasons, in order of speed.
-- A kernel is one algorithm: what has conditions of its own is another one.
+- A kernel is one algorithm: an algorithm with other conditions is another kernel.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Kernel(ABC):
     has_vjp: bool
     """Whether ``backward`` computes the gradient; otherwise the framework's autodiff differentiates ``forward``."""
     matrix_is_second_pass: bool = False
-    """Whether ``forward`` computes the scores a second time for `Problem.matrix`, after those for the output."""
+    """Whether ``forward`` computes all scores for the output, and once more for `Problem.matrix`."""
     saves_scores: bool = False
     """Whether ``forward`` also returns the scores, for ``backward``."""
 
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
-        """Return the plan of all calls like this one, or of this one alone where each is planned anew.
+        """Return the plan of all calls with this call's signature, or a plan of this call alone.
 
         `arrays` are the caller's, where there are any: query, key, value, bias, sink, w_v of an additive score,
         the bandwidth of a Gaussian, and a boolean mask or valid lengths that are the whole mask.
@@ -97,24 +97,24 @@ class Kernel(ABC):
 
 
 class Plan(ABC):
-    """How calls run: all calls of one signature, by a plan that is cached, or one call alone."""
+    """Plan of all calls of one signature, which is cached, or of one call alone."""
 
     is_reusable = True
-    """Whether it runs other calls of its signature: it then holds no array of a caller."""
+    """Whether the plan runs other calls of its signature, and so holds no array of a caller."""
 
     @property
     def heads(self) -> int:
-        """Heads of all elements of the batch, for each of which a cached plan holds about 2 KB a direction."""
+        """Heads of all elements of the batch; a cached plan holds about 2 KB a head and direction."""
         return 0
 
     @abstractmethod
     def run(self, arguments: CallArguments) -> Any:
-        """Return what `attend` returns."""
+        """Return the result of `attend`."""
 
 
 @dataclass(frozen=True, eq=False)
 class SinglePlan(Plan, DifferentiableOp):
-    """Plan of one call, whose arrays it holds: a kernel applied to a problem, as a function of arrays alone.
+    """Plan of one call, with its arrays: a kernel applied to a problem, as a function of arrays alone.
 
     Outputs are (out, log_denom, entropy and matrix if requested, row_max, scores if saved, the other statistics).
     The first ``differentiable_outputs`` carry gradients; the first ``saved_outputs`` are saved for the backward.

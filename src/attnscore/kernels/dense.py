@@ -64,7 +64,7 @@ class Dense(Kernel):
             spans = (0, score_shape.query_len), (0, score_shape.key_len)
             pooling = weights * dropouts.keep_factors(ops, problem.dropout, score_shape, value, *spans, dtype)
         count = ops.sum(ops.astype(visible, dtype), axis=-1, keepdims=True)
-        # Selected, so that autodiff drops what comes into a fully masked query: NaN, times its weights of 0, is NaN.
+        # Selected, so that autodiff drops the gradient of a fully masked query: NaN times its weights of 0 is NaN.
         out = ops.where(count > 0, _pool(ops, pooling, visible, value), 0.0)
         pairs = Matrix(masked_scores, visible, weights, every_weight, count)
         defined = {name: TABLE[name].of_matrix for name in problem.statistics}
@@ -83,9 +83,9 @@ class Dense(Kernel):
 
 
 def _softmax(problem: Problem, scores: Array) -> tuple[Array, Array, Array]:
-    """Return the weights, that of the sink after those of the keys, the largest logit and the log of the denominator.
+    """Return the weights (the keys' weights, then the sink's), the largest logit and the log of the denominator.
 
-    A row in which every logit is -inf has no weights.
+    A row in which every logit is -inf has weights of 0.
     """
     ops, score_shape, logits = problem.ops, problem.score_shape, scores
     if problem.sink is not None:

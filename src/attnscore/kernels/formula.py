@@ -1,13 +1,13 @@
 """Attention by the formula, in the operations of a compiled program: two kernels for small calls.
 
 - `OneTile` for graphs of TensorFlow, where a native kernel is a callback into Python: all scores, softmax, product.
-  What is not finite is not isolated: where the scores before the mask, the output or the gradients of the weights are
-  not all finite, the program takes another branch, tiled attention. If they are finite, so is everything that a
-  masked pair multiplies by 0. A distance of many terms is computed as a matrix product and squared norms; where these
-  are too large for that to be accurate, another branch sums the differences.
-- `FewKeys` for one query a head in programs of JAX, or two in tiny calls, which repeat their keys: a sum over keys is a
-  term for each key, which XLA fuses, with 0 in place of a masked pair. That propagates nothing, NaN and infinity
-  included, and the program needs no branch. There is no axis of queries: XLA copies an array to insert an axis of
+  Non-finite numbers are not isolated: where the scores before the mask, the output or the gradients of the weights
+  are not all finite, the program takes another branch, tiled attention. If they are finite, so is every number that a
+  masked pair multiplies by 0. A distance of many terms is computed as a matrix product and squared norms; where the
+  norms are too large for an accurate result, another branch sums the differences.
+- `FewKeys` for one query a head in programs of JAX, or two in tiny calls, which repeat their keys: a sum over keys is
+  one term for each key, and XLA fuses the terms. 0 replaces the term of a masked pair, so that it propagates nothing,
+  NaN and infinity included, without a branch. There is no axis of queries: XLA copies an array to insert an axis of
   size 1 into it.
 """
 
@@ -35,7 +35,7 @@ from attnscore.problem.results import Result, RowGradients
 from attnscore.scores.forms import AdditiveForm, DistanceForm, FormPullback, InnerForm, Role
 from attnscore.scores.gaussian import INNER_LIMIT
 
-# Not those of custom scores, which may have gradients of their own.
+# No forms of custom scores, which may have custom gradients.
 _FORMS = (InnerForm, AdditiveForm, DistanceForm)
 
 
@@ -58,7 +58,7 @@ class _Formula(Kernel):
         return self.gradients(problem, tiles, result, grads)
 
     def gradients(self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
-        """Return the gradients of all operands from those of the output and of the matrix."""
+        """Return the gradients of all operands from the gradients of the output and of the matrix."""
         raise NotImplementedError
 
 
@@ -194,14 +194,14 @@ class _Tile:
     """Scores before the mask."""
     scores: Array
     is_exact: Array | None
-    """Whether the scores are finite and as accurate as the form's own; None where they are the form's own."""
+    """Whether the scores are finite and as accurate as the form's; None where the form has computed them."""
     unmasked: Array | None
     weights: Array
-    """Before dropout; 0 where masked."""
+    """Weights before dropout; 0 where masked."""
     dropout_factors: Array | None
     value: Array
     scores_vjp: Callable[[Array], tuple[Array, ...]]
-    """Maps a gradient of `raw` to the gradients of the form's arrays, in their order; to none for a forward."""
+    """VJP from a gradient of `raw` to the gradients of the form's arrays, in their order; a forward's gives none."""
 
     @property
     def dropped_weights(self) -> Array:
@@ -266,12 +266,12 @@ def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: boo
 
 
 def _needs_recomputing(ops: Backend, tile: _Tile, result: Array) -> Array | None:
-    """Return whether `result` is not as accurate as the slower way, or not finite; None where it never is."""
+    """Return whether `result` is less accurate than the slower way, or not finite; None where it cannot be either."""
     if tile.is_exact is not None and tile.unmasked is None:
         return ~tile.is_exact
     if tile.unmasked is None:
         return None
-    # A sum is not finite where an entry is not.
+    # A sum is finite only if every entry is.
     total: Any = 0.0
     for x in (result,) if tile.is_exact is not None else (tile.raw, result):
         total = total + ops.sum(x, axis=tuple(range(len(x.shape))))

@@ -1,10 +1,10 @@
 """The fused kernel: PyTorch's own ``scaled_dot_product_attention``, for calls that mean the same.
 
-- 16-bit products of CUDA tensors, unmasked, with nothing else asked for. Whatever else a call has, another kernel runs
-  it: a causal call too, because PyTorch's kernels multiply a masked value by a weight of 0, which keeps its NaN.
+- Runs plain 16-bit products of CUDA tensors: no mask, bias, sink, dropout, weights or statistics. Another kernel runs
+  any other call, causal ones too, because PyTorch's kernels multiply a masked value by a weight of 0, which keeps NaN.
 - Never through an ``attn_mask``, and never where PyTorch would fall back on its quadratic implementation.
-- Its gradient is PyTorch's: deterministic under ``torch.use_deterministic_algorithms`` alone. A gradient of the
-  gradient is that of the streaming kernel.
+- Its gradient is PyTorch's: deterministic under ``torch.use_deterministic_algorithms`` alone. The streaming kernel
+  computes gradients of gradients.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fused(Kernel):
     """PyTorch's fused attention."""
 
     tape: Tape | None = None
-    """Of a call whose backward follows."""
+    """Record of the forward, in a call whose backward follows."""
 
     name = "fused"
     summary = "PyTorch's scaled_dot_product_attention, for plain 16-bit products on a GPU"
@@ -77,7 +77,7 @@ class Fused(Kernel):
             out = _attention(problem, operands)
         else:
             out = self._record(self.tape, problem, operands)
-        # The function returns neither: no statistic is requested, and the backward does not need them.
+        # PyTorch returns neither row_max nor log_denom: no statistic is requested, and the backward reads neither.
         nothing = out[..., :1].detach() * 0.0
         return Result(out, nothing, nothing.clone(), {})
 
@@ -102,7 +102,7 @@ class Fused(Kernel):
 
     @staticmethod
     def _record(tape: Tape, problem: Problem, operands: dict[str, Array]) -> Array:
-        """Return the output, and keep it with PyTorch's record of how it was computed."""
+        """Return the output, and keep it in `tape` with the autograd graph that computed it."""
         import torch
 
         with torch.enable_grad():
@@ -113,7 +113,7 @@ class Fused(Kernel):
 
 
 def _differences(problem: Problem) -> list[str]:
-    """Return what a call has that PyTorch's function does not."""
+    """Return the properties of a call that PyTorch's function does not support."""
     form: Any = problem.form
     differences = []
     if not isinstance(form, InnerForm):
@@ -149,7 +149,7 @@ def _is_unmasked(problem: Problem) -> bool:
 
 
 def _sdpa_inputs(problem: Problem, operands: dict[str, Array]) -> SdpaInputs:
-    """Return query, key and value as PyTorch's function takes them: views, but where leading axes are broadcast."""
+    """Return query, key and value as PyTorch's function takes them: views, unless leading axes are broadcast."""
     shape = problem.score_shape
     # Where every query head has keys or values of its own, both are expanded to all query heads.
     groups = shape.groups if _is_grouped(operands) else 1

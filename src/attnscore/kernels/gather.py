@@ -1,7 +1,7 @@
 """The gather kernel: attention to the neighbours of each query, O(edges) time and memory. Its mask is `Neighbours`.
 
-- The keys and values of the neighbours are gathered, and another kernel runs the gathered blocks: scores, statistics,
-  sinks and the rules of masked and non-finite numbers are those of that kernel.
+- The keys and values of the neighbours are gathered, and another kernel runs the gathered blocks, with its own code
+  for scores, statistics, sinks, masked and non-finite numbers.
 - For the native kernel they are gathered in the order of the edges. The neighbours of a query are then an interval of
   the gathered keys, and the tiles without edges are skipped.
 - For others, queries of similar degree are a batch of single queries, their neighbours padded to the largest degree
@@ -48,14 +48,14 @@ from attnscore.scores.forms import Role
 @final
 @dataclass(frozen=True, eq=False)
 class Gather(Kernel):
-    """Attention to the neighbours of each query, gathered in blocks of similar degree."""
+    """Attention to the neighbours of each query, gathered in blocks of queries."""
 
     name = "gather"
     summary = "gathered neighbours, O(edges) time and memory"
     needs = frozenset(("masked",))
     has_vjp = True
     block_kernels: tuple[Kernel, ...] = (Native(), Streaming())
-    """Rows of the table of kernels from which each block takes one, in the order of preference; the last runs any."""
+    """Kernels from which each block takes one, in the order of preference; the last runs any block."""
 
     @property
     def differentiable(self) -> Kernel:
@@ -132,7 +132,7 @@ class Gather(Kernel):
         return _GatheredCall(problem, self._kernel_of(problem))
 
     def _subproblems(self, call: _GatheredCall) -> Iterator[tuple[_Block, Problem, TilePlan, Kernel]]:
-        """Yield each block with its problem, the tiles of that and the kernel that runs it."""
+        """Yield each block with its problem, its tiles and the kernel that runs it."""
         for block in call.blocks:
             subproblem = call.problem_of(block)
             yield block, subproblem, tiling.plan(subproblem), self._kernel_of(subproblem)
@@ -178,9 +178,9 @@ class _Block(NamedTuple):
     """A batch of queries (or, in a sum, of keys), each with an interval of the entries gathered for its batch row."""
 
     members: HostArray
-    """(batch, query)"""
+    """Queries of the block, (batch, query)."""
     slots: HostArray
-    """The edges that are gathered: (batch, entry); behind the last one of a row, any."""
+    """Edges that are gathered, (batch, entry); after the last edge of a row, arbitrary ones."""
     start: HostArray
     """First entry of each query: (batch, query)."""
     stop: HostArray
@@ -287,7 +287,7 @@ class _Sums:
 
 
 class _KeyGradientMemory:
-    """Memory of gradients with an axis of keys: those of all blocks are one array, which is summed as it is."""
+    """Memory of gradients with an axis of keys: one array for all blocks, summed without joining their rows first."""
 
     def __init__(self, call: _GatheredCall) -> None:
         self.call, self.entries = call, sum(block.slots.size for block in call.blocks)
@@ -297,7 +297,7 @@ class _KeyGradientMemory:
 
     def zeros(self, name: str, shape: tuple[int, ...], dtype: str) -> HostArray:
         """Return zeros for a gradient of the next block."""
-        # A framework that copies what is not aligned would copy each block.
+        # A framework that copies misaligned arrays would copy each block.
         if self.call.ops.wants_aligned or name not in ("key", "value"):
             return allocate_aligned(np.zeros, shape, dtype)
         matrices, dim = math.prod(shape[1:-2]), shape[-1]
@@ -309,7 +309,7 @@ class _KeyGradientMemory:
         return self._rows[name][first : self._used[name]].reshape(shape)
 
     def joined_rows(self, name: str, parts: Sequence[Array]) -> Array | None:
-        """Return the rows of all blocks, where the gradients `parts` are those that were computed in this memory."""
+        """Return the rows of all blocks where the gradients `parts` were computed in this memory, else None."""
         if self._shapes.get(name) != [tuple(x.shape) for x in parts]:
             return None
         return self.call.ops.from_memory(self._rows[name], self.call.problem.accumulator, parts[0])
@@ -323,7 +323,7 @@ class _GatheredCall:
         neighbours, remaining_mask = _split_neighbours(problem.mask)
         self.table = cast(NeighbourTable, cast(Neighbours, neighbours).table(self.score_shape.key_len))
         if {*problem.statistics} & {*KEYS}:
-            # Of equal scores the first entry has to be the first key.
+            # Among equal scores the first entry has to be the first key.
             self.table = self.table.in_key_order
         sizes = (self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
         self.intervals = None if remaining_mask is None else remaining_mask.interval_set(*sizes)
@@ -340,7 +340,7 @@ class _GatheredCall:
 
     @cached_property
     def _readers(self) -> dict[str, Callable[[_Block], Array]]:
-        """For each operand except the sink, the bias included: the function that gives its entries in a block."""
+        """Functions that give the entries of each operand in a block; the bias is included, the sink is not."""
         problem, form = self.problem, self.problem.form
         reader_of: dict[Role, Callable[[Array], Callable[[_Block], Array]]] = {
             "query": self.rows_of,
@@ -478,7 +478,7 @@ class _GatheredCall:
         return with_global_keys(ops, in_block, lambda: ops.asarray(keys.reshape(-1), self.problem.value))
 
     def join_rows(self, parts: Sequence[Array]) -> Array:
-        """Return an array with an axis of queries from those of the blocks."""
+        """Join the blocks of an array along its axis of queries."""
         rows = self.ops.concat([_flatten_entries(self.ops, x) for x in parts], 0)
         if self.split is not _edge_order_blocks:
             order = self.table.get_or_compute(("inverse", self.limit), lambda: _inverse(self.blocks))
@@ -486,7 +486,7 @@ class _GatheredCall:
         return _rows_back(self.ops, rows, tuple(parts[0].shape[1:-2]), parts[0].shape[-1])
 
     def join_keys(self, parts: Sequence[Array], joined_rows: Array | None = None) -> Array:
-        """Return an array with an axis of keys as the sum over the entries of the blocks, by `_sum_entries`."""
+        """Return an array with an axis of keys: the sums of the blocks' entries for each key."""
         key_len = self.score_shape.key_len
         plan = ("sums", self.split, self.limit)
         return self._sum_entries(
@@ -505,11 +505,11 @@ class _GatheredCall:
         return self.ops.reshape(totals, (*totals.shape[:-2], *like.shape[-2:]))
 
     def join_matrix(self, parts: Sequence[Array], outside: float) -> Array:
-        """Return the matrix of all pairs from those of the blocks; `outside` of the edges."""
+        """Join the matrices of the blocks to the matrix of all pairs, `outside` where a pair is no edge."""
         ops, shape = self.ops, (self.score_shape.query_len, self.score_shape.key_len)
         is_edge = np.zeros(shape, bool)
         is_edge[self.table.rows, self.table.indices] = True
-        # -inf in a block, from its rest of the mask, may be added to the zeros of other edges alone.
+        # The -inf that the remaining mask puts into a block is added to the zeros of other edges alone.
         ids = self._edge_ids(lambda block: block.members * shape[1] + self._keys(block))
         sums = _Sums.of(ids, math.prod(shape), self.blocks, self.limit)
         totals = self._sum_entries([ops.matrix_transpose(x) for x in parts], sums)
@@ -517,7 +517,7 @@ class _GatheredCall:
         return matrix if outside == 0 else ops.where(ops.asarray(is_edge, matrix), matrix, outside)
 
     def join_gradients(self, parts: dict[str, list[Array]], memory: _KeyGradientMemory) -> dict[str, Array]:
-        """Return the gradients of the operands from those of the blocks, some of which are in `memory`."""
+        """Return the gradients of the operands from the blocks' gradients, some of which are in `memory`."""
         ops, operands = self.ops, self.problem.operands()
         joined: dict[str, Array] = {}
         for name, grads in parts.items():
@@ -544,7 +544,7 @@ class _GatheredCall:
         return all_ids[has_edge], np.flatnonzero(has_edge)
 
     def _sum_entries(self, parts: Sequence[Array], sums: _Sums, joined_rows: Array | None = None) -> Array:
-        """Return (*lead, id, dim) from blocks (batch, *lead, entry, dim); `joined_rows` has the rows of all."""
+        """Sum blocks (batch, *lead, entry, dim) to (*lead, id, dim); `joined_rows`: the rows of all blocks, or None."""
         ops, lead, dim = self.ops, tuple(parts[0].shape[1:-2]), parts[0].shape[-1]
         if dim and sums.order.size and ops.can_sum_rows(*parts):
             if joined_rows is None:

@@ -180,8 +180,8 @@ def _normalized_query_tile(
 ) -> tuple[Array, ...]:
     """Return the results of a query tile as `forward` does, with another normalizer than the softmax.
 
-    Three times over the key tiles: the largest score and the moments of the scores, the threshold (in passes of its
-    own), the weighted sum.
+    It passes over the key tiles for the largest score and the statistics of the scores, then for the threshold (several
+    times), then for the weighted sum.
     """
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
     shape, requested = (*problem.score_shape.rows[:-1], rows[1]), problem.statistics
@@ -243,7 +243,7 @@ class _RowContext:
     """Numbers and gradients of every query that the backward has before it visits the first tile."""
 
     grads: RowGradients
-    """With a gradient of the output."""
+    """Gradients of the outputs; `out` is never None."""
     skips_nan_isolation: bool
     """True where no pair is masked or dout is known to be finite: P^T dO then needs no separate handling of NaN."""
     row_max: Array
@@ -253,7 +253,7 @@ class _RowContext:
     """dout . out + dweights . weights - dlse, so that ds = p (dp - delta): FlashAttention's D, less dlse."""
 
     def normalizer_vjp(self, ops: Backend, p: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
-        """Return the gradient of the scores of a tile, from `grad_p`, that of its weights `p`.
+        """Return the gradient of the scores of a tile, from `grad_p`, the gradient of its weights `p`.
 
         For another normalizer than the softmax, `p` are the slopes of the weights, and `log_p` is not read.
         """
@@ -266,7 +266,7 @@ class _RowContext:
 
 
 def _row_context(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> _RowContext:
-    """Collect what each tile of the backward reads of its queries: saved numbers, gradients and delta."""
+    """Collect the numbers of every query that the tiles of the backward read: saved numbers, gradients and delta."""
     problem, ops = inputs.problem, inputs.problem.ops
     if grads.out is None:
         grads = dataclasses.replace(grads, out=ops.zeros(ops.shape(result.out), result.out))

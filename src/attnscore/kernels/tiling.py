@@ -2,8 +2,8 @@
 
 - For each query tile, segments of keys: full where all of its queries attend, partial where some do. Keys outside the
   segments are skipped. Segments begin and end where the intervals of the mask do, not at multiples of the tile.
-- Intervals that the host can read decide; a mask without (arrays, unsorted ids, lengths on a device) leaves tiles
-  partial.
+- Only intervals that the host can read make tiles skipped or full; with other masks (arrays, unsorted ids, lengths on
+  a device) tiles are partial.
 - A plan is frozen and prints itself as a small map.
 """
 
@@ -219,7 +219,7 @@ def tile_sizes(score_shape: ScoreShape, values_per_pair: int, scores: int) -> tu
 def _divisor(length: int, size: int) -> int:
     """Return the largest divisor of a length from half of `size` to `size`, or `size` if there is none.
 
-    Otherwise the last tile is smaller than the others, and its operations are compiled beside theirs.
+    Otherwise the last tile is smaller than the others, and its operations are compiled in addition to theirs.
     """
     return next((divisor for divisor in range(size, size // 2, -1) if length % divisor == 0), size)
 

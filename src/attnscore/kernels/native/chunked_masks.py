@@ -2,10 +2,10 @@
 
 - Each chunk has an array of booleans for its queries. Only the booleans of one chunk are in memory at a time, linear in
   the lengths.
-- All chunks fill the same arrays: each writes its rows and adds to the gradients of the keys. The result is that of a
-  single call. Chunks depend on shapes alone, so results do not depend on the number of threads.
+- All chunks fill the same arrays: each writes its rows and adds to the gradients of the keys, so the result equals a
+  single call's. Chunks depend on shapes alone, so results do not depend on the number of threads.
 - In a traced program the chunks are a loop of custom calls, and their starts are traced.
-- Dropout counts the rows of all matrices of a call (a matrix: one head of one batch entry), also those before a chunk.
+- Dropout counts the rows of all matrices of a call (a matrix: one head of one batch entry), not only a chunk's rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from attnscore.scores.forms import Role
 
 
 class Program(ABC):
-    """How a program runs the module: over the memory of arrays (`in_memory`) or by custom calls (`xla_call`)."""
+    """Interface to the module: over the memory of arrays (`in_memory`) or by custom calls (`xla_call`)."""
 
     @abstractmethod
     def mask_arrays(self, problem: Problem, tiles: TilePlan) -> tuple[MaskArrays, Mask | None]:

@@ -41,10 +41,10 @@ def _zeros(name: str, shape: tuple[int, ...], dtype: str) -> HostArray:
 
 @dataclass(frozen=True)
 class InMemory(Program):
-    """The module, called over memory. Arrays that it fills are NumPy's, those of half precision as their bits."""
+    """The module, called over memory. It fills NumPy arrays, half-precision numbers as their bits."""
 
     zeros: Callable[[str, tuple[int, ...], str], HostArray] = _zeros
-    """Gives the memory of each gradient, from its name, shape and dtype."""
+    """Function that allocates a gradient, from its name, shape and dtype."""
 
     def mask_arrays(self, problem: Problem, tiles: TilePlan) -> tuple[MaskArrays, Mask | None]:
         ops, score_shape, value = problem.ops, problem.score_shape, problem.value
@@ -118,7 +118,7 @@ def _marshal(problem: Problem, mask_arrays: MaskArrays) -> tuple[tuple[Any, ...]
     # Arrays of a mask may be NumPy's in every framework.
     numpy_names = {name for name, x in mask_arrays.items() if isinstance(x, np.ndarray)}
     memory = {name: x if name in numpy_names else problem.ops.memory(x) for name, x in arrays.items()}
-    # Of a relative bias each query reads another part, of which one in C order is the fastest.
+    # Each query reads another part of a relative bias, fastest in C order.
     in_c_order = ("start", "stop", *(("bias",) if problem.has_relative_bias else ()))
     memory |= {name: np.ascontiguousarray(memory[name]) for name in in_c_order if name in memory}
     if "mask" in memory:

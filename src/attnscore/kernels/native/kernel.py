@@ -1,6 +1,6 @@
 """The native kernel: C++ on the CPU, over the caller's memory. The entry point to ``csrc``.
 
-- Runs all scores except those computed in Python, with any mask: a few intervals per query, a boolean array or ids
+- Runs all scores except scores computed in Python, with any mask: a few intervals per query, a boolean array or ids
   (``masks.lowering``), or evaluated in chunks of queries (``chunked_masks``). Forward and backward take any strides and
   broadcast axes, without copies.
 - Lists why it cannot run a problem; ``auto`` then takes the streaming kernel, which also computes gradients of
@@ -8,9 +8,8 @@
 - Results do not depend on the number of threads.
 - Additive scores are the most expensive part of a backward after their gradient, so a short call saves them for it: a
   few megabytes at most. All other saved arrays are linear in the lengths.
-- One row of the table of kernels for three ways to reach the module: memory, custom calls, host callbacks. The program
-  has one of them, so there is nothing to prefer; and it shows in the arrays alone, which may be traced for the backward
-  after a forward in memory.
+- One row of the table of kernels for three ways to call the module: memory, custom calls, host callbacks. The arrays
+  of a forward or a backward decide: after a forward in memory, the arrays of the backward may be traced.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class Native(Kernel):
         }
 
     def _runner(self, problem: Problem, incoming: Sequence[Array]) -> Program | HostCallback | Streaming:
-        """Return what runs the kernel in the program that computes these arrays."""
+        """Return the way to run the module on these arrays, or the streaming kernel where none can."""
         ops, operands = problem.ops, problem.operands().values()
         if ops.needs_host_callback(*marshalling.arrays_of(problem), *incoming):
             return XlaCall() if ops.custom_calls() else HostCallback(self)

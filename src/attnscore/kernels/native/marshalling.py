@@ -1,4 +1,4 @@
-"""Arguments and results of the native module: what problems it cannot run, and the arrays of those that it can.
+"""Arguments and results of the native module, and the reasons why it cannot run a problem.
 
 Arrays are passed without a copy where their dtype allows: broadcast axes stay 1, strides are the caller's.
 """
@@ -122,7 +122,7 @@ class ChunkDropout(Dropout):
 
 
 def score_spec(problem: Problem, others: MaskArrays) -> tuple[tuple[Any, ...], dict[str, Array]]:
-    """Return the score's parameters in the module's order, and the operands by name; `others` are those of the mask."""
+    """Return the score's parameters in the module's order, and all arrays by name; `others`: the mask's arrays."""
     ops, bias, dropout, value_dtype = problem.ops, problem.bias, problem.dropout, problem.dtype
     accumulator = problem.accumulator
     form: Any = problem.form
@@ -165,7 +165,7 @@ def score_spec(problem: Problem, others: MaskArrays) -> tuple[tuple[Any, ...], d
 # plans: autodiff passes through that sum.
 STATISTICS = tuple(name for name in TABLE if name != "log_sum_exp")
 # Arrays that the forward fills, in its order. `saved_scores` are before bias and cap, for the backward alone;
-# `attention_scores` and `attention_weights` are those that a caller asks for.
+# `attention_scores` or `attention_weights` is the matrix that a caller requests.
 FILLED = (
     *("out", "row_max", "log_denom", "saved_scores", "attention_scores", "attention_weights"),
     *(*STATISTICS, "log_sum_exp"),

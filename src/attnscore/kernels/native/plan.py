@@ -54,17 +54,17 @@ CallPlan: TypeAlias = Any
 
 
 class OperandKind(NamedTuple):
-    """An operand that a call may have: what checks, pointers and gradients follow from."""
+    """Properties of an operand from which its checks, pointers and gradient derive."""
 
     name: str
     input: str
-    """Its name among the inputs of the module (`ORDER`)."""
+    """Name among the inputs of the module (`ORDER`)."""
     has_positions: bool = False
-    """Whether it has axes of positions and heads, which the caller may have in either order."""
+    """Whether the operand has axes of positions and heads, which the caller may have in either order."""
     is_always_filled: bool = False
-    """Whether the module writes its gradient also where it is not requested."""
+    """Whether the module writes the operand's gradient even where it is not requested."""
     field: str | None = None
-    """The field of the score that holds it."""
+    """Field of the score that holds the operand."""
 
 
 # In the order of the module's inputs. Each call computes the scale that the module reads from a Gaussian's bandwidth.
@@ -140,13 +140,13 @@ class Operand(NamedTuple):
     gradient: tuple[int, ...]
     """Shape in which the module accumulates the gradient."""
     filled: tuple[int, ...]
-    """Shape in which that buffer is allocated: the caller's, where it has the same elements in the same order."""
+    """Shape of the allocated gradient: the caller's, where it has the same elements in the same order."""
     transposed: bool
-    """Whether the caller's axis of heads follows that of positions."""
+    """Whether the caller's axis of heads follows the axis of positions."""
     is_final: bool
     """Whether the module fills the gradient in the shape and dtype of the operand, so that nothing is left to do."""
     is_summed: bool
-    """Whether the operand is a vector, or that of one head, whose gradient is the sum of the rows that are filled."""
+    """Whether the operand is one vector, (h,) or (1, h), whose gradient is the sum of the filled rows."""
 
     @property
     def name(self) -> str:
@@ -183,7 +183,7 @@ class NativePlan(Plan):
     has_bandwidth: bool
     """Whether the last operand is the bandwidth of a Gaussian."""
     copies_bias: bool
-    """Whether the bias is copied to C order: a relative one, which each query reads from another place."""
+    """Whether the bias is copied to C order: a relative bias, of which each query reads another part."""
     _forwards: dict[bool, Forward] = field(default_factory=dict)
     _backwards: dict[Hashable, Backward] = field(default_factory=dict)
     _layouts: list[Signature | None] = field(default_factory=list)
@@ -203,7 +203,7 @@ class NativePlan(Plan):
         return math.prod(self.layout.score_shape.rows[:-1])
 
     def run(self, arguments: CallArguments) -> Any:
-        """Return what `attend` returns."""
+        """Return the result of `attend`."""
         ops = self.ops
         query, key, value, score, _, _, bias, sink, _ = arguments
         arrays: tuple[Array, ...] = (query, key, value)
@@ -215,7 +215,7 @@ class NativePlan(Plan):
             arrays += (sink,)
         if self.has_bandwidth:
             arrays += (score.bandwidth,)
-            # A plan checks no values, except this one: NaN, infinity and what is not positive raise.
+            # A plan checks no values except the bandwidth: NaN, infinity and numbers not above 0 raise.
             if not 0 < ops.number(score.bandwidth) < math.inf:  # type: ignore[operator]  # it is not traced
                 score.check(query.shape[-1], key.shape[-1])
         if ops.has_autodiff and ops.needs_grad(*arrays):
@@ -223,13 +223,13 @@ class NativePlan(Plan):
         return self.compute(arguments, arrays)
 
     def compute(self, arguments: CallArguments, arrays: Sequence[Array]) -> Any:
-        """Return what `attend` returns, of a call on these arrays that no autograd records."""
+        """Return the result of `attend` on these arrays, which autograd does not record."""
         mask = arguments.valid_lens if self.reads_lens else arguments.mask
         seed = self._seed(arguments) if self.dropout else 0
         return self.present(self.forward(arrays, mask, seed, saves=False)[0])
 
     def record(self, arguments: CallArguments, score: Any, arrays: Sequence[Array]) -> Any:
-        """Return what `attend` returns, of a call on these arrays that autograd records."""
+        """Return the result of `attend` on these arrays, which autograd records."""
         # The backward reads the mask or the lengths of this call, whatever the caller's array holds by then.
         mask = snapshot(arguments.mask) if self.reads_mask else None
         if self.reads_lens:
@@ -255,7 +255,7 @@ class NativePlan(Plan):
 
     @cached_property
     def backward_inputs(self) -> tuple[str, ...]:
-        """Names of the arrays that `backward` takes: differentiable outputs, saved arrays, gradients of those outputs.
+        """Names of the arrays that `backward` takes: differentiable outputs, saved arrays, gradients of the outputs.
 
         Where the log-sum-exp is no output, its gradient comes last and may be left out: a staged program computes it as
         row_max + log_denom outside of the kernel.
@@ -298,7 +298,7 @@ class NativePlan(Plan):
         if self.copies_bias:
             buffers = (*buffers[:3], *ops.buffers((ops.in_c_order(arrays[3]),)), *buffers[4:])
         if self.has_bandwidth:
-            with np.errstate(all="ignore"):  # of a tiny bandwidth it is infinite
+            with np.errstate(all="ignore"):  # a tiny bandwidth gives infinity
                 scale = scale_of(np.float64(ops.number(arrays[-1])))
                 buffers = (*buffers[:-1], np.full((1, 1), scale, self.accumulator))
         mask_buffers = mask if self.reads_lens else (_memory(ops, mask),) if self.reads_mask else self._planned_bounds
@@ -372,7 +372,7 @@ class NativePlan(Plan):
 
     @cached_property
     def _statistics_of(self) -> Callable[[tuple[Array | None, ...]], tuple[Array | None, ...]]:
-        """Function that takes the fields of `AttentionStats` from the outputs and a None behind them."""
+        """Function that takes the fields of `AttentionStats` from the outputs, followed by a None."""
         fields = AttentionStats._fields
         fields_of = operator.itemgetter(*(self.returned.index(x) if x in self.statistics else -1 for x in fields))
         if not {*self.statistics} & {*KEYS}:
@@ -456,7 +456,7 @@ class NativePlan(Plan):
                 grad = np.asarray(bandwidth_gradient(np.float64(ops.number(x)), grad_scale), self.accumulator)
             return ops.astype(ops.from_memory(grad, self.accumulator, like), ops.dtype(x))
         if operand.is_summed:
-            # Not -1, which NumPy cannot infer beside 0.
+            # Not -1, which NumPy cannot infer next to an axis of 0.
             rows = _sum_of_rows(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]))
             rows = rows[None] if len(x.shape) > 1 else rows
         grad = ops.from_memory(rows, self.accumulator, like)
@@ -510,8 +510,8 @@ class NativePlan(Plan):
 class NativeOp(DifferentiableOp):
     """One recorded call, for a framework's gradient hook.
 
-    Outputs are those of `NativePlan.differentiable`. The op itself holds the others of `NativePlan.returned`, and the
-    arrays of `NativePlan.saved`: as tensors, which autograd would save, these cost a tiny call 4 us.
+    `NativePlan.differentiable` names its outputs. The op itself holds the other outputs of `NativePlan.returned`, and
+    the arrays of `NativePlan.saved`: autograd would save them as tensors, which costs a tiny call 4 us.
     """
 
     call: NativePlan
@@ -653,7 +653,7 @@ def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Map
 def _inputs(
     problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array], lowered: Mapping[str, Array]
 ) -> tuple[HostArray | None, ...] | None:
-    """Return examples of the inputs of the module, or None where it cannot read one of the arrays as it is.
+    """Return examples of the module's inputs, or None where the module cannot read one of the arrays as it is.
 
     A call passes the addresses of the caller's arrays, to be read with the strides of these examples. `lowered` are the
     operands of the problem by the names of the module.
@@ -707,9 +707,9 @@ def _operands(problem: Problem, arrays: Mapping[OperandKind, Array]) -> Iterator
 
 @cache
 def thread_counter(module: Any, ops: Backend) -> Callable[[], int]:
-    """Return the function that counts the threads of a call, negated where they are those of the framework's OpenMP.
+    """Return the function that counts the threads of a call; a negative count means threads of the framework's OpenMP.
 
-    The module gets the entry point of that OpenMP.
+    The module gets the entry point of this OpenMP.
     """
     address = ops.gomp_parallel()
     if address is None:

@@ -111,7 +111,7 @@ class _Plans:
     names: tuple[str, ...]
     """Names of the operands, in the order in which the callback gets them; arrays of the mask follow, then a seed."""
     has_lens: bool
-    """Whether the only array of the mask is that of its valid lengths."""
+    """Whether the valid lengths are the only array of the mask."""
     seed: int | None
     """The seed of the dropout; None where the callback gets it as two arrays."""
     _plans: BoundedCache[NativePlan | None] = field(default_factory=lambda: BoundedCache(16))
@@ -128,7 +128,7 @@ class _Plans:
         return cls(kernel, rebuild, tuple(problem.operands()), has_lens, None if isinstance(seed, SeedHalves) else seed)
 
     def bind(self, arrays: Sequence[HostArray]) -> BoundPlan | None:
-        """Return the plan for these layouts, bound to these arrays; None where the module cannot read them so."""
+        """Return the plan for these layouts, bound to these arrays; None where the module cannot read such layouts."""
         key = tuple((x.shape, x.strides) for x in arrays)
         plan = self._plans.get_or_compute(key, lambda: self._build(arrays))
         if plan is None:

@@ -22,10 +22,10 @@ from attnscore.scores.forms import AdditiveForm
 # On the host, by NumPy, where there is no inline assembly.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _LOG2E = tl.constexpr(1.4426950408889634)
-# What float32's log2(e) lacks.
+# log2(e) minus its rounding to float32.
 _LOG2E_REST = tl.constexpr(1.925963033500e-08)
 _LN2 = tl.constexpr(0.6931471805599453)
-# Largest |a| + |b| at which a product of four, of two denominators 1 + exp(2 (a + b)) leaves a factor of 2^8 to the
+# Largest |a| + |b| at which a product of four (or two) denominators 1 + exp(2 (a + b)) leaves a factor of 2^8 to the
 # largest float32, for the numerators.
 FOUR_TERMS = tl.constexpr(10.0)
 TWO_TERMS = tl.constexpr(20.0)
@@ -50,7 +50,7 @@ def reciprocal(x):
 
 @triton.jit
 def exponential(x):
-    """Return exp(x). The rounding of x log2(e), up to 30 units in the last place at |x| = 40, is made up for."""
+    """Return exp(x). It corrects the rounding of x log2(e), up to 30 units in the last place at |x| = 40."""
     power = x * _LOG2E
     rest = tl.fma(x, _LOG2E, -power) + x * _LOG2E_REST
     y = tl.exp2(power)
@@ -82,7 +82,7 @@ def activation(z, slope, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activation_and_slope(z, slope, ACTIVATION: tl.constexpr):
-    """Return `activation` and its derivative, for tanh a quarter of that of tanh."""
+    """Return `activation` and its derivative; for tanh, `activation` and a quarter of the derivative of tanh."""
     if ACTIVATION == "relu" or ACTIVATION == "leaky_relu":
         y = activation(z, slope, ACTIVATION)
         below = slope if ACTIVATION == "leaky_relu" else 0.0
@@ -205,7 +205,7 @@ def tabulate(
         inside = c < width
         source = data + at[:, None].to(tl.int64) * x.row + c[None, :] * x.column
         value = tl.load(source, mask=live[:, None] & (c < hidden)[None, :], other=0.0).to(tl.float32)
-        # A NaN says nothing of the range of the others.
+        # NaN is left out of the range of the other numbers.
         largest = tl.maximum(largest, tl.max(tl.where(value == value, tl.abs(value), 0.0), 1))
         target = channels + c.to(tl.int64)[None, :] * pitch + at[:, None]
         tl.store(target, value, mask=inside[None, :])
@@ -214,7 +214,7 @@ def tabulate(
             power = exponential(rate * value)
             tl.store(target + width * pitch, power, mask=inside[None, :])
             if powers is not None:
-                # A NaN reaches gradients through that of the scores; here it would reach those of masked pairs.
+                # A NaN reaches gradients through ds; in the table it would reach the gradients of masked pairs too.
                 target_powers = powers + z * rows * width + at[:, None] * width + c[None, :]
                 mask = (at < rows)[:, None] & inside[None, :]
                 tl.store(target_powers, tl.where(value == value, power, 1.0), mask=mask)

@@ -50,9 +50,9 @@ INTERPRETED_TILE = (16, 16)
 
 
 class Chunk(NamedTuple):
-    """Some matrices and query tiles of a call, and memory for what `store_gradients` computes of their pairs.
+    """Some matrices and query tiles of a call, and memory for the gradients and weights of their pairs.
 
-    Each query has `pitch` numbers: one key tile after the other, those of the query tile's first interval first.
+    Each query has `pitch` numbers: the key tiles of its query tile's first interval, then of the second, and so on.
     """
 
     ds: Any
@@ -61,7 +61,7 @@ class Chunk(NamedTuple):
     """Weights after dropout."""
     pitch: Any
     first_matrix: Any
-    """Counted over batch and KV heads; each has all its groups."""
+    """Index of the first KV head, counted over the batch; each KV head comes with all its query heads."""
     first_tile: Any
     tile_count: Any
     """Query tiles in the chunk."""
@@ -71,7 +71,7 @@ class Chunk(NamedTuple):
 
 @triton.jit
 def key_tiles_of(masking, interval, b, tile, tiles, key_tiles):
-    """Return the first and last key tile that an interval of a query tile visits, and how many those before visit."""
+    """Return the key tiles first <= t < last of an interval of a query tile, and the number in earlier intervals."""
     before = 0
     if masking.start is None:
         first, last = 0, key_tiles
@@ -127,8 +127,8 @@ def _sums(
 ):  # fmt: skip
     """Add ds act', ds act and ds of the positions start <= k < stop of the other side to the sums of a tile.
 
-    `ds` points at those of position `start`, which follow each other by `step`. With 1 or 2 terms to a division, `a`
-    and `other` are exponentials; with 0 they are the sides themselves.
+    `ds` points at the gradients of position `start`; the next position's are `step` numbers on. With 1 or 2 terms to a
+    division, `a` and `other` are exponentials; with 0 they are the sides themselves.
     """
     inside = (c < channels)[None, :]
     first = tl.zeros_like(c).to(tl.int64) + start
@@ -206,10 +206,10 @@ def side_gradient(
     ACTIVATION: tl.constexpr, IS_QUERY: tl.constexpr, INTERVALS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of a tile (positions, channels) of one side from those of a chunk of the scores.
+    """Compute the gradient of a tile (positions, channels) of one side from a chunk of the scores' gradients.
 
-    Of queries: a program writes its gradient, and its part of that of w_v. Of keys: it adds to what earlier launches
-    left, for the query heads `group` of their KV heads; `target_groups` is 1 where these share their keys.
+    Queries: a program writes their gradient, and its part of the gradient of w_v. Keys: it adds to the result of
+    earlier launches, for query head `group` of each KV head; `target_groups` is 1 where the query heads share keys.
     """
     masking = with_types(masking)
     block, z = tl.program_id(0), tl.program_id(2)
@@ -273,7 +273,7 @@ def value_gradient(
     RELATIVE: tl.constexpr, INTERVALS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
     DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to the gradient of a tile of values what the queries of the chunk contribute, over all heads of a group."""
+    """Add the contributions of the chunk's queries, over all heads of a group, to the gradient of a tile of values."""
     inputs = with_types(inputs)
     block, chunk_matrix = tl.program_id(0), tl.program_id(1)
     kv = chunk.first_matrix + chunk_matrix
@@ -318,16 +318,15 @@ def gradients(
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of query', key', w_v and value that are requested, in float32, of every (batch, head).
 
-    Those of queries are (batch, head, group, query, h), of keys (batch, head, group or 1, key, h), of values
-    (batch, head, 1, key, value_dim), of w_v (head, group, h). `grad_bias` is filled, where it has a number for each
-    pair.
+    Shapes: query' (batch, head, group, query, h), key' (batch, head, group or 1, key, h), value (batch, head, 1, key,
+    value_dim), w_v (head, group, h). `grad_bias`, of a bias with a number for each pair, is filled.
     """
     n_q, n_k, hidden, value_dim, heads, groups = operands.sizes
     sides: Any = operands.additive
     intervals, tile, device = operands.interval_count, operands.tile("store_gradients"), grad_out.data.device
     block, channels = TILE if runner.architecture(grad_out.data) else INTERPRETED_TILE
     inputs, kv_heads = operands.inputs(tile), operands.batch * heads
-    # The tiles of each interval, which are those of any query of the tile: two intervals may have the same ones.
+    # An interval of a query tile has the key tiles of all its queries, so two intervals may have the same key tile.
     tiles, pitch = triton.cdiv(n_q, tile.queries), intervals * triton.cdiv(n_k, tile.keys) * tile.keys
 
     # A key that is projected for each query head is not shared by the heads of a group.

@@ -1,8 +1,8 @@
 """The backward kernels: the weights are recomputed tile by tile, and each gradient has one program that sums it.
 
 - ``row_sums``: -delta of each query. ``d_query``: the gradients with an axis of queries, and of a bias that is not
-  broadcast. ``d_key``: those with an axis of keys, over the query heads that share them.
-- ``d_bias`` and ``d_relative_bias``: biases that several pairs share, over those pairs in a fixed order.
+  broadcast. ``d_key``: the gradients with an axis of keys, summed over the query heads that share them.
+- ``d_bias`` and ``d_relative_bias``: the gradient of a bias that pairs share, summed over the pairs in a fixed order.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def row_sums(
 
 @triton.jit
 def row_values(rows, z, i, n_q):
-    """Return what the backward knows of the queries `i`, in their shape; the entropy where it has a gradient."""
+    """Return the `RowGrads` of the queries `i`, in their shape; the entropy only where it has a gradient."""
     at, live = z.to(tl.int64) * n_q + i, i < n_q
     log_denom = tl.load(rows.log_denom + at, mask=live, other=NEG_INF)
-    # Of a query that attends nothing: p = exp(-inf).
+    # A query that attends nothing gets p = exp(-inf).
     log_denom = tl.where(log_denom == NEG_INF, float("inf"), log_denom)
     row_max = tl.load(rows.row_max + at, mask=live, other=0.0)
     minus_delta = tl.load(rows.minus_delta + at, mask=live, other=0.0)
-    # None has to be in no result: Triton 3.6 refuses it.
+    # Placeholders, as Triton 3.6 refuses None in a result.
     entropy, grad_entropy = minus_delta, minus_delta
     if rows.grad_entropy is not None:
         entropy = tl.load(rows.entropy + at, mask=live, other=0.0)
@@ -127,7 +127,7 @@ def tile_gradients(
         grad = tl.where(attends, grad, 0.0)
     raw_grad = grad
     if len(CAPS) > 0:
-        # Where the gradient is 0, so is that before the caps, whatever the score is.
+        # A gradient of 0 stays 0 before the caps, whatever the score is.
         raw_grad = tl.where(grad == 0, 0.0, grad * caps_slope(uncapped, CAPS))
     return raw, dropped, grad, raw_grad
 
@@ -142,7 +142,7 @@ def add_gradient(
 
     INNER: the caller multiplies by `scale` after its last tile.
 
-    `ds` has the side whose gradient it is as its rows. `MASKED`: not all pairs attend.
+    The rows of `ds` are the queries (`OF_KEYS`: the keys). `MASKED`: not all pairs attend.
     """
     positions, other_positions = (keys, queries) if OF_KEYS else (queries, keys)
     if FORM == INNER:
@@ -160,7 +160,7 @@ def add_gradient(
 
 @triton.jit
 def store_bias_gradient(grad_bias, grad, attends, m, i, j):
-    """Store the gradient of a bias that has a number for each pair: a pair is in one interval at most, so once."""
+    """Store the gradient of a bias that has a number for each pair, once, as a pair is in one interval at most."""
     at = base(grad_bias, m) + i.to(tl.int64) * grad_bias.row + j * grad_bias.column
     tl.store(at, grad.to(grad_bias.data.dtype.element_ty), mask=attends)
 
@@ -172,7 +172,7 @@ def d_query(
     TESTED: tl.constexpr, RELATIVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a tile of queries, and that of the bias of its pairs."""
+    """Compute the gradients of a tile of queries, and the gradient of the bias of its pairs."""
     inputs = with_types(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     r, d, dv = tile * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, DV)
@@ -187,7 +187,7 @@ def d_query(
     acc_scale = tl.zeros((BM,), tl.float32)
     for interval in tl.range(0, INTERVALS):
         visited = key_segments(inputs.masking, interval, m, tile, sizes, BM, BN, TESTED)
-        # The full tiles, then those that are tested.
+        # The full tiles, then the tiles that read the mask.
         for full in tl.static_range(1, -1, -1):
             for step in tl.range(0, steps_of(visited, full)):
                 j = (tile_of_step(step, visited, full) * BN + tl.arange(0, BN))[None, :]
@@ -250,7 +250,7 @@ def d_key(
         m = Matrix(first.z + member, first.b, first.h, first.g + member)
         query_side, grad_side = side_of(inputs.query, m), side_of(grad_out, m)
         scale = scale_of(scale, inputs.scales, m, sizes)
-        # The full tiles, then those that are tested.
+        # The full tiles, then the tiles that read the mask.
         for full in tl.static_range(1, -1, -1):
             for step in tl.range(0, steps_of(visited, full)):
                 r = tile_of_step(step, visited, full) * BM + tl.arange(0, BM)
@@ -317,13 +317,13 @@ def tile_gradient(
 
 @triton.jit
 def members_of(all_batches, batches, kv_heads, group_count, sizes):
-    """Return how many matrices share one of a bias."""
+    """Return how many matrices of scores share one matrix of a bias."""
     return (all_batches // batches) * (sizes.heads // kv_heads) * (sizes.groups // group_count)
 
 
 @triton.jit
 def member_of(member, first_member, batches, kv_heads, group_count, sizes):
-    """Return the matrix number `member` of those with one bias; `first_member` is the first of them."""
+    """Return matrix number `member` of the matrices that share one bias, counted from `first_member`."""
     group_steps = sizes.groups // group_count
     head_steps = sizes.heads // kv_heads
     b = first_member.b + member // (group_steps * head_steps) * batches
@@ -378,7 +378,7 @@ def d_relative_bias(
 ):  # fmt: skip
     """Sum the gradient of a relative bias over the pairs of each key - query, for every so many query tiles.
 
-    Each program adds to a line of its own, (share, matrix of the bias, key - query), which holds zeros before.
+    Each program adds to its own line of zeros, (share, matrix of the bias, key - query).
     """
     inputs = with_types(inputs)
     share, bias_matrix = tl.program_id(0), tl.program_id(1)

@@ -2,7 +2,7 @@
 
 - Of a product or a squared distance, a function is applied to the tile of these, in front of the caps.
 - Of channels, a function is summed one channel after the other, as in a direct distance.
-- A row with a NaN or an infinity has scores of NaN, as in the streaming kernel, whatever the function makes of it.
+- A row with a NaN or an infinity has scores of NaN, as in the streaming kernel, whatever the function returns.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Custom(NamedTuple):
 
 
 def custom_of(problem: Problem) -> Custom:
-    """Return the functions and parameters of a problem's score, which has some."""
+    """Return the functions and parameters of a problem's custom score."""
     form: Any = problem.form
     tile = triton_tile_of(form.score)
     if tile is None:

@@ -36,11 +36,11 @@ from attnscore.kernels.triton.tile import (
 LN2 = tl.constexpr(0.6931471805599453)
 MOST_INT = tl.constexpr(2**31 - 1)
 LEAST_LOG = tl.constexpr(-1000.0)
-"""In place of the logarithm of 0: a product with a weight of 0 is 0, not NaN."""
+"""Number in place of the logarithm of 0: its product with a weight of 0 is 0, not NaN."""
 
 
 class Moments(NamedTuple):
-    """Of the unmasked scores of some queries: their number, and sums of the scores less a base and of their squares."""
+    """Moments of the unmasked scores of some queries: their number, the sums of scores less a base and of squares."""
 
     count: Any
     base: Any
@@ -52,7 +52,7 @@ class Moments(NamedTuple):
 class Softmax(NamedTuple):
     """The online softmax of some queries after some of their keys; sums that are not requested stay 0.
 
-    Sums are (queries, columns) until the last key: each lane of a warp adds what it holds, and lanes are added once.
+    Sums are (queries, columns) until the last key: each lane of a warp adds its own numbers, and lanes are added once.
     """
 
     shifted_max: Any
@@ -190,7 +190,7 @@ def _first_mean(count, mean):
 
 @triton.jit
 def _with_tile(old, s, attends, keys, rows, step, ALL: tl.constexpr):
-    """Return the softmax after a tile of scores, the tile's weights, and the factor of what was summed before.
+    """Return the softmax after a tile of scores, the tile's weights, and the factor that rescales earlier sums.
 
     `keys` are the indices of its keys, `ALL`: all pairs attend, in a tile that is number `step` of its kind.
     """
@@ -241,7 +241,7 @@ def _with_sink(old, acc, sink):
     shifted_max = tl.maximum(old.shifted_max, sink)
     max_log2 = _finite_max(shifted_max) * LOG2E
     log_factor, log_sink = old.shifted_max * LOG2E - max_log2, sink * LOG2E - max_log2
-    # A sink of NaN.
+    # A sink of NaN propagates.
     factor, sink_factor = tl.exp2(log_factor), tl.where(is_nan(sink), float("nan"), tl.exp2(log_sink))
     rescaled = factor * old.sum_exp_logit + _product(factor, log_factor) * old.total
     sum_exp_logit = rescaled + _product(sink_factor, log_sink)
@@ -253,7 +253,7 @@ def _with_sink(old, acc, sink):
 
 @triton.jit
 def _store_rows(rows, at, live, softmax, of_keys):
-    """Store row_max, log_denom and statistics from the softmax with the sink, and that of the keys alone."""
+    """Store row_max, log_denom and statistics from `softmax`, which has the sink, and `of_keys`, which does not."""
     moments, finite_max, is_empty = softmax.moments, _finite_max(softmax.shifted_max), softmax.total == 0
     divisor = tl.where(is_empty, 1.0, softmax.total)
     log_denom = tl.log(divisor)
@@ -309,7 +309,7 @@ def forward(
     acc, is_bad = tl.zeros((BM, DV), tl.float32), 0
     for interval in tl.range(0, INTERVALS):
         visited = key_segments(inputs.masking, interval, m, tile, sizes, BM, BN, TESTED)
-        # The full tiles, then those that are tested.
+        # The full tiles, then the tiles that read the mask.
         for full in tl.static_range(1, -1, -1):
             for step in tl.range(0, steps_of(visited, full)):
                 c = tile_of_step(step, visited, full) * BN + tl.arange(0, BN)

@@ -38,7 +38,7 @@ MOST_MATRICES = 2**16 - 1
 
 @cache
 def missing_package(*packages: str) -> str | None:
-    """Return what is missing of the packages and the driver of an NVIDIA GPU; None where all is there."""
+    """Return which package, or whether the driver of an NVIDIA GPU, is missing; None where neither is."""
     for name in packages:
         if find_spec(name) is None:
             return f"{name} is not installed"

@@ -44,10 +44,10 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Runner:
-    """Launches kernels on the device of the tensors; `compiled` has one that compiles them for another."""
+    """Launches kernels on the device of the tensors; `compiled` has a runner that compiles them for another device."""
 
     keeps_tables = True
-    """Whether what kernels make of a mask is kept for further calls (`DeviceIntervals`)."""
+    """Whether `DeviceIntervals` caches the tables that kernels compute from a mask."""
 
     def architecture(self, x: torch.Tensor) -> int:
         """Return the architecture of the device as 10 * major + minor, 0 in the interpreter."""
@@ -73,21 +73,21 @@ RUNNER = Runner()
 
 @dataclass(frozen=True, eq=False)
 class DeviceIntervals:
-    """The intervals of a mask on a device, int32 (interval, batch or 1, query), and tables that kernels made of it."""
+    """The intervals of a mask on a device, int32 (interval, batch or 1, query), and tables computed from them."""
 
     start: torch.Tensor
     stop: torch.Tensor
     tables: dict[Hashable, torch.Tensor] | None
-    """By stream, as another stream may read them too early, and by what they depend on; None: of this call alone."""
+    """Tables by stream, as another stream may read them too early, and by key; None: tables are not cached."""
 
     def table(self, runner: Runner, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a table that a kernel makes of the intervals, such as ends of tiles: an earlier one, or `make()`."""
+        """Return a table that a kernel computes from the intervals, such as ends of tiles: cached, or by `make()`."""
         if self.tables is None or not runner.keeps_tables:
             return make()
         if self.start.is_cuda:
             key = torch.cuda.current_stream(self.start.device).cuda_stream, key
             if torch.cuda.is_current_stream_capturing():
-                # What the graph makes is its own.
+                # The graph owns tables that it computes: they are not cached.
                 _CAPTURED.add(self)
                 return self.tables[key] if key in self.tables else make()
         if key not in self.tables:
@@ -104,20 +104,20 @@ _CAPTURED: set[DeviceIntervals] = set()
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """A problem as the kernels take it, but for what depends on the tile sizes."""
+    """A problem as the kernels take it, without the arrays that depend on tile sizes."""
 
     form: int
     arrays: Inputs
-    """Without the ends of tiles."""
+    """Arrays of the call, without the ends of tiles."""
     intervals: DeviceIntervals | None
     sink: torch.Tensor | None
     scale: float
     slope: float
-    """Of leaky_relu below 0."""
+    """Slope of leaky_relu below 0."""
     caps: tuple[tuple[float, float], ...]
     is_relative: bool
     function: Any
-    """The activation of an additive score by name, the function of a custom one; None: neither."""
+    """The activation of an additive score by name, or the function of a custom score, or None."""
     derivative: Any
     """The derivatives of a custom score."""
     additive: AdditiveSides | None
@@ -155,11 +155,11 @@ class Operands:
 
     @property
     def numbers(self) -> tuple[Sizes, float, float]:
-        """The last arguments of the same kernels."""
+        """Last arguments of the forward and of all kernels of `_Backward.launch`."""
         return self.sizes, self.scale, self.slope
 
     def constants(self, tile: Tile) -> dict[str, Any]:
-        """Return what the same kernels are compiled for."""
+        """Return the compile-time constants of these kernels: form, caps, dimensions, block sizes."""
         return {
             "FORM": self.form, "FUNCTION": self.function, "CAPS": self.caps, "INTERVALS": self.interval_count,
             "D": padded_dim(self.sizes[2]), "DV": padded_dim(self.sizes[3]), "PRECISION": self.precision,
@@ -167,10 +167,10 @@ class Operands:
         }  # fmt: skip
 
     def lanes(self, tile: Tile) -> int:
-        """Return how many partial sums the forward keeps of each row of scores, which it adds up at the end.
+        """Return the number of partial sums that the forward holds for each row of scores until the last key.
 
         A matrix unit leaves two neighbours of every eight columns in each of the four lanes of a row; where each warp
-        has whole rows, sums of eight columns stay in their lanes. Other layouts would be converted for it.
+        has whole rows, sums of eight columns stay in their lanes. Other layouts would have to be converted.
         """
         if self.form != INNER:
             return 1
@@ -179,7 +179,7 @@ class Operands:
         return 8 if tile.queries >= 16 * tile.warps else 1
 
     def inputs(self, tile: Tile) -> Inputs:
-        """Return what all kernels over tiles of pairs read, with the ends of the tiles, which a kernel computes."""
+        """Return the inputs of all kernels over tiles of pairs, with the ends of the tiles, which a kernel computes."""
         if self.intervals is None:
             return self.arrays
         masking = self.arrays.masking
@@ -198,7 +198,7 @@ class Operands:
         return self.arrays._replace(masking=masking._replace(ends=tile_ends))
 
     def ends_key(self, tile: Tile) -> Hashable:
-        """Return what the ends of the tiles depend on, beside the mask."""
+        """Return the key of the ends of the tiles among the tables of one mask."""
         return "ends", tile.queries, tile.keys, self.is_tested
 
 
@@ -347,10 +347,10 @@ def _per_merged_batch(x: torch.Tensor, batch: int, merged: int, axis: int = 0) -
 
 
 def _on_device(interval_set: IntervalSet, device: torch.device, batch: int, merged: int) -> DeviceIntervals:
-    """Return intervals for each entry of the leading axes, copied to the device once for a mask."""
+    """Return intervals for each entry of the leading axes, copied to the device once for each mask."""
     copies = _ON_DEVICE.setdefault(interval_set, {})
     if (device, merged) not in copies:
-        # Repeated on the CPU: the copy is waited for, but another stream could read too early what a kernel repeats.
+        # Repeated on the CPU, as the host waits for the copy; another stream could read a kernel's result too early.
         ends = (torch.from_numpy(x.astype("int32", order="C")) for x in (interval_set.start, interval_set.stop))
         start, stop = (_per_merged_batch(x, batch, merged, axis=1).to(device) for x in ends)
         copies[device, merged] = DeviceIntervals(start, stop, {})
@@ -377,7 +377,7 @@ def forward(problem: Problem, tiles: TilePlan, runner: Runner = RUNNER) -> Resul
 
 
 def forward_constants(operands: Operands, tile: Tile) -> dict[str, Any]:
-    """Return what the forward is compiled for."""
+    """Return the compile-time constants of the forward."""
     constants = {"TESTED": operands.is_tested, "RELATIVE": operands.is_relative, "LANES": operands.lanes(tile)}
     return constants | operands.constants(tile)
 
@@ -469,7 +469,7 @@ class _Backward:
     def launch(
         self, kernel: Any, grid: tuple[int, ...], tile: Tile, inputs: Inputs, *outputs: Any, **constants: Any
     ) -> None:
-        """Launch a kernel over tiles of pairs; `constants` are its own, and those in place of what all have."""
+        """Launch a kernel over tiles of pairs; `constants` extend or replace the constants of all these kernels."""
         operands = self.operands
         operands.runner.run(
             kernel, grid, inputs, self.grad_out, self.rows, *outputs, *operands.numbers,

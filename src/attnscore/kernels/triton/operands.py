@@ -1,7 +1,7 @@
 """Operands of the Triton kernels: named tuples of tensors and strides, as Triton takes them.
 
-A broadcast axis has stride 0, so no operand is copied for it. None in a tuple is a constant to Triton's compiler: what
-a call does not have is not in its code.
+A broadcast axis has stride 0, so no operand is copied for it. None in a tuple is a constant to Triton's compiler,
+which leaves out the code for absent operands.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Sizes(NamedTuple):
     n_q: Any
     n_k: Any
     dim: Any
-    """Of queries and keys."""
+    """Dimension of queries and keys."""
     value_dim: Any
     heads: Any
-    """KV heads."""
+    """Number of KV heads."""
     groups: Any
     """Query heads that share a KV head."""
 
@@ -60,7 +60,7 @@ class Masking(NamedTuple):
     batch: Any = 0
     """Stride of a batch row in `start` and `stop`; 0 where all share one."""
     ends: Any = None
-    """Of each query tile, int32 (interval, batch or 1, tile, 4): see `ranges.ends_of_tiles`."""
+    """Ends of each query tile, int32 (interval, batch or 1, tile, 4): see `ranges.ends_of_tiles`."""
     ends_batch: Any = 1
     """Batch rows in `ends`."""
     query_ids: Any = None
@@ -82,7 +82,7 @@ class Dropout(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What all kernels over tiles of pairs read: each an `Operand`, but where it says otherwise; None: not there."""
+    """Inputs of all kernels over tiles of pairs: each an `Operand` unless its docstring differs; None: absent."""
 
     query: Any
     key: Any
@@ -90,7 +90,7 @@ class Inputs(NamedTuple):
     query_bias: Any
     key_bias: Any
     shared: Any
-    """Arrays of the score that all pairs share: w_v of an additive one, a tuple of parameters of a custom one."""
+    """Arrays of the score that all pairs share: w_v of an additive score, the tuple of parameters of a custom score."""
     scales: Any
     """Scale of each query head, float32 (head, group)."""
     bias: Any

@@ -1,8 +1,8 @@
-"""The plan of repeated calls on a GPU: the forward's launch of one call, with the arrays of the next in their places.
+"""The plan of repeated calls on a GPU: the forward's launch of one call, repeated with the arrays of the next call.
 
 - For scaled products under a mask that the host knows, or none; any other call is checked and laid out anew.
-- Calls of one signature differ in pointers alone: strides, tiles, their ends and the grid are those of the plan.
-- The backward is that of a call without a plan.
+- Calls of one signature differ in pointers alone: the plan holds strides, tiles, their ends and the grid.
+- The backward runs as in a call without a plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIDES = ("query", "key", "value")
 
 @dataclass(frozen=True, eq=False)
 class TritonPlan(Plan, DifferentiableOp):
-    """The plan. It holds the shapes and strides of the caller's tensors, and no memory of theirs."""
+    """The plan. It holds the shapes and strides of the caller's tensors, but none of their memory."""
 
     op: SinglePlan
     operands: launch.Operands
@@ -39,7 +39,7 @@ class TritonPlan(Plan, DifferentiableOp):
     architecture: int
     out: Operand
     out_shape: tuple[int, ...]
-    """On the caller's axes."""
+    """Shape of the output on the caller's axes."""
     compiled_for: dict[str, Any]
 
     def __repr__(self) -> str:
@@ -47,7 +47,7 @@ class TritonPlan(Plan, DifferentiableOp):
 
     @property
     def heads(self) -> int:
-        """As many as take the memory that the intervals of the mask do."""
+        """Weight of the plan in the cache, which grows with the memory of the mask's intervals."""
         intervals = self.operands.intervals
         return 1 if intervals is None else 1 + intervals.start.numel() // 64
 

@@ -1,17 +1,17 @@
-"""Which tiles attend each other: computed on the device from the queries' intervals, without waiting for the host."""
+"""Ranges of tiles that attend each other, computed on the device from the queries' intervals, without the host."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# A position behind all others.
+# A position after all others.
 _FAR = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def ends_of_tiles(masking, ends, n_q, tiles, TESTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Reduce an interval of each query to one of key tiles for each query tile.
+    """Reduce an interval of each query to an interval of key tiles for each query tile.
 
     Stored are any_start, full_start, full_stop, any_stop: some query attends keys of the tiles any_start <= t <
     any_stop; every query attends every key of full_start <= t < full_stop. `TESTED`: the rest of the mask is read in

@@ -16,7 +16,7 @@ from attnscore.kernels.triton.additive import additive_scores
 from attnscore.kernels.triton.custom import channel_of, channel_scores, scaled_derivative, value_of
 from attnscore.kernels.triton.operands import Side
 
-# Values of FORM: those of `tiles.FORMS` in their order, and a custom score that is a sum over channels.
+# Values of FORM: `tiles.FORMS` in their order, and a custom score that is a sum over channels.
 INNER, DISTANCE, ADDITIVE, CHANNELS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 LOG2E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -45,11 +45,11 @@ class SideTile(NamedTuple):
 
     side: Any
     at: Any
-    """Their positions, shaped to broadcast."""
+    """Positions, shaped to broadcast."""
     live: Any
-    """Which of these are below the length."""
+    """Whether each position is below the length."""
     vectors: Any
-    """A factor of the product that the scores are; other forms read `side` by channels, and have `live` here."""
+    """INNER: the queries or keys of the product. Other forms read `side` channel by channel; this is then `live`."""
 
 
 def _with_types(x: Any) -> Any:
@@ -71,8 +71,8 @@ else:
     def with_types(x: Any, _semantic: Any = None) -> Any:
         """Return an argument of a kernel with the types of its parts.
 
-        Triton 3.6 takes a stride of 1 for a constant, without telling the types of the tuples around it; a loop
-        goes by these, and the stride became None.
+        Triton 3.6 makes a stride of 1 a constant but does not update the types of the tuples around it. A loop
+        reads these types, and the stride became None.
         """
         return _with_types(x)
 
@@ -114,19 +114,19 @@ def side_tile(side, at, d, n, dim, FORM: tl.constexpr, FULL: tl.constexpr = Fals
 
 @triton.jit
 def side_bias(bias, m, tile):
-    """Return what the scores of a `SideTile` have added for each of its positions."""
+    """Return the query or key bias of each position of a `SideTile`."""
     return tl.load(base(bias, m) + tile.at.to(tl.int64) * bias.row, mask=tile.live, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def matrix_of(z, heads, groups):
-    """Return the `Matrix` of a number."""
+    """Return the `Matrix` with the number `z`."""
     return Matrix(z, z // (heads * groups), z // groups % heads, z % groups)
 
 
 @triton.jit
 def scale_of(scale, scales, m, sizes):
-    """Return the scale of a matrix, that of its head where each has its own."""
+    """Return the scale of a matrix: `scale`, or the scale of its head where there are `scales`."""
     if scales is not None:
         scale = tl.load(scales + m.h * sizes.groups + m.g)
     return scale
@@ -219,7 +219,7 @@ def key_segments(masking, interval, m, tile, sizes, BM: tl.constexpr, BN: tl.con
 
 @triton.jit
 def steps_of(visited, FULL: tl.constexpr):
-    """Return how many tiles of `Segments` are full, or are not: those on either side of the full ones."""
+    """Return the number of full tiles of `Segments`, or of the other tiles, which are on either side of them."""
     if FULL:
         return visited.full_stop - visited.full_start
     else:
@@ -238,7 +238,7 @@ def tile_of_step(step, visited, FULL: tl.constexpr):
 
 @triton.jit
 def unmasked_in_interval(masking, interval, m, i, j, sizes):
-    """Return the unmasked pairs of a tile, of one of the intervals of each query."""
+    """Return which pairs of a tile are unmasked and in one of the intervals of each query."""
     live = (i < sizes.n_q) & (j < sizes.n_k)
     unmasked = live
     if masking.start is not None:
@@ -259,7 +259,7 @@ def unmasked_in_interval(masking, interval, m, i, j, sizes):
 
 @triton.jit
 def unmasked_in_any_interval(masking, m, i, j, sizes, INTERVALS: tl.constexpr):
-    """Return the unmasked pairs of a tile, of all intervals of each query."""
+    """Return which pairs of a tile are unmasked, in any interval of each query."""
     unmasked = unmasked_in_interval(masking, 0, m, i, j, sizes)
     for interval in tl.static_range(1, INTERVALS):
         unmasked = unmasked | unmasked_in_interval(masking, interval, m, i, j, sizes)
@@ -268,7 +268,7 @@ def unmasked_in_any_interval(masking, m, i, j, sizes, INTERVALS: tl.constexpr):
 
 @triton.jit
 def bias_of(bias, m, i, j, sizes, RELATIVE: tl.constexpr):
-    """Return the bias of each pair; of pairs beyond the ends -inf."""
+    """Return the bias of each pair, -inf beyond the last query or key."""
     live = (i < sizes.n_q) & (j < sizes.n_k)
     if RELATIVE:
         at = base(bias, m) + (j - i + (sizes.n_q - 1)) * bias.column
@@ -360,7 +360,7 @@ def pair_scores(
 
 @triton.jit
 def function_scores(s, shared, m, FORM: tl.constexpr, FUNCTION: tl.constexpr):
-    """Return the custom function of the scores of `pair_scores`, where there is one."""
+    """Return the custom function of the result of `pair_scores`, which stays as it is where there is none."""
     if (FORM == INNER or FORM == DISTANCE) and FUNCTION is not None:
         return value_of(s, shared, m, FUNCTION)
     else:
@@ -369,7 +369,7 @@ def function_scores(s, shared, m, FORM: tl.constexpr, FUNCTION: tl.constexpr):
 
 @triton.jit
 def function_gradient(ds, x, shared, m, FORM: tl.constexpr, DERIVATIVE: tl.constexpr):
-    """Return the gradient of the scores of `pair_scores`, from that of their custom function where there is one."""
+    """Return the gradient of `pair_scores` from `ds`, the gradient of its `function_scores`."""
     if (FORM == INNER or FORM == DISTANCE) and DERIVATIVE is not None:
         return scaled_derivative(ds, x, shared, m, DERIVATIVE, 0)
     else:

@@ -24,7 +24,7 @@ VARIABLE = "ATTNSCORE_GPU_TILES"
 FORMS = ("inner", "distance", "additive")
 DTYPES = ("float16", "bfloat16", "float32")
 DIMS = (32, 64, 128, 256)
-"""Dimensions of the table: powers of 2, and 32 is for smaller ones too."""
+"""Dimensions of the table: powers of 2; smaller dimensions use the tiles of 32."""
 SUMS = 16
 """Positions of a program that sums the gradients of an additive score: they divide the tiles of ``store_gradients``."""
 TABLE_SLACK = 128
@@ -41,14 +41,14 @@ class Tile(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a tile is for. The dimension is the larger of keys and values; of additive scores, that of the values."""
+    """Key of the table. `dim` is the larger dimension of keys and values, or of an additive score the values'."""
 
     architecture: int
     """Compute capability times 10."""
     kernel: str
     form: str
     dtype: str
-    """Of the operands of products."""
+    """Dtype of the operands of products."""
     dim: int
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ INTERPRETED: dict[KernelName, Tile] = {
     "d_key": Tile(16, 16, 4, 1),
     "store_gradients": Tile(32, 16, 4, 1),
 }
-"""For the interpreter: small, so that short inputs have several tiles."""
+"""Tiles for the interpreter: small, so that short inputs have several."""
 
 
 def padded_dim(dim: int) -> int:
@@ -138,7 +138,7 @@ def parse(content: Any) -> Table:
 
 
 def _leaves(x: Any, name: str, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the keys to each value of so many objects inside each other, and the value."""
+    """Yield each value at this depth of nested objects, with the keys that lead to it."""
     if depth == 0:
         yield (), x
         return
@@ -150,7 +150,7 @@ def _leaves(x: Any, name: str, depth: int) -> Iterator[tuple[tuple[str, ...], An
 
 
 def _check_entry(entry: Entry, name: str) -> None:
-    """Raise ValueError for a kernel, form, dtype or dimension that there is not."""
+    """Raise ValueError for an unknown kernel, form, dtype or dimension."""
     choices = {"form": FORMS, "kernel": get_args(KernelName), "dtype": DTYPES, "dim": DIMS}
     for part, values in choices.items():
         if getattr(entry, part) not in values:
