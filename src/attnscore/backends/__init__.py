@@ -21,14 +21,14 @@ from attnscore.errors import DeviceError, FrameworkError, message
 
 
 class _Entry(NamedTuple):
-    """What the registry holds of a framework before it is imported."""
+    """Entry of the registry: a framework that may not be imported yet."""
 
     backend: str
     """Path of the backend class in this package."""
     arrays: tuple[str, ...]
     """Types of arrays: a package, for every class with a shape, or one class of a package."""
     install: str = ""
-    """Arguments of pip, if other than its name."""
+    """Arguments of pip, if other than the framework's name."""
     numpy_below: str = ""
 
 
@@ -213,8 +213,8 @@ def variable_value(x: Any) -> Any:
 COMPILED: dict[str, Callable[..., Any]] = {}
 _COMPILED_BY = {"torch": "attnscore.integrations.torch_compile"}
 Method = TypeVar("Method", bound=Callable[..., Any])
-# Functions outside of graphs, by name: as they are, with the reason, and, from the first compilation that meets one, as
-# the compiler leaves them out.
+# Functions outside of graphs, by name: with the reason, and, from the first compilation on, wrapped so that the
+# compiler leaves them out.
 _METHODS: dict[str, tuple[Callable[..., Any], str]] = {}
 _OUTSIDE: dict[str, Callable[..., Any]] = {}
 
@@ -273,7 +273,7 @@ def availability() -> dict[str, str | None]:
 
 
 def fallbacks() -> dict[str, str]:
-    """Return what the releases of the loaded frameworks lack, and what goes another way therefore."""
+    """Return the private names that the loaded frameworks lack, each with the cost of its replacement."""
     return {name: cost for backend in _LOADED.values() for name, cost in backend.fallbacks.items()}
 
 

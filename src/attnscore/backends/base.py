@@ -33,7 +33,7 @@ class Dtype(NamedTuple):
     """A floating dtype that attention takes."""
 
     accumulator: str
-    """Dtype of sums over it."""
+    """Dtype of sums of its numbers."""
     storage: str
     """NumPy's dtype of its memory, as native code reads it: NumPy has no bfloat16."""
 
@@ -46,9 +46,9 @@ DTYPES = {
 }
 HALF_PRECISION = tuple(name for name, dtype in DTYPES.items() if dtype.storage == "uint16")
 ACCELERATORS = ("cuda", "gpu", "tpu", "rocm", "xpu", "mps")
-"""Beginnings of the devices' names."""
+"""Prefixes of the names of accelerators."""
 FLOATING = f"a floating dtype ({', '.join(DTYPES)})"
-"""How messages name the dtypes that are taken."""
+"""Name of the accepted dtypes in messages."""
 
 
 def accumulator(dtype: str) -> str:
@@ -82,17 +82,17 @@ class Ragged(NamedTuple):
 class DifferentiableOp(ABC):
     """A function of arrays alone that has its own VJP.
 
-    What is no abstract method here is for functions that read more than their operands, or save more than they return.
+    Methods with a default are for functions that read more than their operands, or save more than they return.
     """
 
     @property
     @abstractmethod
     def differentiable_outputs(self) -> int:
-        """How many outputs, from the first, carry a gradient."""
+        """Number of outputs, from the first, that carry a gradient."""
 
     @property
     def saved_outputs(self) -> int:
-        """How many outputs, from the first, the backward reads."""
+        """Number of outputs, from the first, that the backward reads."""
         return self.differentiable_outputs
 
     @property
@@ -174,11 +174,11 @@ class Backend(ABC):
     xp: Any
     """The framework's module of array functions (or `Modules`)."""
     settles_sizes = False
-    """Whether comparing an unknown size with a number settles, for the whole program, if they are equal."""
+    """Whether comparing an unknown size with a number decides for the whole program whether they are equal."""
     wants_aligned = True
-    """Whether `from_memory` copies what does not begin at a multiple of 64 bytes."""
+    """Whether `from_memory` copies arrays that do not begin at a multiple of 64 bytes."""
     has_programs = False
-    """Whether it traces programs, for whose arrays `needs_host_callback` and `fuses` answer."""
+    """Whether it traces programs, whose arrays `needs_host_callback` and `fuses` tell apart."""
     has_slow_callbacks = False
     """Whether a `host_callback` takes longer than a small call in the framework's own operations."""
     has_mutable_arrays = True
@@ -187,12 +187,12 @@ class Backend(ABC):
     """Whether there are `indices_before` and `put_rows`, which gather the real keys of a call: not where a program is
     compiled for each number of them."""
     fallbacks: Mapping[str, str] = {}
-    """Private names that this release of the framework does not have, and what goes another way."""
+    """Private names that this release of the framework does not have, and the cost of their replacements."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.xp, name)
 
-    # What arrays are
+    # Properties of arrays
     @abstractmethod
     def dtype(self, x: Array) -> str:
         """Name of the dtype: ``"float32"``, ``"bfloat16"``, ``"bool"`` ..."""
@@ -202,7 +202,7 @@ class Backend(ABC):
 
     @abstractmethod
     def unsupported(self, x: Array) -> tuple[str, str] | None:
-        """Name the kind of `x` if attention does not take it (sparse, ...) and what converts it; otherwise None."""
+        """Name the kind of `x` if attention does not take it (sparse, ...), and its conversion; otherwise None."""
 
     def ragged(self, x: Array) -> Ragged | None:
         """Return the parts of an array of sequences of different lengths, None of any other; `from_ragged` inverts."""
@@ -270,7 +270,7 @@ class Backend(ABC):
         """Return the memory of an array with a CPU buffer as NumPy, without a copy; 16-bit floats as uint16."""
 
     def array_signature(self, x: Array) -> Hashable | None:
-        """Return all that checks of kind, shape, dtype and device read: arrays of one signature pass or fail alike.
+        """Return kind, shape, dtype and device as the checks read them: arrays of one signature pass or fail alike.
 
         None where an array has no shape, or symbolic sizes, which belong to one graph.
         """
@@ -292,7 +292,7 @@ class Backend(ABC):
         return None
 
     def buffers(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Return for each plain array what a call plan of the native module reads: it, or its memory."""
+        """Return plain arrays in the form that call plans of the native module read: as they are, or their memory."""
         return [self.memory(x) for x in arrays]
 
     def buffer_in_c_order(self, x: Array) -> Array:
@@ -507,8 +507,8 @@ class Backend(ABC):
         """Return ``x @ matrix`` in C order, without warnings, and NaN for rows of `x` that are not finite.
 
         None where that takes more than one product, as of other dtypes and layouts: `scores.base.projected` then does
-        it. `threads` are those of the native module, if it computes the product. An array of NumPy where that takes
-        less time: a planned call reads memory.
+        it. `threads` is the number for the native module, if it computes the product. The result is NumPy's where that
+        takes less time, as a planned call reads memory.
         """
         return self.in_c_order(self.matmul(x, matrix)) if self.known_finite(x) else None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def _why_absent() -> str:
-    """Return why there is no module: what CMake lacked, which it writes into the package, if it got so far."""
+    """Return why there is no module: the reason that CMake wrote into the package, if it got so far."""
     try:
         reason = importlib.import_module("attnscore._native_missing").REASON.rstrip(".")
     except ModuleNotFoundError:

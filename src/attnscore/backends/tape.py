@@ -1,7 +1,7 @@
 """Reverse-mode differentiation of array operations, for NumPy and for operators of PyTorch, which have no autodiff.
 
-- A `Tape` takes the place of a backend: it has the same operations, and records those on a `Variable`. Arrays that are
-  not variables are constants.
+- A `Tape` takes the place of a backend: it has the same operations, and records operations on a `Variable`. Arrays that
+  are not variables are constants.
 - Each differentiable operation has a rule: its VJP for each argument, in the operations of `Backend`. A floating result
   of an operation on a variable without a rule is an error that names the operation, never a silent zero.
 """
@@ -72,7 +72,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 class Tape:
-    """The operations of a backend, which record what they compute from variables."""
+    """The operations of a backend, recorded where an argument is a variable."""
 
     def __init__(self, ops: Backend) -> None:
         self._ops, self.indices = ops, count()

@@ -279,7 +279,7 @@ class TorchBackend(Backend):
 
     def searchsorted(self, ordered: Array, values: Array) -> Array:
         if private.is_wrapped(ordered) or torch.onnx.is_in_onnx_export():
-            # Under `vmap`, torch.searchsorted copies what it is given, and warns of it. ONNX has no such operator.
+            # Under `vmap`, torch.searchsorted copies its arguments, and warns of it. ONNX has no such operator.
             return (ordered[:, None] <= values).sum(0)
         return torch.searchsorted(ordered, values, right=True)
 
@@ -359,7 +359,7 @@ class TorchBackend(Backend):
         return outputs
 
     def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
-        # Without the wrapper of `apply`, which looks at each operand for what plain ones are not: 2 us.
+        # Without the wrapper of `apply`, which looks for transforms around each operand: 2 us.
         outputs: tuple[Array, ...] = _apply(run, *operands)
         return outputs
 
@@ -404,9 +404,9 @@ class TorchBackend(Backend):
 
 
 class _AttentionFunction(torch.autograd.Function):
-    """A kernel's forward and backward: saves the operands, the output and two numbers a query.
+    """A kernel's forward and backward: saves the operands, the output, row_max, log_denom and any entropy.
 
-    Short additive calls save the scores too.
+    Returned weights, and the scores of short additive calls, are saved too.
     """
 
     @staticmethod
@@ -420,7 +420,7 @@ class _AttentionFunction(torch.autograd.Function):
         if len(returned) > 1:
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*returned[run.differentiable_outputs :])
-        # Saved as the output that depends on it is: a checkpoint around the call may draw another one.
+        # Saved like the output that depends on it: a checkpoint around the call may draw another seed.
         seed = (torch.tensor(run.seed, device="cpu"),) if run.seed else ()
         ctx.save_for_backward(*operands, *outputs[: run.saved_outputs], *seed)
         return returned

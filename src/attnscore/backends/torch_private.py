@@ -1,8 +1,8 @@
-"""Private names of PyTorch, and what takes the place of one that a release does not have.
+"""Private names of PyTorch, and replacements for names that a release does not have.
 
 - No other file of the package reads a private name of a PyTorch module.
 - A replacement is slower, never wrong: it assumes that a transform, a mode or a hook is active.
-- `FALLBACKS` says what each costs; ``attnscore.available()`` and ``attnscore info`` show it.
+- `FALLBACKS` says what each replacement costs; ``attnscore.available()`` and ``attnscore info`` show it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ is_wrapped: Callable[[torch.Tensor], bool] = _resolve(
 is_legacy_batched: Callable[[torch.Tensor], bool] = _resolve(
     "torch._C._functorch.is_legacy_batchedtensor", _has_no_storage, "a slower test of each tensor"
 )
-# None: what is read on the host inside a transform counts as unknown there.
+# None: the host cannot read values inside a transform.
 outside_transforms: Callable[[], contextlib.AbstractContextManager[Any]] | None = _resolve(
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", None, "masks are not read inside torch.func"
 )

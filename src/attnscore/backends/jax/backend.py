@@ -127,7 +127,7 @@ class JaxBackend(Backend):
         return None not in map(_cpu_of, map(_differentiated, arrays))
 
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
-        # What is computed from constants of a program that is traced is part of the program.
+        # While a program is traced, arrays computed from its constants are part of it.
         if is_tracing():
             return None
         layouts, traces = [], set()
@@ -139,7 +139,7 @@ class JaxBackend(Backend):
                 return None
             view = np.asarray(x)
             layouts.append((view.shape, view.dtype, view.strides, device))
-        # Several gradients around a call, each of other arrays of it, are nested: a plan is differentiated once.
+        # Gradients of different arrays around one call are nested, and a plan is differentiated once.
         return tuple(layouts) if len(traces) < 2 else None
 
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
@@ -275,7 +275,7 @@ class JaxBackend(Backend):
         return is_finite(np.asarray(x)) if _on_cpu(x) else bool(jnp.isfinite(x).all())
 
     def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
-        # A projection that needs no gradient is memory (`plain_product`), which JAX would pass on as a kind of its own.
+        # A projection without a gradient is a NumPy array (`plain_product`), which JAX would pass on as another type.
         arrays = [x if isinstance(x, jax.Array) else self.from_memory(x, str(x.dtype), None) for x in operands]
         return gradients.with_own_vjp(run, arrays, (), lambda _: run)
 

@@ -73,7 +73,7 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _digest(direction: str, dtypes: Any, attributes: Mapping[str, Any]) -> np.int64:
-    """Return 64 bits by which the library finds the plan of a call: calls with the same ones differ in seeds alone."""
+    """Return 64 bits by which the library finds the plan of a call: calls with equal bits differ in seeds alone."""
     values = sorted((name, np.asarray(value).tolist()) for name, value in attributes.items())
     text = repr((direction, dtypes, values)).encode()
     return np.int64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True))

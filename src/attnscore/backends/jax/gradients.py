@@ -1,6 +1,6 @@
 """JAX's gradient hook: reverse and forward mode, inside jit and outside.
 
-- An attention op has its own VJP (``jax.custom_vjp``), which saves two numbers a query.
+- An attention op has its own VJP (``jax.custom_vjp``), which saves the output, row_max and log_denom.
 - Forward mode and derivatives of that VJP use tiled attention in JAX's operations, which JAX differentiates itself.
 """
 
@@ -101,7 +101,7 @@ def product_of_rows(x: Array, matrix: Array, *bias: Array) -> Array:
 
 def _differentiate_product(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Array]:
     product, (x, matrix, *_) = product_of_rows(*primals), primals
-    # Of a row that is not finite no product is. One column tells it within a fused loop.
+    # No product with a non-finite row is finite: one column shows it within a fused loop.
     finite = jnp.isfinite(product[..., :1])
     of_x, of_matrix, *of_bias = (None if isinstance(tangent, SymbolicZero) else tangent for tangent in tangents)
     terms = [jnp.expand_dims(x, tuple(range(product.ndim - 1))) for x in of_bias if x is not None]

@@ -1,9 +1,9 @@
 """One operation with two programs: the CPU's own, and one in JAX's operations for every other platform.
 
 - Which of them a compiled program gets is decided when it is lowered: a jitted function that a CPU runs natively can be
-  lowered for a GPU or a TPU on the same machine. What is lowered for several platforms at once is portable.
-- The portable program is traced where it is needed alone: tracing it takes several times as long as the CPU's. It is
-  also what JAX differentiates: a custom call or a callback has no derivative.
+  lowered for a GPU or a TPU on the same machine. A program lowered for several platforms at once is portable.
+- The portable program is traced only where it is needed: tracing it takes several times as long as the CPU's. JAX
+  differentiates the portable program: a custom call or a callback has no derivative.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def call(function: Callable[..., Any], portable: Callable[..., Any], *arguments:
         staged = jax.custom_jvp(flat(function))
         staged.defjvp(lambda primals, tangents: jax.jvp(flat(portable), primals, tangents))
         return tuple(staged(*leaves))
-    # As a function: JAX 0.12 asks primitives that hold a program for a rule to lower what is in it.
+    # As a function: JAX 0.12 asks primitives that hold a program for a rule to lower the program.
     native = jaxpr_as_fun(program)
     return tuple(_attention.bind(*leaves, native=native, portable=flat(portable), types=tuple(program.out_avals)))
 

@@ -33,7 +33,7 @@ class Static:
 
 
 def _comparable(value: Any) -> Any:
-    """Return what tells a static value from others; the repr of a bound method may leave out what its object holds."""
+    """Return a key that tells static values apart; a bound method itself, as its repr may omit its object's state."""
     if isinstance(value, (list, tuple)):
         return (type(value), *map(_comparable, value))
     if not callable(value) or isinstance(value, type):

@@ -55,7 +55,7 @@ def is_tracing() -> bool:
 
 
 def trace_state() -> Any:
-    """Return what differs between programs, and between them and the outside."""
+    """Return a value that differs between programs, and between them and the outside."""
     return get_opaque_trace_state(convention="nnx")  # type: ignore[no-untyped-call]  # untyped in JAX
 
 

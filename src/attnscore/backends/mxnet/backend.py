@@ -214,6 +214,6 @@ class MxnetBackend(Backend):
 
 
 def _around(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
-    """Return the product of the sizes before an axis, its size, and the product of those after it."""
+    """Return the product of the sizes before an axis, its size, and the product of the sizes after it."""
     axis %= len(shape)
     return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])

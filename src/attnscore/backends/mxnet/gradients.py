@@ -1,7 +1,7 @@
 """MXNet's gradient hook: calls that its autograd records.
 
-- An attention op has its own VJP, which saves two numbers a query. The hook is the C function under
-  ``mx.autograd.Function``: that class loses the gradients after an input that wants none, and those for
+- An attention op has its own VJP, which saves the output, row_max and log_denom. The hook is the C function under
+  ``mx.autograd.Function``: that class loses the gradients after an input that wants none, and gradients with
   ``grad_req="add"`` (seen in 1.9.1).
 - MXNet has no second derivatives of custom functions: a request is an error of MXNet's.
 """

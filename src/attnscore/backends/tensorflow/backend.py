@@ -33,7 +33,7 @@ _MAX_AXES = 7
 
 @functools.cache
 def _intra_op_threads() -> int:
-    # Fixed once there is a tensor, and TensorFlow takes 25 us to tell it.
+    # Cached, as it is fixed once there is a tensor, and TensorFlow takes 25 us to return it.
     return int(tf.config.threading.get_intra_op_parallelism_threads())
 
 
@@ -125,7 +125,7 @@ class TensorFlowBackend(Backend):
             expected = "known lengths of queries and keys beside a mask, in a program for TensorFlow Lite"
             hint = "keras.Input((100, dim)) has them; model.export takes any length"
             refusal = FrameworkError(message("mask", expected, f"query {query_len}, key {key_len}", hint=hint))
-            # The converter of Keras models catches what is raised, and then fails with a TypeError that says nothing.
+            # The converter of Keras models catches the error, and then fails with a TypeError that does not name it.
             warnings.warn(str(refusal), stacklevel=2)
             raise refusal
 
@@ -244,7 +244,7 @@ class TensorFlowBackend(Backend):
         return tf.where(a, True, b)
 
     def sum_to_length(self, x: Array, axis: int, length: Any) -> Array:
-        # The length is 1 or that of the axis, and known when the graph runs: the gradient of a bias that may be
+        # The length is 1 or the size of the axis, and known when the graph runs: the gradient of a bias that may be
         # broadcast. One reshape and sum serves both, without branches of different shapes.
         shape = sizes(self.shape(x))
         (length,) = sizes((length,))

@@ -62,7 +62,7 @@ def shape(x: Array) -> tuple[Any, ...]:
 
 
 def sizes(shape: Sequence[Any]) -> list[Any]:
-    """Convert sizes and offsets to what TensorFlow takes in one list: numbers and 32-bit tensors."""
+    """Convert sizes and offsets to numbers and 32-bit tensors, which TensorFlow takes in one list."""
     return [n if isinstance(n, (int, np.integer)) else tf.cast(getattr(n, "value", n), tf.int32) for n in shape]
 
 

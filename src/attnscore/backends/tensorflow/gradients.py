@@ -65,8 +65,8 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def hook(*arrays: Array) -> Any:
-        # `vjp` is the gradient, and a tape records no operation of the forward. In a graph they keep the gradients of
-        # their own, for where the graph is rewritten, by which TensorFlow drops `vjp`.
+        # `vjp` is the gradient, so an eager tape records no operation of the forward. In a graph the operations keep
+        # their own gradients, because TensorFlow drops `vjp` where it rewrites the graph.
         if is_eager or is_cut:
             outputs = run.forward([tf.stop_gradient(x) for x in arrays])
         else:
@@ -124,8 +124,8 @@ def rows_times_matrix(x: Array, matrix: Array) -> Array:
     """Return ``x @ matrix`` eagerly, of `x` with three axes or more.
 
     As one product: `tf.matmul` computes one for each leading axis, on one thread. (64, 10, 256) by (256, 256) takes it
-    2.8 ms on a Zen 4 with AVX2, this 1.0, and (2, 1, 8) 26 us and 16. `tf.einsum` adds 30 us. TensorFlow's gradient of
-    the sum transposes that of the matrix, which is 5 of 6.5 ms of (1, 1, 1024).
+    2.8 ms on a Zen 4 with AVX2, this 1.0, and (2, 1, 8) 26 us and 16. `tf.einsum` adds 30 us. TensorFlow's own gradient
+    transposes the gradient of the matrix, which is 5 of 6.5 ms of (1, 1, 1024).
     """
     x, matrix = tf.convert_to_tensor(x), tf.convert_to_tensor(matrix)
     rows = "abcdefgh"[: len(x.shape) - 1]
@@ -150,7 +150,7 @@ def rows_times_matrix(x: Array, matrix: Array) -> Array:
 def product_of_rows(x: Array, matrix: Array, bias: Array | None) -> Array:
     """Return ``x @ matrix + bias`` in a graph; rows that are not finite pass no gradient on.
 
-    Their zeros take another branch: if the gradient of the matrix is finite, so is every row that it is made of.
+    Another branch replaces them by zeros: if the gradient of the matrix is finite, so are all rows in it.
     """
     features, units = matrix.shape
     if 0 in (features, units):  # by which no axis can be inferred

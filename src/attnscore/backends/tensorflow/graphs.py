@@ -140,10 +140,10 @@ def _runs_here_function(dtype: tf.DType) -> Any:
             return [tf.cast(tf.raw_ops.VarIsInitializedOp(resource=handle), tf.int32)]
 
         with tf.control_dependencies([x]):
-            # XLA compiles the last branch of a case by DeviceIndex alone, and so skips what it cannot compile.
+            # XLA compiles the last branch of a case by DeviceIndex alone, and so skips branches that it cannot compile.
             device = tf.raw_ops.DeviceIndex(device_names=["CPU"])
         (index,) = _case(device, [on_a_cpu, lambda: [tf.constant(0)]])
-        # As a size. Of other numbers `tf.vectorized_map` makes arrays, and it refuses a case by an array that has more
+        # As a size: `tf.vectorized_map` makes arrays of other numbers, and refuses a case by an array that has more
         # than one output.
         return tf.size(tf.zeros([index]))
 

@@ -1,4 +1,4 @@
-"""Private names of TensorFlow, and what takes the place of one that a release does not have.
+"""Private names of TensorFlow, and replacements for names that a release does not have.
 
 - No other file of the package reads a private name of a TensorFlow module.
 - A replacement is slower, never wrong: it assumes that a tape records, and that a graph cannot call Python.
@@ -91,7 +91,7 @@ def _functions_in(path: str) -> frozenset[CodeType]:
     return frozenset(x for x in getattr(code, "co_consts", ()) if isinstance(x, CodeType))
 
 
-# One of these is on the stack of what `tf.recompute_grad` computes.
+# One of these is on the stack while a function of `tf.recompute_grad` runs.
 RECOMPUTING = _functions_in("tensorflow.recompute_grad")
 if not RECOMPUTING:
     FALLBACKS["tensorflow.recompute_grad"] = "dropout needs a seed"
