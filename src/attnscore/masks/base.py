@@ -1,8 +1,8 @@
 """The interface of masks, and their composition. True means "may attend".
 
-- A mask is a small object, never an n x n array. One interval of keys a query says what most of them mean
-  (``IntervalMask.ends``): any block of queries and keys (``visible``) and the intervals by which kernels skip tiles
-  (``interval_set``) derive from it. The others define ``visible``.
+- A mask is a small object, never an n x n array. Most masks are one interval of keys a query (``IntervalMask.ends``):
+  any block of queries and keys (``visible``) and the intervals by which kernels skip tiles (``interval_set``) derive
+  from it. The others define ``visible``.
 - Masks compose with ``&``, ``|`` and ``~``, and have a readable repr.
 - ``materialize`` is the reference for ``interval_set``: it is built from ``visible`` alone.
 """
@@ -30,7 +30,7 @@ from attnscore.masks.validation import add_checks
 Ends = tuple[Any, Any]
 """Start and stop of intervals: arrays, whole numbers, or None where nothing bounds a side."""
 PLACEHOLDER = np.zeros(0)
-"""An array in the place of those that a mask gets when a program runs."""
+"""Placeholder for the arrays that a mask gets when a program runs."""
 
 
 class Mask(ABC):
@@ -77,18 +77,18 @@ class Mask(ABC):
         )
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        """Raise MaskError when the mask does not fit `score_shape`: where its `shapes` do not, if nothing else says."""
+        """Raise MaskError when the mask does not fit `score_shape`; by default, when its `shapes` do not."""
         for spec in self.shapes(score_shape):
             spec.check_values(spec.name, spec.array)
             spec.check()
 
     def check_with(self, other: Mask, score_shape: ScoreShape) -> None:  # noqa: B027  # most masks fit any other
-        """Raise MaskError where ``self & other`` does not mean what it seems to, though both masks are right alone."""
+        """Raise MaskError where ``self & other`` is misleading, though both masks are right alone."""
 
     def for_call(self, ops: Backend, score_shape: ScoreShape) -> Mask:
         """Return a checked mask as one call uses it, forward and backward; `ops` is the backend of the call.
 
-        What a mask derives from its arrays or from code stands in the mask that is returned, never in the caller's.
+        The returned mask holds all that derives from arrays or code, such as intervals; the caller's never changes.
         """
         part_shape = self.part_shape(score_shape)
         return self._with_fields({name: x.for_call(ops, part_shape) for name, x in self._parts().items()})
@@ -223,7 +223,7 @@ class CompoundMask(Mask):
 
 
 class IntervalSetMask(Mask):
-    """Interface of masks whose keys may be several intervals a query: `interval_set` defines, `intervals` derives."""
+    """Interface of masks with several intervals of keys a query: they define `interval_set`; `intervals` derives."""
 
     @abstractmethod
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None: ...
@@ -246,7 +246,7 @@ class _RowwiseMask(IntervalSetMask):
 
 
 class IntervalMask(_RowwiseMask):
-    """Interface of masks that are one interval of keys a query, whatever their numbers are: `ends` says which.
+    """Interface of masks that are one interval of keys a query, whatever their numbers are: `ends` returns it.
 
     Kernels skip tiles by it, in programs whose numbers are known only when they run too.
 
@@ -306,7 +306,7 @@ def inside(ops: Backend, score_shape: ScoreShape, ends: Ends, cols: Array) -> Ar
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Pair(CompoundMask, _RowwiseMask):
-    """What `And` and `Or` share."""
+    """Base of `And` and `Or`."""
 
     first: Mask
     second: Mask
@@ -380,7 +380,7 @@ def split(
     """Return intervals, and the remaining mask, that are ANDed in `mask`; either may be None.
 
     The intervals of some parts bound the tiles even when the remaining parts, which kernels evaluate by block, have
-    none. They are of the queries `rows`, or of all.
+    none. `rows` selects queries; None: all.
     """
     common: IntervalSet | None = None
     remaining: list[Mask] = []

@@ -1,6 +1,6 @@
 """Built-in masks: valid lengths, ranges, padding, causal, windows, prefixes, documents, packed, graphs, arrays.
 
-Lengths that the host can read are checked; those on a device or traced are clamped to [0, key_len].
+Lengths that the host can read are checked; lengths on a device or traced are clamped to [0, key_len].
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ class Packed(IntervalMask):
     def ends(self, ops: Backend, score_shape: ScoreShape, rows: Array) -> Ends:
         cu_query, cu_key = (ops.astype(ops.asarray(cu, rows), "int64") for cu in self.cumulative)
         query = ops.reshape(rows, (-1,))
-        # As many sequences end at the query or before. Behind the last one, the sequence begins and ends at its end.
+        # A query's sequence: the number of ends up to it. After the last one, a sequence begins and ends at the end.
         sequence = ops.searchsorted(cu_query[1:], query)
         (query_start, start), (query_stop, stop) = (
             [ops.take(end, sequence, 0) for end in ends]
@@ -414,8 +414,8 @@ class Packed(IntervalMask):
         cu_query, cu_key = map(host_ints, self.cumulative)
         if cu_query is not None and cu_key is not None:
             offset = other.diagonal(backends.load("numpy"), score_shape, np.zeros((), np.int64))
-            # Offset key - query at the start and at the end of each sequence, as its two alignments have it. Where
-            # `other` has no alignment, the arrays are equally long, and both must agree.
+            # Offset key - query at the start and at the end of each sequence, for the two alignments. Where `other`
+            # has no alignment, the arrays are equally long, and both offsets must agree.
             differences = {"top_left": (cu_key - cu_query)[:-1], "bottom_right": (cu_key - cu_query)[1:]}
             is_empty = (np.diff(cu_query) == 0) | (np.diff(cu_key) == 0)
             offsets = differences.values() if other.align is None else [differences[other.align]]

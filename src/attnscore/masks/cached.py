@@ -111,7 +111,7 @@ def intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
 
 
 def _max_intervals(score_shape: ScoreShape) -> int:
-    """Return how many intervals a cached mask may have; the cache counts it as so many."""
+    """Return the largest number of intervals of a cached mask, which is its weight in the cache."""
     return (
         thresholds.CACHED_MASK_INTERVALS
         if score_shape.batch * score_shape.query_len <= thresholds.CACHED_MASK_INTERVALS

@@ -1,9 +1,9 @@
-"""Functions as one call reads them: copies over the arrays that they hold, and keys that say what they depend on.
+"""Functions as one call reads them: copies over the arrays that they hold, and keys of the values that they read.
 
 - A Python function reads its defaults, the variables of its closure, and the globals that its code names; functions
   among these read their own. Arrays of all frameworks, numbers, strings and containers of them are compared by value.
-- What cannot be compared (objects with attributes, arrays that are traced or on a device) leaves no key: nothing that
-  is computed from such a function may be cached.
+- A function that reads a value without equality (an object with attributes, an array that is traced or on a device)
+  has no key: no result of such a function may be cached.
 - Functions of NumPy, of the frameworks and of the standard library hold nothing that changes.
 """
 

@@ -4,8 +4,8 @@
   n x n array.
 - Where the keys of every query are a few intervals (windows, chunks, packed documents, blocks of an image, sinks), one
   pass over all pairs on the host finds them, some queries at a time. Kernels then skip tiles.
-- The intervals are cached by everything that the function reads (`closures`). Where something of it has no
-  key, each call looks for them anew.
+- The intervals are cached by everything that the function reads (`closures`). Where a value has no key, each call
+  searches for them anew.
 - A call evaluates the function as it was when the call began, also in its backward: arrays that it reads are copied.
 - A function of the head has no intervals: kernels evaluate it by blocks.
 """
@@ -148,7 +148,7 @@ class MaskFunction(IntervalSetMask, EvaluatedFunction):
         return self._snapshot_mask(ops, heads, *lengths, score_shape.batch)
 
     def _snapshot_mask(self, ops: Backend, heads: int, *lengths: int) -> Mask:
-        """Return the mask of what the function reads now: its intervals, or the function where it has none."""
+        """Return the mask of the function as it is now: its intervals, or a copy of the function where it has none."""
         (function, captured), key = snapshot((self.function, tuple(self.captured)))
         evaluated = EvaluatedFunction(function, captured, self.heads)
         if any(map(is_unknown, lengths)):

@@ -102,7 +102,7 @@ def by_row(ops: Backend, score_shape: ScoreShape, x: Any, like: Array, *, per_qu
 
 
 def at_rows(ops: Backend, score_shape: ScoreShape, x: Any, rows: Array, *, per_query: bool = False) -> Array:
-    """Return `by_row` at the queries `rows` (1, r), clamped to what 32-bit sums with positions can hold."""
+    """Return `by_row` at the queries `rows` (1, r), clamped so that 32-bit sums with positions do not overflow."""
     x = entries_of(ops, by_row(ops, score_shape, x, rows, per_query=per_query), rows, -1)
     if ops.dtype(x) == "int64":
         return x

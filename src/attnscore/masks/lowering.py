@@ -26,7 +26,7 @@ from attnscore.masks.intervals import IntervalSet
 Parts = list[Mask]
 
 DIRECT: Final = (Dense, Documents, KeyPadding)
-"""Masks that are operands as they are."""
+"""Masks that are operands without evaluation."""
 _IDS: Final = ("query_ids", "key_ids")
 
 
@@ -63,7 +63,7 @@ def _is_custom_code(mask: Mask) -> bool:
 
 
 def partition(remaining: Mask | None) -> tuple[Parts, Parts]:
-    """Return the parts of `remaining`, a mask without intervals, that are direct operands, and those to evaluate."""
+    """Split `remaining`, a mask without intervals, into parts that are direct operands and parts to evaluate."""
     if remaining is None or isinstance(remaining, DIRECT):
         return [] if remaining is None else [remaining], []
     parts = parts_of(remaining)

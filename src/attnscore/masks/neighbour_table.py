@@ -1,4 +1,4 @@
-"""Tables of neighbours in compressed sparse rows that the host can read: checked copies, and what follows from them."""
+"""Tables of neighbours in compressed sparse rows that the host can read: checked copies, and arrays from them."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class _Graph:
 
 @dataclass(frozen=True, eq=False)
 class NeighbourTable:
-    """Copies of ``indptr`` and ``indices``, for keys below `key_len`, in the rows of which no key is twice."""
+    """Copies of ``indptr`` and ``indices``, for keys below `key_len`, each of them at most once in a row."""
 
     indptr: HostArray
     indices: HostArray
     key_len: int
     arrays: tuple[HostArray, HostArray]
-    """The two in the dtypes of the caller."""
+    """``indptr`` and ``indices`` in the dtypes of the caller."""
     _plans: BoundedCache[Any] = field(default_factory=lambda: BoundedCache(thresholds.NEIGHBOUR_PLANS))
 
     @classmethod
     def of(cls, indptr: Any, indices: Any, key_len: int) -> NeighbourTable | None:
-        """Return the table, or None where the host cannot read the arrays; raise MaskError where they are none."""
+        """Return the table, or None where the host cannot read the arrays; raise MaskError where they are no graph."""
         ends, keys = backends.host(indptr), backends.host(indices)
         if ends is None or keys is None:
             check_cumulative("indptr", indptr, None)

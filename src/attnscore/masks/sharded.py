@@ -68,7 +68,7 @@ class Sharded(CompoundMask, IntervalSetMask):
         start, stop = (np.searchsorted(cols, end) for end in (intervals.start, intervals.stop))
         if self.padded:
             stop = np.where(rows < self.query_len, stop, start)
-        # Of several intervals some may have lost their keys, or what was between them.
+        # Several intervals may have lost their keys, or the keys between them.
         return IntervalSet(start, stop) if intervals.count == 1 else normalize(start, stop, len(cols))
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
@@ -80,7 +80,7 @@ class Sharded(CompoundMask, IntervalSetMask):
         super().check(ops, score_shape)
 
     def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
-        # As traced arrays the host could no longer read the positions. By the type: what the host can read of a
+        # As traced arrays the host could no longer read the positions. Decided by type: whether the host can read a
         # framework's array may differ between `leaves` and `with_leaves`.
         if not all(isinstance(x, np.ndarray) and x is not PLACEHOLDER for x in (self.rows, self.cols)):
             return super().map_leaves(change)

@@ -1,7 +1,7 @@
 """Checks of the results of custom masks: ``visible``, ``ends``, ``intervals`` and ``interval_set``.
 
 - Kernels trust these results; a wrong one would give wrong numbers silently, or never end. So the methods of a class
-  from outside the package are wrapped when the class is created (`Mask.__init_subclass__`): no call passes a check by.
+  from outside the package are wrapped when the class is created (`Mask.__init_subclass__`): no call avoids a check.
 - The package's own masks are not wrapped: tests check them.
 """
 

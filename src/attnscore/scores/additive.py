@@ -32,7 +32,7 @@ class Additive(Score):
     bias : (h,), optional
     activation : {"tanh", "sigmoid", "relu", "leaky_relu", "silu", "gelu"}
     negative_slope : float
-        Of leaky_relu (GATv2 uses 0.2).
+        Slope of leaky_relu below 0 (GATv2 uses 0.2).
 
     References
     ----------
@@ -83,7 +83,7 @@ class Additive(Score):
         return _project_keys(ops, key, self.W_k)
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
-        # There is no query yet: its dimension is the one that W_q takes.
+        # There is no query yet: W_q gives its dimension.
         shape = getattr(self.w_v if self.W_q is None else self.W_q, "shape", None) or (0,)
         self.check(shape[-1], key.shape[-1])
         if self.W_k is None:

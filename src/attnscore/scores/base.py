@@ -78,7 +78,7 @@ class Score(ABC):
         """Return the lowered form, which computes the same scores fast."""
 
     def lower_rowwise(self, ops: Backend, query: Array, key: Array) -> Form:
-        """Return a lowered form that has each query and key computed from itself alone.
+        """Return a lowered form in which each query and key is computed from itself alone.
 
         Ranks that share a sequence each lower their part of it. The default is `lower`, for a score whose lowered form
         depends neither on how many queries and keys there are nor on the values of the others.
@@ -90,7 +90,7 @@ class Score(ABC):
         """Raise ShapeError or ArgumentError when the score cannot take queries and keys of these dimensions."""
 
     def signature(self) -> tuple[Hashable, tuple[Array, ...]] | None:
-        """Return what a plan of a call depends on: the class and numbers of the score, and its arrays.
+        """Return the score's part of the key of a plan, its class and numbers, and the score's arrays.
 
         A plan reads the numbers when it is made, and the arrays at each call. The default, None, plans each call anew.
         A score with parameters per head has no signature: a lowered call works on the caller's axes, where the axis of
@@ -185,7 +185,7 @@ _field_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def arrays_of(score: object) -> dict[str, Array]:
-    """Return the array fields of a score by name, with those of a wrapped score.
+    """Return the array fields of a score and of a wrapped score by name.
 
     Arrays of the scores in a tuple are named by their place: ``scores.0.bandwidth``.
     """
@@ -206,7 +206,7 @@ def arrays_of(score: object) -> dict[str, Array]:
 
 
 def scores_in(score: Any) -> Iterator[Any]:
-    """Yield a score, and those that it wraps or holds in a tuple."""
+    """Yield a score, and the scores that it wraps or holds in a tuple."""
     yield score
     for name in _field_names(type(score)):
         value = getattr(score, name)
@@ -217,7 +217,7 @@ def scores_in(score: Any) -> Iterator[Any]:
 
 
 def with_arrays(score: Any, change: Callable[[Array], Array]) -> Any:
-    """Return the score with its array fields, and those of a wrapped score, changed."""
+    """Return the score with all array fields changed, a wrapped score's too."""
     arrays: dict[str, Any] = {}
     for name in _field_names(type(score)):
         value = getattr(score, name)
@@ -302,7 +302,7 @@ def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
         if dataclasses.is_dataclass(part):
             continue
         values = [*getattr(part, "__dict__", {}).values()]
-        # Parameters of a module are in a dictionary of it.
+        # A module has its parameters in a dictionary.
         values += [x for each in values if isinstance(each, dict) for x in each.values()]
         values = [x for x in values if backends.is_array(x) and backends.of_type(type(x)) is ops]
         if values and ops.needs_grad(*values):

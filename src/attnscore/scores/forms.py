@@ -249,7 +249,7 @@ class TileForm(Form):
             return checked_tile(ops, self.with_parameters(parameters), query, key)
 
         scores = checked_tile(ops, self.score, self.query, self.key)
-        # Where query and key have 1 along a batch axis of the value, so have the scores, and their gradient has not.
+        # Where query and key have size 1 along a batch axis of the value, the scores do too, but not their gradient.
         shape = _shape_of(scores)
 
         def vjp(grad: Array) -> dict[str, Array]:

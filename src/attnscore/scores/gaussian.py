@@ -31,7 +31,7 @@ from attnscore.scores.base import (
 from attnscore.scores.forms import DistanceForm, Form, InnerForm
 
 # Largest |x|^2 / (2 bandwidth^2) at which the inner product is accurate: its terms are then at most 16 to 64, so a
-# score in float32 has an error of a few 1e-6. Without this bound it was 700 to 10^6 times that of the direct sum,
+# score in float32 has an error of a few 1e-6. Without this bound it was 700 to 10^6 times the direct sum's error,
 # measured on x in 0..5 with bandwidth 0.1 and on years with bandwidth 1.
 INNER_LIMIT = 16.0
 
@@ -110,7 +110,7 @@ class Gaussian(Score):
         return 3 * query_len * key_len * dim
 
     def _is_per_dim(self) -> bool:
-        """Return whether there is a bandwidth for each dimension: those divide the vectors, and the scale is 1/2."""
+        """Return whether each dimension has a bandwidth: bandwidths then divide the vectors, and the scale is 1/2."""
         return len(getattr(self.bandwidth, "shape", ())) == 2
 
     def _canonical(self, ops: Backend, query: Array, key: Array) -> Array:

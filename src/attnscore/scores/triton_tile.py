@@ -16,7 +16,7 @@ PairValue = Literal["product", "squared_distance", "channels"]
 @final
 @dataclass(frozen=True, eq=False)
 class TritonTile:
-    """What a custom score's method ``triton_tile()`` returns: its scores and their derivatives, in Triton's language.
+    """Scores of a custom class and their derivatives in Triton's language: the result of a method ``triton_tile()``.
 
     - `of` = "product": s = value(q . k); "squared_distance": s = value(|q - k|^2)
     - `of` = "channels": s = sum_c value(q_c, k_c)
@@ -27,7 +27,7 @@ class TritonTile:
     Parameters
     ----------
     of : {"product", "squared_distance", "channels"}
-        What `value` is a function of.
+        Argument of `value`.
     value : function decorated with ``triton.jit``
         Called as ``value(x, *parameters)``, or ``value(a, b, *parameters)`` for channels a of the query, b of the key.
     gradient : function decorated with ``triton.jit``
@@ -81,7 +81,7 @@ class TritonTile:
 
 
 def triton_tile_of(score: Any) -> TritonTile | None:
-    """Return what ``score.triton_tile()`` returns, checked against the score's fields; None: it has no such method.
+    """Return ``score.triton_tile()``, checked against the score's fields; None where there is no such method.
 
     Raises
     ------
