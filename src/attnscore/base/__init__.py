@@ -1,1 +1,1 @@
-"""What everything stands on: plain arguments, a cache, sizes, the layout of axes, threads."""
+"""Base of all other packages: arguments, a cache, thresholds, the layout of axes, threads."""

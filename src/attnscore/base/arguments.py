@@ -19,10 +19,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class CallArguments(NamedTuple):
-    """Arguments of one call that its plan reads; the other ones are options, which the plan is built for.
+    """Arguments of one call that its plan reads; the plan is built for the other arguments, the options.
 
-    ``tuple.__new__`` makes it in 0.14 us, its own constructor in 0.27 and that of a frozen dataclass in 2: a tiny call
-    takes 24 (2026-11-25).
+    ``tuple.__new__`` makes it in 0.14 us, its own constructor in 0.27, a frozen dataclass's in 2: a tiny call takes 24
+    (2026-11-25).
     """
 
     query: Any
@@ -36,7 +36,7 @@ class CallArguments(NamedTuple):
     seed: Any
 
 
-# What to write for arguments that other libraries have, or objects of this one; {} is the value, | parts two lines.
+# Spellings here of arguments that other libraries have, or objects of this one; {} is the value, | parts two lines.
 _INSTEAD = {
     **dict.fromkeys(("scale", "scaling", "sm_scale", "softmax_scale"), "score=ats.ScaledDot({})"),
     **dict.fromkeys(("temperature", "T"), 'score=ats.Temperature("scaled_dot", {})'),
@@ -52,7 +52,7 @@ _INSTEAD = {
 
 
 def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
-    """Raise UnknownArgument for arguments that a function does not have, in Python's words and with what to write."""
+    """Raise UnknownArgument for arguments that a function does not have, in Python's words, with a hint."""
     if not unknown:
         return
     name, x = next(iter(unknown.items()))

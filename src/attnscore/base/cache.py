@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
-# What hash() raises: TypeError for arrays and symbolic sizes, NotImplementedError for MXNet's arrays.
+# Errors of hash(): TypeError for arrays and symbolic sizes, NotImplementedError for MXNet's arrays.
 _UNHASHABLE = (TypeError, NotImplementedError)
 
 
@@ -24,7 +24,7 @@ class _Entry(Generic[Result]):
     value: Result
     weight: float
     used: int
-    """Number of entries ever inserted at the last use."""
+    """Insertions into the cache up to the last use of this entry."""
 
 
 class BoundedCache(Generic[Result]):
@@ -66,7 +66,7 @@ class BoundedCache(Generic[Result]):
         return self.put(key, compute(), weight)
 
     def put(self, key: Hashable, result: Result, weight: float = 0) -> Result:
-        """Cache the result for `key`, as `get_or_compute` does; return it, or what another thread has cached before."""
+        """Cache the result for `key`, as `get_or_compute` does; return it, or the result that another thread cached."""
         if key is None or weight > self._max_weight:
             return result
         try:

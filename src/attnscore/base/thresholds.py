@@ -1,7 +1,7 @@
-"""Sizes at which one way to compute takes less time, or less memory, than another: all of them, with what each trades.
+"""All sizes at which one way to compute takes less time or memory than another, each with its trade-off.
 
-A figure names its machine and date. Times are those of one thread unless they say otherwise. What a constant of the C++
-kernels trades stands beside it, and in ``csrc/TUNING.md``; tiles of the GPU kernels stand in ``kernels/triton``.
+A figure names its machine and date. Times are of one thread unless they say otherwise. The C++ kernels' constants are
+explained where they are defined and in ``csrc/TUNING.md``; tiles of the GPU kernels are in ``kernels/triton``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ACCELERATOR_TILE_SCORES = 2**23
 SMALLEST_TILE = 16
 # Keys of a skipped or full segment between two others: shorter ones are merged with their neighbours.
 SHORTEST_GAP = 64
-# Of a tile with all queries, where their number is unknown.
+# Keys of a tile with all queries, where their number is unknown.
 LONGEST_KEY_TILE = 128
 # Numbers computed at a time where a matrix of all pairs is returned, by a score that holds several for each pair: 4 MB
 # in float32.
@@ -27,17 +27,17 @@ MATRIX_VALUES = 2**20
 ONE_TILE_NUMBERS = 5 * 2**17
 ONE_TILE_PRODUCTS = 2**21
 ONE_TILE_VALUES = 2**18
-# Pairs times dimension, between which a distance is computed there as a product. Where that is not accurate, its terms
-# are summed one by one, which above these takes longer than a callback. Of 40 textbook shapes with gradients, whose
-# distances are about 1, the five in this range take 1.5 to 2.4 times as long without (Zen 5, 2026-11-28).
+# Range of pairs times dimension in which a distance is computed there as a product. Where that is not accurate, its
+# terms are summed one by one, which above the range takes longer than a callback. Of 40 textbook shapes with gradients,
+# distances about 1, the five in the range take 1.5 to 2.4 times as long without the product (Zen 5, 2026-11-28).
 ONE_TILE_DISTANCE = 2**16, 2**20
 
-# Time by a term for each key over that of the native kernel in JAX's programs, forward, with gradients, on one thread |
+# Time by a term for each key over the native kernel's in JAX's programs, forward, with gradients, on one thread |
 # two of a Zen 4 with AVX-512 beside other work, 2026-11-27. With fewer queries the native kernel is faster, which XLA
 # counts as no work to share: dot (64, 1, 10), d 64: 1.08, 0.84 | 1.40, 1.35; Gaussian (64, 1, 10), d 256: 1.61, 0.80
 # | 4.1, 1.7; additive (32, 1, 4), h 32: 1.22, 0.90 | 1.72, 1.31. From here on: dot (128, 1, 12), d 32: 0.60, 0.69 |
 # 0.54, 0.81; (256, 1, 8), d 64: 0.49, 0.64 | 1.10, 1.02; additive (256, 1, 10), h 64: 0.57, 0.49 | 1.15, 0.70.
-# Memory limits both from FEW_KEYS_NUMBERS on, those of all keys: dot (256, 1, 16), d 512: 1.8, 0.85 | 2.1, 1.0.
+# Memory limits both from FEW_KEYS_NUMBERS in all keys on: dot (256, 1, 16), d 512: 1.8, 0.85 | 2.1, 1.0.
 # Zen 5, 2026-11-28: dot (128, 1, 12), d 32: 0.59, 0.70 | 0.72, 0.75; additive (256, 1, 16), h 64: 0.69, 0.47 | 1.34,
 # 0.75; (64, 1, 10), h 256: 1.14, 0.68 | 2.8, 1.11.
 FEW_KEYS = 16
@@ -64,9 +64,9 @@ PADDED_SHARE = 1 / 8
 PADDED_ENTRIES = 1024
 
 # Projecting the keys alone that padding leaves, in multiply-adds, of which Zen with AVX-512 does 50 in a nanosecond:
-# what finding the rows and starting the operations takes inside a call (80 us, where a loop of them alone takes 30),
-# and moving one number of a row, such that two threads gain too: 1.1 to 1.35 times the speed with 128 features or more
-# and half the keys, nothing with 64.
+# the cost of finding the rows and starting the operations inside a call (80 us, where a loop of them alone takes 30),
+# and of moving one number of a row, such that two threads gain too: 1.1 to 1.35 times the speed with 128 features or
+# more and half the keys, nothing with 64.
 UNPADDING = 2**22
 UNPADDING_A_NUMBER = 40
 
@@ -81,7 +81,7 @@ PLANNED_HEADS = 2**15
 # So both cost the same at 25 to 100 terms, with AVX2 at 12 to 50. A gradient raises both costs alike: three more
 # subtractions in the native backward, about eight more passes in the framework's.
 INNER_TERMS = 64
-# What checking whether it is accurate takes, in elements: about 50 us, or 2 cycles for each of these.
+# Cost of checking whether it is accurate, in elements: about 50 us, or 2 cycles for each of these.
 INNER_OVERHEAD = 2**16
 # Terms from which an accelerator takes the inner product: 16 us at an H200's limit (computed).
 ACCELERATOR_INNER_TERMS = 2**28
@@ -92,8 +92,8 @@ ACCELERATOR_INNER_TERMS = 2**28
 # 2026-11-28): book-sized calls have up to so many, whose weights a notebook draws.
 KEPT_WEIGHTS = 2**13
 
-# Masks that are cached: queries (times batch rows), intervals of masks of up to so many queries (of longer ones as many
-# as queries), and index values; and the intervals of all of them, 32 MB.
+# Limits of a cached mask: queries (times batch rows), intervals (with more queries than this, the limit of queries) and
+# index values; then the intervals of all cached masks, 32 MB.
 CACHED_MASK_ROWS = 2**16
 CACHED_MASK_INTERVALS = 4096
 CACHED_MASK_NUMBERS = 1024
@@ -109,8 +109,8 @@ MASK_PAIRS = 2**20
 # least so many rows, as the module reads all keys for each query tile of 48 to 192 rows.
 CHUNK_BYTES = 2**23
 CHUNK_ROWS = 96
-# Of a chunk pairs evaluated together, whose intermediate values may take 8 bytes a pair, and rows: under a sliding
-# window, all keys between the first and last window are evaluated.
+# Pairs of a chunk evaluated together, whose intermediate values may take 8 bytes a pair, and rows of a chunk: under a
+# sliding window, all keys between the first and last window are evaluated.
 EVALUATED_PAIRS = 2**20
 EVALUATED_ROWS = 256
 # Pairs of query and slot up to which the mask of a window of a cache becomes a boolean array: a plan reads that at each
@@ -118,7 +118,7 @@ EVALUATED_ROWS = 256
 WINDOW_PAIRS = 2**18
 
 # The largest weights by blocks of keys: keys from which that takes less time than all weights, blocks for each
-# candidate, as copying a candidate key takes about 6 times what computing one weight does, and numbers held at a time
+# candidate, as copying a candidate key takes about 6 times as long as computing a weight, and numbers held at a time
 # for queries x blocks and for the candidate keys, 4 MB each in float32.
 BLOCKWISE_KEYS = 4096
 BLOCKS_A_CANDIDATE = 8

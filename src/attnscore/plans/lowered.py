@@ -46,7 +46,7 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
     else:
         score_of_plan = replace(score, w_v=None, W_q=None, W_k=None, bias=None)
     layout = replace(layout, dim=query.shape[-1], key_dim=key.shape[-1])
-    # The same problem, of the computed arrays: the kernel reads nothing else of a call.
+    # The same problem with the computed arrays: the kernel reads nothing else of a call.
     lowered_problem = replace(problem, layout=layout, score=score_of_plan, form=form, **canonical)
     plan = kernel.prepare(lowered_problem, tiles, {**arrays, **lowered_arrays})
     if type(plan) is not NativePlan:
@@ -55,7 +55,7 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
     is_matrix_product = type(score) is Bilinear and ops.dtype(score.W) == accumulator(problem.dtype)
     # Normalised keys (cosine) are no product.
     is_projected = computed[1] and type(score) is not Cosine
-    # With heads, an axis in front of a key's positions is theirs.
+    # Keys (batch, key, features) alone: with heads there is one more axis.
     can_leave_out_padding = is_projected and plan.reads_lens and layout.axes == 3
     leaves_out_padding = can_leave_out_padding and may_save_time(ops, arrays["key"], key.shape[-1])
     return LoweredPlan(ops, plan, score_of_plan, computed, is_matrix_product, leaves_out_padding)

@@ -46,7 +46,7 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
     if (score_signature := _score_signature(score)) is None or (ops := backends.of_type(kind)) is None:
         return None
     for x in (key, value):
-        # Some may be parameters, or differentiated, and the others not.
+        # The types may differ: some arrays may be parameters, or differentiated, and others not.
         if type(x) is not kind and backends.of_type(type(x)) is not ops:
             return None
     _, _, _, dropout, *_ = options
@@ -119,7 +119,7 @@ def plan_for(
 ) -> tuple[Plan, CallArguments]:
     """Return the plan of a call, and its arguments with the seed of its dropout where a new plan has drawn one.
 
-    Raises what `attnscore.attend` does. `cache_key` is the `signature` of the call, and `options` are its other
+    Raises the errors of `attnscore.attend`. `cache_key` is the `signature` of the call, and `options` are its other
     arguments. Without a value (`has_value`) messages name query and key alone.
     """
     if (cached_plan := PLANS.get(cache_key)) is not None:
@@ -144,7 +144,7 @@ def plan_for(
         else:
             plan = kernel.prepare(problem, tiles, _caller_arrays(examples, problem))
     if problem.dropout is not None:
-        # Drawn by `build_problem` where the caller gave none; a plan that is given None would draw another.
+        # `build_problem` draws a seed where the caller gave none; with None the plan would draw another.
         arguments = arguments._replace(seed=problem.dropout.seed)
     if plan.is_reusable:
         return PLANS.put(cache_key, plan, plan.heads), arguments
@@ -160,15 +160,15 @@ def with_variable_values(arguments: CallArguments) -> CallArguments:
 def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:
     """Return the arguments of a call with detached arrays, where its score would compute from arrays on a tape.
 
-    What a score computes while a plan is built is recorded by no autograd: a plan computes it anew, and a checkpoint
-    that runs the first call again would find other saved tensors.
+    Autograd does not record the arrays that a score computes while a plan is built: the plan computes them again, and a
+    checkpoint that reruns the first call would find other saved tensors.
     """
     score = arguments.score
     computes = score == "cosine" if type(score) is str else type(score) in (*lowered.SCORES, Gaussian)
     if not (computes and ops.has_autodiff):
         return arguments
     arrays = (arguments.query, arguments.key, *arrays_of(score).values())
-    # Arrays of another framework are for the checks of the call to name.
+    # The checks of the call name arrays of another framework.
     if any(backends.of_type(type(x)) is not ops for x in arrays) or not ops.needs_grad(*arrays):
         return arguments
     return _with_arrays(arguments, lambda x: ops.stop_gradient(x) if backends.of_type(type(x)) is ops else x)

@@ -1,4 +1,4 @@
-"""Keys prepared once for many calls: what a score computes from keys alone, with the score that takes its result."""
+"""Keys prepared once for many calls: a score's computations from keys alone, and the score that takes their result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PreparedKeys:
     Parameters
     ----------
     key : (..., key, h)
-        The array itself: later calls see what is written to it.
+        The array itself: later calls see writes to it.
     score : the score of a query with these keys
 
     Examples
@@ -77,7 +77,7 @@ def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys
     - ``Cosine(scale)``: k over its norm, and ``Cosine(scale, unit_keys=True)``
     - ``Temperature`` and ``SoftCap``: the keys that the wrapped score prepares, and the wrapper around its new score
     - all other built-in scores: the keys and the score, as nothing is computed from the keys alone
-    - a custom score: what its method ``prepare_keys(ops, key)`` returns, else the keys and the score
+    - a custom score: the result of its method ``prepare_keys(ops, key)``, else the keys and the score
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ class PairDropout(Dropout):
     """Dropout of pairs that are no tile of the call: their row and key in the whole call, broadcast to the scores."""
 
     row: Array
-    """Of the query, counted over all batches and heads: (*lead, head, group, query or 1, 1)."""
+    """Row of the query, counted over all batches and heads: (*lead, head, group, query or 1, 1)."""
     key: Array
 
 

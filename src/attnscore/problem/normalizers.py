@@ -23,14 +23,14 @@ Fold = Callable[[Callable[[Any, Array], Any], Any], Any]
 """``fold(body, carry)`` visits the key tiles of a query tile: ``carry = body(carry, scores)``, -inf where masked."""
 
 ONLY_SOFTMAX = "a normalizer other than the softmax"
-"""Why a kernel that has the softmax alone cannot run a problem."""
+"""Reason against kernels that compute the softmax alone."""
 
 # From the left Newton's method gains 2 bits a pass at worst; it took at most 12 passes in every case that was tried.
 _MAX_PASSES = 64
 
 
 class Normalizer(ABC):
-    """How the scores of a query become its weights."""
+    """Function from the scores of a query to its weights."""
 
     threshold_slope: float
     """c in dtau = c sum_j w_j ds_j / sum_j w_j with the slopes w, the derivatives of the weights; 0: no threshold."""

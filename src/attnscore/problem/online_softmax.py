@@ -30,7 +30,7 @@ class RowState(NamedTuple):
 
 
 def safe_max(ops: Backend, maximum: Array) -> Array:
-    """Return what is subtracted from the scores of a query: its maximum, or 0 where that is -inf."""
+    """Return the number to subtract from the scores of a query: its maximum, or 0 where that is -inf."""
     return ops.where(maximum == NEG_INF, 0.0, maximum)
 
 
@@ -117,7 +117,7 @@ def finish(
     row = Row(is_empty, total, log_sum, state.sums, keys.max, keys.total, factor, keys.sums)
     values = {name: calculate(ops, row) for name in statistics if (calculate := TABLE[name].finish) is not None}
     out = state.out / total
-    # Without keys the output is 0, also beside a sink that is NaN.
+    # The output is 0 without keys, even with a sink of NaN.
     return out if sink is None else ops.where(keys.total == 0, 0.0, out), row_max, log_denom, values
 
 

@@ -50,7 +50,7 @@ class Problem:
     sink: Array | None = None
     dropout: Dropout | None = None
     normalizer: Normalizer | None = None
-    """None: the softmax."""
+    """Normalizer; None for the softmax."""
     statistics: tuple[str, ...] = ()
     matrix: PairMatrix | None = None
     """Matrix of all (query, key) pairs that the caller gets in addition to the output: O(n^2) memory."""
@@ -91,7 +91,7 @@ class Problem:
 def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> AxisLayout:
     """Check query, key and value against each other; return how their axes map to canonical ones.
 
-    Without a query, the layout is that of queries like the keys; without a value, value_dim is 0.
+    Without a query, the layout is as if queries had the keys' shape; without a value, value_dim is 0.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Results of a call: the outputs of a kernel, their gradients, and what `attend` returns of them."""
+"""Results of a call: the outputs of a kernel, their gradients, and the result of `attend`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Result:
 
     out: Array
     row_max: Array
-    """Subtracted from the scores of a query before exp; carries no gradient."""
+    """Number subtracted from the scores of a query before exp; carries no gradient."""
     log_denom: Array
-    """log sum exp(scores - row_max): -inf for a fully masked query. Of another normalizer, its threshold."""
+    """log sum exp(scores - row_max), -inf for a fully masked query; the threshold of another normalizer."""
     statistics: dict[str, Array]
     matrix: Array | None = None
     """`Problem.matrix`, in the accumulator dtype."""
@@ -42,7 +42,7 @@ class RowGradients:
 
 
 def present(problem: Problem, result: Result) -> Any:
-    """Return what `attend` returns, on the caller's axes: the output, and the requested weights and statistics."""
+    """Return the result of `attend` on the caller's axes: the output, and the requested weights and statistics."""
     ops, layout = problem.ops, problem.layout
     outputs: list[Any] = [layout.from_canonical(ops, result.out)]
     if problem.matrix is not None:

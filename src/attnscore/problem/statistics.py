@@ -85,11 +85,11 @@ class Accumulator(NamedTuple):
     """A sum over the keys that is carried from tile to tile."""
 
     initial: tuple[float, ...]
-    """Each array before the first key, and of the sink."""
+    """Value of each array before the first key, and of the sink."""
     of_tile: Callable[[Backend, Tile], Sums]
     merge: Callable[[Backend, Part, Part], Sums]
     of_result: Callable[[Backend, PartialResult], Sums]
-    """Undoes `Statistic.finish`."""
+    """Function that undoes `Statistic.finish`."""
 
 
 class Statistic(NamedTuple):
@@ -97,9 +97,9 @@ class Statistic(NamedTuple):
 
     definition: str
     describes: Literal["softmax", "weights", "scores"]
-    """Weights and scores, which every normalizer has, or something that only the softmax has."""
+    """Source of the statistic: every normalizer has weights and scores; "softmax" needs the softmax."""
     of_matrix: Callable[[Backend, Matrix], Array] | None
-    """Its definition, for the dense kernel; None, as the next, for the log-sum-exp, which every forward returns."""
+    """Definition, for the dense kernel; None, like the next field, for the log-sum-exp, which every forward returns."""
     finish: Callable[[Backend, Row], Array] | None
     accumulator: str | None = None
     differentiable: bool = False
@@ -134,7 +134,7 @@ def _merge_squares(ops: Backend, first: Part, second: Part) -> Sums:
 
 
 def _moments(ops: Backend, tile: Tile) -> Sums:
-    """Return of the unmasked scores: their number, a base, their mean less the base, the sum of squared deviations."""
+    """Return the number of unmasked scores, a base, their mean less the base, and the sum of squared deviations."""
     scores, base = tile.scores, tile.max
     if tile.unmasked is None:
         *rows, length = ops.shape(scores)
@@ -182,7 +182,7 @@ def _first_key(ops: Backend, scores: Array, max_score: Array, first: Any = 0) ->
 
 
 def _max_score(ops: Backend, tile: Tile) -> Sums:
-    # Of a fully masked query `max` is 0, and no score.
+    # For a fully masked query `max` is 0, which is no score.
     key = _first_key(ops, tile.scores, tile.max, tile.first)
     return ops.where(ops.logical_and(key < 0, tile.max == 0), _NEG_INF, tile.max), key
 
@@ -284,7 +284,7 @@ TABLE = {
     "sum_weights": Statistic(
         "1, below 1 with a sink, 0 when all keys are masked", "weights",
         lambda ops, x: _sum(ops, x.weights),
-        # Without keys 0, also beside a sink that is NaN.
+        # 0 without keys, even with a sink of NaN.
         lambda ops, row: ops.where(row.total_of_keys == 0, 0.0, row.factor_of_keys * row.total_of_keys / row.total),
     ),
     "min_score": Statistic(
@@ -306,9 +306,9 @@ STATISTICS = tuple(TABLE)
 DIFFERENTIABLE = tuple(name for name, row in TABLE.items() if row.differentiable)
 """Statistics through which a gradient flows; the others are detached."""
 KEYS = tuple(name for name, row in TABLE.items() if row.dtype is not None)
-"""Indices of keys, -1 for none."""
+"""Statistics that are indices of keys, -1 for none."""
 MAX_INDEXED_KEYS = 2**24
-"""Keys whose indices float32 holds."""
+"""Number of keys whose indices float32 holds."""
 COUNTED = tuple(name for name, row in TABLE.items() if row.accumulator == "moments")
 """Statistics that are merged by the numbers of unmasked keys."""
 
