@@ -1,4 +1,4 @@
-"""Attention over a sequence that no machine holds: who holds which rows, and what has to be exchanged.
+"""Attention over a sequence that is divided among machines: the shards, and the rows that ranks exchange.
 
 `attnscore.parallel.torch` and `attnscore.parallel.jax` compute; this package itself imports no framework.
 """

@@ -2,7 +2,7 @@
 
 - A chunk of keys and values is copied into memory while the one before is computed.
 - Results of the chunks are merged exactly, in the dtype of sums.
-- Chunks of which the mask lets no query attend a key are not read.
+- Chunks whose keys are all masked are not read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def attend_chunks(
 ) -> Any:
     """`attend` with keys and values that are larger than memory: read once, in order, one chunk of keys at a time.
 
-    Memory is that of the query, of the output and of two chunks.
+    Memory holds the query, the output and two chunks.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def attend_chunks(
     statistics, state, sink_of_heads = parts.statistics, None, None
 
     def compute_chunk(key_range: Range, keys: Array, values: Array) -> tuple[RowState, Array | None]:
-        """Return the state after the keys of a chunk, and the canonical sink: nothing that holds the keys in memory."""
+        """Return the online-softmax state over a chunk, and the canonical sink: neither refers to the keys."""
         problem, _ = build_problem(
             query, keys, values, score=score, mask=parts.mask_of(key_range), bias=parts.bias_of(key_range, query),
             sink=sink, head_axis=head_axis, statistics=statistics_to_join(statistics),
@@ -133,7 +133,7 @@ def attend_chunks(
             state = new if state is None else online_softmax.merge(ops, state, new)
             if progress is not None:
                 progress(key_range[1], layout.score_shape.key_len)
-        # There is a chunk, be it an empty one.
+        # `ranges` gives at least one chunk, perhaps an empty one.
         result = finish(ops, cast(RowState, state), sink_of_heads, statistics)
         out = layout.from_canonical(ops, ops.astype(result.out, dtype))
         if not statistics:
@@ -144,7 +144,7 @@ def attend_chunks(
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """One call cut along the keys: the mask, bias and statistics of a chunk, and how results are joined."""
+    """A call cut along the keys: its chunks, and the mask, the bias and the numbers of unmasked keys of each."""
 
     ops: Backend
     layout: AxisLayout
@@ -153,7 +153,7 @@ class _Parts:
     statistics: tuple[str, ...]
 
     def ranges(self, chunk: int | None, files: dict[str, Any]) -> list[Range]:
-        """Return the chunks with a key that any query attends; an empty one where there is none."""
+        """Return the chunks with a key that any query attends, or one empty chunk."""
         shape = self.layout.score_shape
         if chunk is None:
             row_bytes = sum(math.prod(x.shape) * _size(x) for x in files.values()) // max(1, shape.key_len)

@@ -44,7 +44,7 @@ class RowBytes:
         cls, dim: int, *, key_dim: int | None = None, value_dim: int | None = None, heads: int = 1,
         kv_heads: int | None = None, batch: int = 1, dtype: str = "float32",
     ) -> RowBytes:  # fmt: skip
-        """Return the bytes of arrays of these sizes; None takes the size of the argument before."""
+        """Return the bytes of arrays of such sizes; None: `key_dim` and `value_dim` as `dim`, `kv_heads` as `heads`."""
         key_dim = dim if key_dim is None else key_dim
         value_dim = dim if value_dim is None else value_dim
         kv_heads = heads if kv_heads is None else kv_heads
@@ -61,7 +61,7 @@ class RowBytes:
 
     @classmethod
     def of_problem(cls, problem: Problem) -> RowBytes:
-        """Return the bytes of the arrays of a call that are moved."""
+        """Return the bytes of a call's arrays that ranks exchange."""
         form, ops, shape = problem.form, problem.ops, problem.score_shape
         sums = itemsize(problem.accumulator)
 
@@ -90,7 +90,7 @@ def bytes_sent(phase: Phase, size: RowBytes) -> HostArray:
 
 
 def peak_memory(phases: Sequence[Phase], counts: Counts, size: RowBytes) -> HostArray:
-    """Return the bytes of each rank's arrays, and of buffers of the exchange, with the gradients of a backward."""
+    """Return the bytes of each rank's arrays, exchange buffers and, with a backward, gradients."""
     rank_bytes = counts.queries * size.total(("query", "out")) + counts.keys * size.key
     memory = np.zeros_like(counts.queries)
     for phase in phases:
@@ -113,9 +113,9 @@ class ParallelExplanation:
         Why each other mode was not chosen.
     mask : str
     exchange : Exchange
-        Who holds and needs what, and the unmasked pairs of each rank.
+        The keys that each rank holds and needs, and its unmasked pairs.
     forward_bytes, backward_bytes, peak_memory : tuple of int, one a rank
-        Bytes sent, and those of the rank's arrays, buffers and gradients.
+        Bytes that a rank sends; bytes of its arrays, buffers and gradients.
     """
 
     mode: str
@@ -136,7 +136,7 @@ class ParallelExplanation:
 
     @property
     def imbalance(self) -> float:
-        """By how much the most pairs of a rank exceed the mean."""
+        """Largest number of pairs of a rank relative to the mean, minus 1."""
         return 0.0 if self.mode == "heads" else self.exchange.imbalance
 
     def __str__(self) -> str:
@@ -176,9 +176,9 @@ def explain(
     Parameters
     ----------
     mask : Mask, optional
-        Of the whole sequence.
+        Mask of the whole sequence.
     queries, keys : Shard of each rank
-        What the ranks hold. `keys` None: as `queries`.
+        Positions that the rank holds. `keys` None: as `queries`.
     dim, key_dim, value_dim, heads, kv_heads, batch : int
         None: `key_dim` and `value_dim` as `dim`, `kv_heads` as `heads`.
     dtype : str
@@ -229,7 +229,7 @@ def choose(
     plan: Exchange, size: RowBytes, *, mode: str = "auto", gradient: str = "auto", memory: int | None = None, mask: str,
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> ParallelExplanation:  # fmt: skip
-    """Return the explanation of the mode that the caller named, or of the best one, for a plan.
+    """Return the explanation of the caller's mode, or of the best one, for a plan.
 
     `refused` has the reasons against modes that cannot run the call.
     """
@@ -266,7 +266,7 @@ def choose(
 def _explain_mode(
     plan: Exchange, counts: Counts, size: RowBytes, mode: str, gradient: str, memory: int | None, mask: str
 ) -> ParallelExplanation:
-    """Return the explanation of one mode, with the better gradient where that is "auto"."""
+    """Return the explanation of one mode; the gradient "auto" takes the better one."""
 
     def explain_gradient(name: str) -> ParallelExplanation:
         phases = schedule(counts, mode, name)
@@ -277,12 +277,12 @@ def _explain_mode(
         )  # fmt: skip
 
     if mode != "gather" and gradient != "none":
-        # The other modes have one way each, in which gradients go to the owners of the keys.
+        # The other modes always return gradients to the owners of the keys.
         return explain_gradient("reduce")
     if gradient != "auto":
         return explain_gradient(gradient)
     reduce, queries = explain_gradient("reduce"), explain_gradient("queries")
-    # Passed queries compute the scores a second time, and in small blocks: fewer bytes alone are no gain.
+    # Passing queries computes the scores a second time, and in small blocks: fewer bytes alone are no gain.
     is_less = 2 * max(queries.backward_bytes) < max(reduce.backward_bytes) and _max_sent(queries) < _max_sent(reduce)
     return queries if _fits(queries, memory) and (is_less or not _fits(reduce, memory)) else reduce
 

@@ -1,9 +1,9 @@
 """Attention over a sequence whose rows are shared out along a mesh axis, inside ``jax.shard_map``.
 
-- Each device computes the queries that it holds; the results are those of one device.
-- Masks, valid lengths and dropout are those of the whole sequence; a bias has the device's queries and all keys.
-- Who sends which rows follows from the shards and the mask, and is part of the program: JAX's collectives move them,
-  and their derivatives return the gradients.
+- Each device computes the queries that it holds; the results equal a call on one device.
+- Masks, valid lengths and dropout cover the whole sequence; a bias has the device's queries and all keys.
+- The rows to send follow from the shards and the mask, and are part of the program: JAX's collectives move them, and
+  the derivatives of the collectives return the gradients.
 - All devices run one program over arrays of one shape. Shards of different sizes are padded at their end.
 """
 
@@ -57,16 +57,16 @@ def attend(
 ) -> Any:
     """Attention pooling over a sequence of which each device of a mesh axis holds some rows, inside ``jax.shard_map``.
 
-    The result, its gradients, statistics and dropout are those of `attnscore.attend` on one device.
+    The result, its gradients, statistics and dropout equal a call of `attnscore.attend` on one device.
 
     Parameters
     ----------
     query, key, value : (..., own rows, dim)
         The rows that this device holds, as in `attnscore.attend`; `split_rows` gives arrays that ``shard_map`` divides
-        so. Rows behind those of the device's shard are padding.
+        so. Rows beyond the device's shard are padding.
     axis_name : name of a mesh axis, or several
     queries, keys : Shard of each device, in the order of the axis
-        Which rows of the whole sequence the devices hold. None: consecutive parts of one length; `keys` None where
+        Rows of the whole sequence on each device. None: consecutive parts of one length; `keys` None where
         `queries` is given: the same shards.
     mode : "auto", "gather", "ring" or "heads"
         "gather" fetches the keys that the device's queries attend, at once; in a "ring" the keys of one device after
@@ -75,7 +75,7 @@ def attend(
     memory : int, optional
         Bytes that a device has for its arrays and the exchange; "auto" then takes a mode that fits.
     mask, valid_lens
-        Of the whole sequence, the same on all devices.
+        Mask and lengths of the whole sequence, the same on all devices.
     bias : broadcastable to (..., own queries, all keys), or (..., 1, all queries + all keys - 1)
     score, sink, dropout, seed, head_axis, normalizer, kernel, return_stats
         As in `attnscore.attend`, the same on all devices. Gradients of arrays that are not divided are summed by JAX.
@@ -91,7 +91,7 @@ def attend(
     ------
     ShapeError, DtypeError, FrameworkError, MaskError, ArgumentError, KernelUnavailable
     NameError
-        JAX's own, outside of ``shard_map``.
+        Raised by JAX outside of ``shard_map``.
 
     Examples
     --------
@@ -120,13 +120,13 @@ def attend(
 def explain(query: Array, key: Any, value: Array, *, axis_name: Any, **options: Any) -> ParallelExplanation:
     """Return the plan of `attend` with the same arguments: mode, bytes sent, pairs and memory of each device.
 
-    Called where `attend` is; all of it is known while the program is traced. Padding is not counted.
+    Call it where `attend` is called: the plan is known while JAX traces. Padding is not counted.
     """
     return _plan_call(query, key, value, axis_name, Options(**options))[1]
 
 
 def gather_rows(x: Array, shards: Sequence[Shard] | None, axis_name: Any, axis: int = -2) -> Array:
-    """Return the rows of the whole sequence from those that each device holds, inside ``shard_map``.
+    """Gather the rows of all devices in the order of the sequence, inside ``shard_map``.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ def merge_over(out: Array, log_sum_exp: Array, axis_name: Any) -> tuple[Array, A
 def _plan_call(
     query: Array, key: Any, value: Array, axis_name: Any, options: Options
 ) -> tuple[Call, ParallelExplanation]:
-    """Return the call of this device, and the explanation of the call of all."""
+    """Return this device's call, and the explanation of the call of all devices."""
     options.check_names()
     if options.gradient == "queries":
         expected = "'reduce' in JAX, whose collectives return gradients to the owners of the keys"

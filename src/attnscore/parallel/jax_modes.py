@@ -46,7 +46,7 @@ Arrays = Mapping[str, Array]
 
 
 def role_of(problem: Problem, name: str) -> str:
-    """Return which rows an array of the form has, "query", "key" or "shared" (none); the name of another operand."""
+    """Return the role of an operand: "query" or "key" (by its rows), "shared" (no rows), "bias" or "sink"."""
     if name in ("bias", "sink"):
         return name
     return "key" if name == "value" else problem.form.role(name)
@@ -54,7 +54,7 @@ def role_of(problem: Problem, name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Call(ABC):
-    """One call, of all devices; `problem` is that of this device's rows, with the mask of the whole sequence."""
+    """A call of all devices; `problem` has this device's rows, and the mask of the whole sequence."""
 
     axis_name: Any
     queries: DeviceRows
@@ -85,7 +85,7 @@ class Call(ABC):
         self, shape: ScoreShape, arrays: Arrays, mask: Mask | None, bias: Array | None, dropout: Any, sink: Any,
         statistics: tuple[str, ...] | None = None,
     ) -> Result:  # fmt: skip
-        """Run attention over the arrays of a part, lowered already; `statistics` None: those of the call."""
+        """Run attention over the lowered arrays of a part; `statistics` None: the call's statistics."""
         problem = problem_of_part(
             self.problem, shape, arrays, mask=mask, bias=bias, dropout=dropout, sink=sink, statistics=statistics
         )
@@ -115,7 +115,7 @@ class Call(ABC):
             is_whole = all(len(shard) == keys.length for shard in keys.shards)
             return bias if is_whole or bias.shape[-1] == 1 else jnp.take(bias, cols, -1, mode="clip")
         if keys.is_consecutive and self.queries.is_consecutive and rows.shape[0] and cols.shape[0]:
-            # One number for each key - query, from that of the last query and the first key on.
+            # One number for each relative offset, key minus query, in rising order.
             count = rows.shape[0] + cols.shape[0] - 1
             begin = cols[0] - rows[0] - rows.shape[0] + self.sequence_shape.query_len
             return jnp.take(bias, begin + jnp.arange(count), -1, mode="clip")
@@ -128,7 +128,7 @@ class Gather(Call):
 
     def run(self) -> Result:
         arrays = {name: self._fetch(x) for name, x in self.operands("key").items()}
-        # Positions of the host where they are the same for all devices.
+        # Positions are on the host where all devices need all keys.
         cols = np.arange(self.keys.length) if self._is_whole else self._needed.of_device(self.device)
         operands = {**self.operands("query", "shared", "bias"), **arrays}
         return self.attend_part(self._needed, cols, operands, sink=self.problem.sink)
@@ -179,7 +179,7 @@ class Gather(Call):
 
     @cached_property
     def _sent(self) -> dict[int, DeviceRows]:
-        """What each device sends to the one at a distance, by the distances at which any sends rows."""
+        """Rows that each device sends, by the distance to the receiving device, where any device sends rows."""
         ranks, sent = range(self.plan.ranks), {}
         for distance in ranks[1:]:
             rows = DeviceRows(tuple(self.plan.transfer(rank, (rank + distance) % self.plan.ranks) for rank in ranks))
@@ -188,7 +188,7 @@ class Gather(Call):
         return sent
 
     def _indices_of(self, needed: DeviceRows, positions: HostArray) -> HostArray:
-        """Return the indices of the rows that each device needs in rows at `positions`; any row for padding."""
+        """Return the indices, in rows at `positions`, of the rows that each device needs; any index for padding."""
         indices = []
         for rows, device_positions in zip(needed.positions, positions, strict=True):
             order = np.argsort(device_positions, kind="stable")
@@ -199,7 +199,7 @@ class Gather(Call):
 
 
 class Heads(Call):
-    """Each device gets all rows of some heads, and gives back the results of the rows of the others."""
+    """Each device computes all rows of some heads, and returns the results to the owners of the rows."""
 
     @staticmethod
     def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
@@ -252,10 +252,10 @@ class Heads(Call):
 
 
 class Ring(Call):
-    """The keys of one device after the other pass by, and the results over them are merged.
+    """Keys travel from device to device; the results over the keys of each device are merged.
 
-    Memory is that of two devices' keys, in the backward too: it sends the keys around again, with their gradients, and
-    computes each part anew from the log-sum-exp of the whole.
+    Memory holds the keys of two devices, in the backward too: it sends the keys around again, with their gradients, and
+    computes each part anew from the log-sum-exp over all keys.
     """
 
     @staticmethod
@@ -288,7 +288,7 @@ class Ring(Call):
         return result_of({**outputs, "out": outputs["out"].astype(self.problem.value.dtype)})
 
     def _with_constants(self, constants: Sequence[Array]) -> Ring:
-        """Return the call with these arrays of the mask, and this seed."""
+        """Return the call with the mask's arrays and the seed replaced by `constants`."""
         arrays, problem = iter(constants), self.problem
         mask = None if problem.mask is None else problem.mask.with_leaves(arrays)
         dropout = problem.dropout
@@ -311,7 +311,7 @@ class Ring(Call):
         return step == 0 or any(len(self.plan.transfer((rank - step) % ranks, rank)) for rank in range(ranks))
 
     def _from_previous_device(self, arrays: Arrays) -> dict[str, Array]:
-        """Return the arrays of the device before."""
+        """Return the previous device's arrays."""
         ranks = self.plan.ranks
         pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
         return {name: lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
@@ -359,7 +359,7 @@ class Ring(Call):
         return {**arrays_of(result), "log_sum_exp": result.log_sum_exp}
 
     def _backward(self, operands: Arrays, outputs: Arrays, grads: Arrays) -> dict[str, Array]:
-        """Return the gradients of the operands; those of the keys travel around the ring with the keys."""
+        """Return the gradients of the operands; key gradients travel around the ring with the keys."""
         keys = {name: operands[name] for name in self.operands("key")}
         totals = {name: jnp.zeros_like(x, self._sums) for name, x in operands.items()}
         key_gradients = {name: totals.pop(name) for name in keys}
@@ -377,21 +377,21 @@ class Ring(Call):
                 totals = {name: x + grad[name].astype(x.dtype) for name, x in totals.items()}
                 key_gradients = {name: x + grad[name].astype(x.dtype) for name, x in key_gradients.items()}
             if step == 0:
-                # The gradients of the device's own keys stay; those of the others begin at the next device.
+                # Gradients of the device's own keys stay; sums for the keys of other devices start at 0.
                 local_gradients = key_gradients
                 key_gradients = {name: jnp.zeros_like(x) for name, x in key_gradients.items()}
             else:
-                # After the last step the gradients are where the keys came from.
+                # After the last step the gradients are at the owners of the keys.
                 key_gradients = self._from_previous_device(key_gradients)
         totals |= {name: x + key_gradients[name] for name, x in local_gradients.items()}
         return {name: totals[name].astype(x.dtype) for name, x in operands.items()}
 
 
 def _gradients_of_part(part: Arrays, outputs: Arrays, grads: Arrays) -> dict[str, Array]:
-    """Return the gradients of the output and statistics of a part, from those of all keys.
+    """Return the gradients of a part's output and statistics, given the gradients of the merged ones.
 
-    With w = exp(lse_part - lse): out = sum w out_part, and the entropy H = sum w (H_part - log w). All w change with
-    lse_part, which leaves the differences from out and H.
+    With w = exp(lse_part - lse): out = sum w out_part, and the entropy H = sum w (H_part - log w). All w depend on
+    lse_part, which gives the differences from out and H.
     """
     total = outputs["log_sum_exp"]
     log = part["log_sum_exp"] - jnp.where(jnp.isneginf(total), 0, total)
@@ -400,7 +400,7 @@ def _gradients_of_part(part: Arrays, outputs: Arrays, grads: Arrays) -> dict[str
     grad_total = (grad_out * (part["out"] - outputs["out"])).sum(-1, keepdims=True) + grads["log_sum_exp"]
     gradients = {"out": (w * grad_out).astype(part["out"].dtype)}
     if "entropy" in part:
-        # w log w is 0 where w is.
+        # w log w is 0 where w is 0.
         grad_total = grad_total + grads["entropy"] * (part["entropy"] - jnp.where(w == 0, 0, log) - outputs["entropy"])
         gradients["entropy"] = w * grads["entropy"]
     return {**gradients, "log_sum_exp": w * grad_total}

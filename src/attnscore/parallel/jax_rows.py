@@ -91,13 +91,13 @@ class DeviceRows:
 
     @cached_property
     def positions(self) -> HostArray:
-        """Global positions, (devices, rows): those of padding are behind the sequence."""
+        """Global positions, (devices, rows); padding has positions beyond the sequence."""
         padding = self.length + np.arange(self.rows)
         return np.stack([np.append(x.positions(), padding[: self.rows - len(x)]) for x in self.shards])
 
     @cached_property
     def order(self) -> HostArray:
-        """Where each row of the sequence is in the concatenated arrays of all devices."""
+        """Index of each row of the sequence in the concatenated arrays of all devices."""
         return np.argsort(self.positions, axis=None, kind="stable")[: self.length]
 
     @property
@@ -115,14 +115,14 @@ class DeviceRows:
 
 
 def entry(table: HostArray, device: Array) -> Array:
-    """Return the device's entry of a table; computed where that takes less memory than the table."""
+    """Return the device's entry of a table; consecutive numbers are computed, which takes less memory."""
     if table.ndim == 2 and table.shape[-1] and (table - table[:, :1] == np.arange(table.shape[-1])).all():
         return jnp.take(jnp.asarray(table[:, 0]), device) + jnp.arange(table.shape[-1])
     return jnp.take(jnp.asarray(table), device, 0)
 
 
 def rows_of_devices(name: str, shards: Sequence[Shard] | None, rows: int, axis_name: Any) -> DeviceRows:
-    """Return the rows of all devices, checked against the rows of this one."""
+    """Return the rows of all devices, checked against `rows`, the length of this device's array."""
     count = jax.lax.axis_size(axis_name)
     if shards is None:
         return DeviceRows(tuple(Shard.contiguous(rows * count, rank, count) for rank in range(count)))
@@ -135,7 +135,7 @@ def rows_of_devices(name: str, shards: Sequence[Shard] | None, rows: int, axis_n
 
 
 def _on_each_device(x: Array, axis: int) -> Array:
-    """Return an array whose type divides `axis` among devices with all of that axis on each, as `take` demands."""
+    """Return an array with `axis` whole on each device, as `take` demands, where its type divides the axis."""
     sharding: Any = _typeof(x).sharding
     spec = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
     if not sharding.mesh.explicit_axes or spec[axis] is None:

@@ -42,11 +42,11 @@ def shard_mask(
     Parameters
     ----------
     mask : Mask, optional
-        Of the whole sequence, checked against its shape; None masks nothing.
+        Mask of the whole sequence, checked against its shape; None masks nothing.
     rows, cols : Shard, or (positions,) whole numbers in rising order
         Global positions, which may be traced.
     query_len, key_len : int
-        Of the whole sequence.
+        Lengths of the whole sequence.
     padded : bool
         Whether `rows` and `cols` end with padding: positions of `query_len` and `key_len` or more, which attend
         nothing and are attended by no query.
@@ -58,7 +58,7 @@ def shard_mask(
     Raises
     ------
     MaskError
-        A graph that is none, once its neighbours are read.
+        An invalid graph, once its neighbours are read.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def _restrict_graph(mask: Neighbours, positions: Sharded) -> Mask:
 
 
 def _take_positions(x: Any, positions: Any, axis: int, length: int) -> Array:
-    """Return the entries of an array or list at the positions, those of padding clamped; a broadcast axis stays."""
+    """Return the entries of an array or list at the positions, clamped for padding; a broadcast axis stays."""
     if not backends.is_array(x):
         x = np.asarray(x)
     size = x.shape[axis]

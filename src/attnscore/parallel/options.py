@@ -1,6 +1,6 @@
 """The options of a call over several ranks, and the steps of planning that all frameworks share.
 
-- The rank's own rows are a problem as any other. Its mask and its bias come after, as they speak of all keys.
+- The rank's own rows are an ordinary problem. The mask and the bias, which cover all keys, are added later.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Options:
         check_choice("kernel", self.kernel, kernels.names())
 
     def unpack(self, key: Any) -> tuple[Any, Options]:
-        """Return the array of prepared keys, and the options with the score that is left; others as they are."""
+        """Return the array of prepared keys, and the options with the remaining score; other keys unchanged."""
         if type(key) is not PreparedKeys:
             return key, self
         key, score = key.unpack(self.score)
@@ -77,7 +77,7 @@ class Options:
     def choose(
         self, problem: Problem, sequence_shape: ScoreShape, plan: Exchange, modes: Mapping[str, Any], gradient: str
     ) -> ParallelExplanation:
-        """Return the explanation of the mode that the caller named, or of the best one of those that can run."""
+        """Return the explanation of the caller's mode, or of the best mode that can run."""
         mask = "none" if problem.mask is None else repr(problem.mask)
         size = RowBytes.of_problem(problem)
         reasons = {name: "; ".join(mode.reasons_against(problem, sequence_shape)) for name, mode in modes.items()}

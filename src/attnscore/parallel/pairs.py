@@ -1,4 +1,4 @@
-"""The unmasked pairs of a mask, counted on the host: how many keys each query attends, and which ones some queries do.
+"""The unmasked pairs of a mask, counted on the host: the number of keys of each query, and the attended keys.
 
 - A mask of intervals is counted from them, and a graph from its neighbours, in time linear in the queries or edges.
 - Arrays that the host can read are counted by blocks of queries. Parts that it cannot read (traced, on a device, custom
@@ -38,7 +38,7 @@ class Pairs:
     def per_query(self) -> HostArray:
         """Return the number of unmasked keys of each query, (query,) int64, summed over the batch, for one head.
 
-        Where heads have masks of their own, it is the mean of theirs, rounded up.
+        Where heads have different masks, it is the mean over the heads, rounded up.
         """
         strips = self.strips(((0, self.query_len),))
         return np.concatenate([np.zeros(0, np.int64), *(strip.counts for strip in strips)])
@@ -81,7 +81,7 @@ class Strip:
 
     @cached_property
     def counts(self) -> HostArray:
-        """Number of unmasked keys of each query, (rows,) int64, as in `Pairs.per_query`."""
+        """Number of unmasked keys of each query, (rows,) int64, as `Pairs.per_query`; of several graphs the first."""
         if self.graphs:
             row, keys = edges_of(self.graphs[0], self.rows)
             start, stop = self.intervals.start[..., row], self.intervals.stop[..., row]
@@ -101,7 +101,7 @@ class Strip:
         ranges = union(start[start < stop], stop[start < stop])
         if not self.graphs and self.remaining_mask is None:
             return ranges
-        # By a flag for each key: these masks take far more memory themselves.
+        # One flag per key: the masks themselves take far more memory.
         attended = _flags(ranges, self.pairs.key_len)
         for graph in self.graphs:
             attended &= _flags(_ranges_near(edges_of(graph, self.rows)[1]), self.pairs.key_len)
@@ -123,7 +123,7 @@ class Strip:
         return union(rows, rows + 1)
 
     def _blocks(self) -> Iterator[tuple[slice, HostArray]]:
-        """Yield blocks of queries, and their unmasked pairs but for the graphs, (matrices, queries, key)."""
+        """Yield blocks of queries, and their unmasked pairs without the graphs, (matrices, queries, key)."""
         ops, pairs = backends.load("numpy"), self.pairs
         cols = np.arange(pairs.key_len)[None]
         count = max(1, thresholds.COUNTED_PAIRS // max(1, pairs.key_len * pairs.batch))
@@ -134,10 +134,10 @@ class Strip:
             start, stop = self.intervals.start[..., rows, None], self.intervals.stop[..., rows, None]
             block: HostArray = np.any((start <= cols) & (cols < stop), 0)
             if self.remaining_mask is not None:
-                # (batch, head, group, queries, key): the intervals are those of the batch rows.
+                # (batch, head, group, queries, key): the intervals have no axis of heads.
                 visible = self.remaining_mask.visible(ops, shape, self.rows[rows, None], cols)
                 block = np.logical_and(block[:, None, None], visible)
-            # Not by -1, which an array without keys does not tell.
+            # Not -1: NumPy cannot infer a size for an array without keys.
             yield rows, block.reshape(math.prod(block.shape[:-2]), *block.shape[-2:])
 
 
@@ -165,7 +165,7 @@ def _is_readable(mask: Mask) -> bool:
 
 
 def _ranges_near(keys: HostArray) -> tuple[Range, ...]:
-    """Return ranges that hold all `keys`; those between keys that are close to each other too."""
+    """Return ranges that cover all `keys`, and the gaps between keys that are close to each other."""
     keys = np.unique(keys)
     ends = np.flatnonzero(np.diff(keys) > thresholds.FETCHED_GAP)
     return _pairs(keys[np.append(0, ends + 1)[: len(keys)]], keys[np.append(ends, -1)[: len(keys)]] + 1)

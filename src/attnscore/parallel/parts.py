@@ -35,7 +35,7 @@ def problem_of_part(
     problem: Problem, shape: ScoreShape, arrays: Mapping[str, Array], *, mask: Mask | None, bias: Array | None,
     dropout: Dropout | PairDropout | None, sink: Array | None, statistics: tuple[str, ...] | None = None,
 ) -> Problem:  # fmt: skip
-    """Return a part of a problem, over arrays by their names in the lowered form; None: the same statistics."""
+    """Return a part of a problem, over arrays by their names in the lowered form; `statistics` None: the same."""
     form = problem.form.with_arrays({name: arrays[name] for name in problem.form.arrays()})
     return dataclasses.replace(
         problem, layout=dataclasses.replace(problem.layout, score_shape=shape), query=form.query, key=form.key,
@@ -58,7 +58,7 @@ def dropout_of(
 ) -> PairDropout | None:  # fmt: skip
     """Return the dropout of the pairs at these positions of the whole sequence, with the bits of one device.
 
-    `heads` takes the heads of the part from an array of all.
+    `heads` selects the part's heads from an array of all heads.
     """
     ops, dropout = problem.ops, problem.dropout
     if dropout is None:
@@ -85,8 +85,8 @@ def result_of(arrays: Mapping[str, Array]) -> Result:
 def state_of(ops: Backend, result: Result, count: Array | None = None) -> RowState:
     """Return the state of the online softmax after the keys of a part, from the result over them without a sink.
 
-    In place of the output it has the total, which `online_softmax.finish` makes the share of the keys. `count`, the
-    number of unmasked keys of each query, is required with `mean_score` and `var_score`.
+    In place of the output is the total, from which `online_softmax.finish` makes the share of the keys. `count`,
+    the number of unmasked keys of each query, is required with `mean_score` and `var_score`.
     """
     log_denom, total = result.log_denom, ops.exp(result.log_denom)
     rows = {**result.statistics, "log_denom": log_denom, "total": total, "count": count}

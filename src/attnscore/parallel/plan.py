@@ -1,6 +1,6 @@
-"""What ranks exchange in one call of attention: the keys that each one's queries attend, and where they are.
+"""The exchange of one call of attention: the keys that each rank's queries attend, and the ranks that hold them.
 
-The plan follows from the mask and from who holds what, so every rank computes the same one.
+The plan follows from the mask and the shards alone, so every rank computes the same one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FORWARD_KEYS, BACKWARD_KEYS, BACKWARD_QUERIES = 1024, 128, 384
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who holds which queries and keys, and which keys each rank needs.
+    """The queries and keys that each rank holds, and the keys that it needs.
 
     Attributes
     ----------
     queries, keys : tuple of Shard, one a rank
-        What the ranks hold.
+        Positions that the rank holds.
     needed : tuple of Shard, one a rank
         The keys that a rank's queries attend, in any batch row and head.
     pairs : tuple of int, one a rank
@@ -56,11 +56,11 @@ class Exchange:
         return len(self.queries)
 
     def transfer(self, source: int, target: int) -> Shard:
-        """Return the keys that `source` holds and `target` needs; of a rank to itself, those that stay."""
+        """Return the keys that `source` holds and `target` needs, also where both are the same rank."""
         return self.keys[source] & self.needed[target]
 
     def attending(self, target: int, source: int) -> Shard:
-        """Return the queries of `target` that attend keys of `source`: those to send where gradients are summed there.
+        """Return the queries of `target` that attend keys of `source`; the gradient "queries" sends them to `source`.
 
         They are found by the intervals of the mask: there may be a few too many, never too few.
         """
@@ -69,7 +69,7 @@ class Exchange:
         )
 
     def attending_keys(self, queries: Shard, keys: Shard) -> Shard:
-        """Return those of some queries that attend any of `keys`, as `attending` does."""
+        """Return the part of `queries` that attends any of `keys`, as `attending` does."""
         strips = self._mask_pairs.strips(queries.ranges) if len(keys) else ()
         return Shard.of((pair for strip in strips for pair in strip.attending(keys.ranges)), queries.length)
 
@@ -84,12 +84,12 @@ class Exchange:
 
     @cached_property
     def needed_blocks(self) -> tuple[Shard, ...]:
-        """The keys that each rank fetches where queries are passed: those needed, in whole blocks."""
+        """The keys that each rank fetches where queries are passed: `needed` in whole blocks."""
         return tuple(in_blocks(shard, FORWARD_KEYS) for shard in self.needed)
 
     @cached_property
     def passed(self) -> tuple[Shard, ...]:
-        """The queries that are passed to each rank: all that attend keys of it, in whole blocks."""
+        """The queries that are passed to each rank: all that attend its keys, in whole blocks."""
         ranks, length = range(self.ranks), self.queries[0].length
         ranges = [[pair for rank in ranks for pair in self.attending(rank, owner).ranges] for owner in ranks]
         return tuple(in_blocks(Shard.of(attending, length), BACKWARD_QUERIES) for attending in ranges)
@@ -99,7 +99,7 @@ class Exchange:
         return int(self.fetched[rank].sum() - self.fetched[rank, rank])
 
     def received(self, rank: int) -> int:
-        """Return how many keys of others a rank needs."""
+        """Return how many keys of other ranks a rank needs."""
         return int(self.fetched[:, rank].sum() - self.fetched[rank, rank])
 
     @cached_property
@@ -109,12 +109,12 @@ class Exchange:
 
     @cached_property
     def blocks_passed(self) -> tuple[HostArray, HostArray]:
-        """As `fetched` where queries are passed: keys in whole blocks, and queries to the owners of keys."""
+        """`fetched` where queries are passed: for keys in whole blocks, and for queries sent to the owners of keys."""
         return _count_moved(self.keys, self.needed_blocks), _count_moved(self.queries, self.passed)
 
     @property
     def imbalance(self) -> float:
-        """By how much the most pairs of a rank exceed the mean; 0.0 without pairs."""
+        """Largest number of pairs of a rank relative to the mean, minus 1; 0.0 without pairs."""
         total = sum(self.pairs)
         return max(self.pairs) * self.ranks / total - 1 if total else 0.0
 
@@ -137,7 +137,7 @@ def exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard],
     Raises
     ------
     ArgumentError
-        Positions that no rank holds, or two do.
+        Positions that no rank holds, or several ranks hold.
 
     Examples
     --------
@@ -154,7 +154,7 @@ def exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard],
     """
     queries = _complete("queries", queries)
     keys = _complete("keys", keys, len(queries))
-    # The layers of a model have one mask. Those with arrays, which may change, are counted anew.
+    # The layers of a model share a mask. Masks with arrays, which may change, are counted anew.
     fields = (None,) if mask is None else None if mask.arrays() else arguments_signature(mask, None)
     cache_key = None if fields is None else (fields, queries, keys, batch)
     return _EXCHANGES.get_or_compute(cache_key, lambda: _exchange(mask, queries, keys, batch))
@@ -184,7 +184,7 @@ def heads_attend_differently(mask: Mask | None, sequence_shape: ScoreShape) -> b
 
 
 def _distinguishes_heads(mask: Mask, sequence_shape: ScoreShape) -> bool:
-    """Return whether a mask that is no combination may differ between heads."""
+    """Return whether a single mask (no combination) may differ between heads."""
     if isinstance(mask, Dense):
         shape = shape_of(mask.array)
         return sequence_shape.has_heads and len(shape) > 2 and shape[-3] > 1
@@ -195,12 +195,12 @@ def _distinguishes_heads(mask: Mask, sequence_shape: ScoreShape) -> bool:
 
 
 def _count_moved(held: Sequence[Shard], needed: Sequence[Shard]) -> HostArray:
-    """Return how many positions that one rank holds another needs, (source, target)."""
+    """Return the number of positions that one rank holds and another needs, (source, target)."""
     return np.array([[len(source & target) for target in needed] for source in held])
 
 
 def in_blocks(shard: Shard, size: int) -> Shard:
-    """Return the blocks of `size` positions that have any of the shard's."""
+    """Return the blocks of `size` positions that overlap the shard."""
     ends = ((start // size * size, min(shard.length, -(-stop // size) * size)) for start, stop in shard.ranges)
     return Shard.of(ends, shard.length)
 

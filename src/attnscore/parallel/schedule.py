@@ -1,4 +1,4 @@
-"""What ranks send each other in each mode, as data: who sends how many rows to whom before and after the kernels run.
+"""The messages of each mode, as data: rows from each rank to each other, before and after the kernels run.
 
 - ``gather``: a rank fetches the keys and values that its queries attend. Backward, the gradients of keys and values
   return to their owners (``reduce``), or the queries go to the owners of the keys, which sum (``queries``).
@@ -28,7 +28,7 @@ class Counts(NamedTuple):
     keys: HostArray
     fetched: HostArray
     plan: Exchange | None = None
-    """Whose queries are passed; None where they are not."""
+    """Source of the blocks and queries to pass; the gradient "queries" requires it."""
 
 
 class Step(NamedTuple):
@@ -39,10 +39,10 @@ class Step(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A forward or a backward. Of the heads of each row 1 in `share` is moved and held."""
+    """A forward or a backward. A rank sends and holds 1 / `share` of the heads of each row."""
 
     before: tuple[Step, ...]
-    """What is sent before the kernels run, or while they do."""
+    """Messages before the kernels run, or while they run."""
     after: tuple[Step, ...]
     held: tuple[tuple[tuple[str, ...], HostArray], ...]
     """Rows of arrays that a rank holds apart from its own, (ranks,)."""
@@ -50,7 +50,7 @@ class Phase(NamedTuple):
 
 
 def schedule(counts: Counts, mode: str, gradient: str) -> tuple[Phase, ...]:
-    """Return the forward, and the backward where there is one."""
+    """Return the forward and, unless the gradient is "none", the backward."""
     queries, keys, ranks = counts.queries, counts.keys, len(counts.keys)
     if mode == "gather" and gradient == "queries":
         query_arrays = ("query", "out", "row")
@@ -63,8 +63,7 @@ def schedule(counts: Counts, mode: str, gradient: str) -> tuple[Phase, ...]:
         backward = Phase((), (Step(("key_gradient",), counts.fetched.T),), ((("key_gradient",), fetched),))
     elif mode == "ring":
         to_next, two_shares = np.roll(np.eye(ranks, dtype=np.int64), 1, 1), 2 * keys.max(keepdims=True)
-        # Everything passes by but the share of the next rank, which ends its way here; backward with the gradients of
-        # the rank's own keys, which the others sum.
+        # A rank passes on all keys but the next rank's own; backward, the gradients of all keys but its own.
         around = Step(("key",), to_next * (keys.sum() - np.roll(keys, -1))[:, None])
         returned = Step(("key_gradient",), to_next * (keys.sum() - keys)[:, None])
         forward = Phase((around,), (), ((("key",), two_shares),))

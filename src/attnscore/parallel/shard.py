@@ -2,7 +2,7 @@
 
 - A `Shard` is a few ranges of global positions in rising order. The rows of a local array are in the same order, so a
   mask's interval of keys is an interval of the keys of any shard too.
-- Which rank holds what follows from the mask and the lengths alone: every rank computes the same, and nothing is sent.
+- Shards follow from the mask and the lengths alone: every rank computes the same ones, and nothing is sent.
 - Sets of keys to fetch or to send are shards as well: `&` and `|` combine them, `locate` finds them in an array.
 """
 
@@ -37,7 +37,7 @@ class Shard:
     ranges : tuple of (start, stop)
         In rising order; ranges that touch are joined, and empty ones left out.
     length : int
-        Of the whole sequence.
+        Length of the whole sequence.
 
     Raises
     ------
@@ -71,11 +71,11 @@ class Shard:
                 joined.append((start, last))
         object.__setattr__(self, "ranges", tuple(joined))
 
-    # ---- who holds what
+    # ---- dividing a sequence
 
     @classmethod
     def contiguous(cls, length: int, rank: int, ranks: int) -> Shard:
-        """Return the rank's part of `ranks` consecutive ones, whose sizes differ by 1 at most."""
+        """Return the rank's part of `ranks` consecutive parts, whose sizes differ by 1 at most."""
         _check_rank(length, rank, ranks)
         return cls(((_edge(length, rank, ranks), _edge(length, rank + 1, ranks)),), length)
 
@@ -98,7 +98,7 @@ class Shard:
         key_len: int | None = None,
         batch: int = 1,
     ) -> Shard:
-        """Return the rank's part of `balanced_shards`, which computes those of all ranks."""
+        """Return the rank's entry of `balanced_shards`, which computes the shards of all ranks."""
         _check_rank(length, rank, ranks)
         return balanced_shards(mask, length, ranks, chunk, key_len=key_len, batch=batch)[rank]
 
@@ -211,12 +211,12 @@ def balanced_shards(
     Parameters
     ----------
     mask : Mask, optional
-        Of the whole sequence; None: every query attends every key.
+        Mask of the whole sequence; None: every query attends every key.
     length, ranks : int
     chunk : int
         Queries that stay together; the last chunk may be shorter.
     key_len : int, optional
-        None: as `length`.
+        Number of keys; None: as `length`.
     batch : int
 
     Returns
@@ -273,7 +273,7 @@ def consecutive_shards(
 
 
 def check_shards(name: str, shards: Any, ranks: int | None = None) -> tuple[Shard, ...]:
-    """Return the shards of all ranks; raise ArgumentError unless they are some, one for each of `ranks`."""
+    """Return the shards of all ranks; raise ArgumentError unless there are any, one for each of `ranks`."""
     all_shards = tuple(shards) if isinstance(shards, Iterable) else ()
     if not all_shards or not all(isinstance(shard, Shard) for shard in all_shards):
         raise ArgumentError(message(name, "a Shard of each rank", shown(shards)))

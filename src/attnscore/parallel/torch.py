@@ -2,9 +2,9 @@
 
 Requirements met:
 
-- Each rank computes the queries that it holds; the results are those of one device.
-- Masks, valid lengths and dropout are those of the whole sequence; a bias has the rank's queries and all keys.
-- Scores, kernels, statistics and gradients are those of `attnscore.attend`; what cannot be shared out is refused.
+- Each rank computes the queries that it holds; the results equal a call on one device.
+- Masks, valid lengths and dropout cover the whole sequence; a bias has the rank's queries and all keys.
+- Scores, kernels and statistics are as in `attnscore.attend`; a call that cannot be divided among ranks raises.
 - Nothing here moves bytes: `torch.distributed` does, over gloo, NCCL or any other backend.
 """
 
@@ -76,7 +76,7 @@ def attend(
 ) -> Any:
     """Attention pooling over a sequence of which each rank of a group holds some rows: the call of all ranks together.
 
-    The result, its gradients, statistics and dropout are those of `attnscore.attend` on one device.
+    The result, its gradients, statistics and dropout equal a call of `attnscore.attend` on one device.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def attend(
         The rows that this rank holds, as in `attnscore.attend`; tensors, or DTensors sharded on the axis of positions.
     group : ProcessGroup, DeviceMesh of one axis (``mesh["context"]``), or None for the default group
     queries, keys : Shard of each rank, in the order of ranks
-        Which rows of the whole sequence the ranks hold. None: consecutive parts in the order of ranks, of any lengths;
+        Rows of the whole sequence on each rank. None: consecutive parts in the order of ranks, of any lengths;
         `keys` None where `queries` is given: the same shards.
     mode : "auto", "gather", "ring" or "heads"
         How keys and queries meet, see `attnscore.parallel.explain`.
@@ -101,10 +101,10 @@ def attend(
         Whether the gradients of arrays that all ranks have (parameters of the score, sink, a bias without an axis of
         queries) are summed over the ranks. False leaves that to DistributedDataParallel and the like.
     mask, valid_lens
-        Of the whole sequence, the same on all ranks.
+        Mask and lengths of the whole sequence, the same on all ranks.
     bias : broadcastable to (..., own queries, all keys), or (..., 1, all queries + all keys - 1)
-        Of one shape on all ranks but for the axis of queries. With one query on each of several ranks, an axis of
-        queries of size 1 is that of the rank's own query; leave it out of a bias for all.
+        One shape on all ranks but for the axis of queries. With one query on each of several ranks, an axis of
+        queries of size 1 holds the rank's own query; leave the axis out of a bias for all ranks.
     score, sink, dropout, seed, head_axis, normalizer, kernel, return_stats
         As in `attnscore.attend`, the same on all ranks. Results over parts of the keys are merged by their
         log-sum-exp, in a "ring" and where queries are passed: these have the softmax alone.
@@ -118,7 +118,7 @@ def attend(
     ------
     ShapeError, DtypeError, DeviceError, FrameworkError, MaskError, ArgumentError, KernelUnavailable
     RuntimeError
-        torch's own, where another rank has died or is later than the timeout of the group.
+        Raised by torch where another rank has died or is later than the timeout of the group.
 
     Examples
     --------
@@ -171,9 +171,9 @@ def explain(
 
 
 def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) -> Tensor:
-    """Return the whole of an array of which each rank holds some rows: the inverse of `Shard.take`.
+    """Gather an array of which each rank holds some rows: the inverse of `Shard.take`.
 
-    The gradient of a rank's rows is the sum of those that all ranks have for them.
+    The gradient of a rank's rows is the sum of all ranks' gradients of these rows.
 
     Parameters
     ----------
@@ -198,14 +198,14 @@ def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) 
 
 
 def merge_over(out: Tensor, log_sum_exp: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Join the results of all ranks, each for the same queries over keys of its own: decoding with a sharded cache.
+    """Merge the attention of the same queries over the keys of each rank, as in decoding with a sharded cache.
 
     Parameters
     ----------
     out : (..., query, value_dim)
     log_sum_exp : (..., query)
-        As `attnscore.attend` returns them, with ``return_stats=("log_sum_exp",)``; those of a rank without keys are 0
-        and -inf. A sink belongs to one rank.
+        As `attnscore.attend` returns them, with ``return_stats=("log_sum_exp",)``; 0 and -inf on a rank without
+        keys. A sink belongs to one rank.
     group : as in `attend`
 
     Returns
@@ -248,7 +248,7 @@ def _plan_call(
         sum_parameters = check_flag("sum_parameters", sum_parameters)
         problem_or_error = _problem_of_rank(ranks, query, key, value, options, sum_parameters)
     except Exception as error:
-        # Raised once the others, which wait for this rank's part of the check, know of it.
+        # Raised after the check, in which the other ranks wait for this one.
         problem_or_error, check = error, check is not False
     device = next((x.device for x in (query, key, value) if isinstance(x, Tensor)), None)
     facts = _exchange_facts(ranks, problem_or_error, device or ranks.device, options, check)
@@ -283,7 +283,7 @@ def _plan_call(
 def _choose_mode(
     problem: Problem, sequence_shape: ScoreShape, plan: Exchange, options: Options, bias_has_queries: bool
 ) -> ParallelExplanation:
-    """Return the explanation of the best mode that can run a call; raise where the mode that is named cannot."""
+    """Return the explanation of the best mode that can run a call; raise where the caller's mode cannot."""
     reasons = [*PassQueries.reasons_against(problem, sequence_shape), *["a bias of queries"] * bias_has_queries]
     gradient = options.gradient
     if gradient == "queries" and reasons:
@@ -303,7 +303,7 @@ def _is_differentiated(problem: Problem) -> bool:
 def _problem_of_rank(
     ranks: Ranks, query: Tensor, key: Any, value: Tensor, options: Options, sum_parameters: bool
 ) -> Problem:
-    """Return the problem of the rank's own rows, without a mask, and with the bias as it was given."""
+    """Return the problem of the rank's own rows, without a mask, and with the caller's bias."""
     options.check_names()
     key, options = options.unpack(key)
     score = scores.resolve(options.score)
@@ -328,7 +328,7 @@ def _problem_of_rank(
     return dataclasses.replace(problem, bias=check_extra(problem.ops, "bias", options.bias, query))
 
 
-# ---- what the ranks have to agree on
+# ---- agreement of the ranks
 
 
 @dataclass(frozen=True)
@@ -416,7 +416,7 @@ def _digest(content: bytes) -> str:
 def _shards(
     name: str, shards: Sequence[Shard] | None, ranks: Ranks, lens: Sequence[int], default: Sequence[Shard] | None
 ) -> tuple[Shard, ...]:
-    """Return the shards of all ranks: the caller's, or consecutive parts of these lengths."""
+    """Return the shards of all ranks: the caller's shards, or consecutive parts of lengths `lens`."""
     if shards is None and default is not None and (not lens or [*map(len, default)] == [*lens]):
         shards = default
     if shards is None:
@@ -461,7 +461,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: ShardedCall, *operands: Tensor) -> tuple[Tensor, ...]:
         arrays = dict(zip(call.problem.operands(), operands, strict=True))
         result, saved = call.forward(arrays)
-        # The mode `heads` saves the result of its own heads, not that of its rows.
+        # The mode `heads` saves the result of the rank's heads, not of its rows.
         outputs, saved_outputs = arrays_of(result), arrays_of(saved.result or result)
         ctx.call, ctx.parts, ctx.outputs = call, saved.parts, tuple(outputs)
         ctx.set_materialize_grads(False)
@@ -477,7 +477,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors, output_grads = iter(ctx.saved_tensors), dict(zip(ctx.outputs, grads, strict=True))
         operands, fetched, outputs = ({name: next(tensors) for name in names} for names in ctx.names)
-        # row_max has no gradient, so that of log_denom is that of the log-sum-exp.
+        # row_max has no gradient, so log_denom has the gradient of the log-sum-exp.
         incoming = RowGradients(
             out=output_grads["out"], log_sum_exp=output_grads["log_denom"], entropy=output_grads.get("entropy")
         )

@@ -2,7 +2,7 @@
 
 - A part is a local problem: some of the rank's queries against some keys, under the mask of the whole sequence cut to
   them. Kernels run it as any other problem.
-- What is moved of the keys is their lowered form, which their owner computes once, so every score is moved alike.
+- Ranks send the lowered form of the keys, which their owner computes once, so all scores share the exchange.
 - Messages are in flight while parts that do not need them are computed.
 """
 
@@ -78,25 +78,25 @@ class Part(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward keeps for its backward, in addition to the operands and the result."""
+    """Arrays and parts that a forward saves for its backward, in addition to the operands and the result."""
 
     parts: dict[Any, Part]
     fetched: dict[str, Tensor]
     result: Result | None = None
-    """Result of the queries that the rank has computed, where these are not its own."""
+    """Result of the rank's heads over all queries; None where the rank computes its own queries."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedCall(ABC):
-    """One call of attention, of which this rank computes the queries that it holds."""
+    """One call of attention over all ranks; this rank computes the queries that it holds."""
 
     ranks: Ranks
     plan: Exchange
     problem: Problem
-    """Of the rank's own arrays, but for the mask, which is that of the whole sequence, and the keys of the bias."""
+    """Problem of the rank's own rows, with the mask of the whole sequence, and a bias over all keys."""
     kernel: str
     bias_has_queries: bool = False
-    """Whether each rank has the bias of its own queries, not one for all."""
+    """Whether each rank has the bias of its own queries, not one bias for all."""
 
     @cached_property
     def sequence_shape(self) -> ScoreShape:
@@ -115,7 +115,7 @@ class ShardedCall(ABC):
 
     @cached_property
     def has_relative_bias(self) -> bool:
-        """Whether the bias has a number for each key - query."""
+        """Whether the bias has a number for each relative offset, key minus query."""
         return self.problem.bias is not None and self.sequence_shape.is_relative(tuple(self.problem.bias.shape))
 
     @property
@@ -137,7 +137,7 @@ class ShardedCall(ABC):
 
     @abstractmethod
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
-        """Return the result of the rank's queries, and what the backward needs."""
+        """Return the result of the rank's queries, and the arrays that the backward needs."""
 
     @abstractmethod
     def backward(
@@ -171,13 +171,13 @@ class ShardedCall(ABC):
         )  # fmt: skip
 
     def _bias_of_part(self, bias: Tensor, rows: Shard, cols: Shard) -> Tensor:
-        """Return the bias of a part, from one of the rank's queries and all keys."""
+        """Return the bias of a part, sliced from the bias of the rank's queries and all keys."""
         for axis, ranges in self._bias_ranges(bias, rows, cols):
             bias = slice_ranges(bias, ranges, axis)
         return bias
 
     def _add_bias(self, total: Tensor, rows: Shard, cols: Shard, grad: Tensor) -> None:
-        """Add the gradient of a part's bias to that of the bias of all keys."""
+        """Add the gradient of a part's bias to `total`, the gradient of the bias of all keys."""
         indices = [torch.arange(n, device=grad.device) for n in total.shape[-2:]]
         for axis, ranges in self._bias_ranges(total, rows, cols):
             indices[axis] = slice_ranges(indices[axis], ranges, 0)
@@ -187,9 +187,9 @@ class ShardedCall(ABC):
             total[..., indices[0][:, None], indices[1]] += grad
 
     def _bias_ranges(self, bias: Tensor, rows: Shard, cols: Shard) -> list[tuple[int, tuple[Range, ...]]]:
-        """Return the axes of a bias that a part has only some entries of, and which."""
+        """Return the axes on which a part slices a bias, each with the ranges of the slice."""
         if self.sequence_shape.is_relative(tuple(bias.shape)):
-            # One number for each key - query, which begins at that of the last query and the first key.
+            # One number for each relative offset, key minus query, in rising order.
             ((start, stop),), ((first, last),) = rows.ranges or ((0, 1),), cols.ranges or ((0, 0),)
             begin = first - stop + self.sequence_shape.query_len
             return [(-1, ((begin, begin + last - first + stop - start - 1),))]
@@ -212,9 +212,9 @@ class ShardedCall(ABC):
         self, totals: dict[str, Tensor], part: Part, problem: Problem, result: Result, grads: RowGradients,
         requested: frozenset[str],
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Add the gradients of a part's operands to those of the rank's, and return the gradients of the part's keys.
+        """Add the gradients of a part's operands to `totals`, and return the gradients of the part's keys.
 
-        `result` and `grads` are those of all queries of the rank. All gradients are in the dtype of sums, on every
+        `result` and `grads` cover all queries of the rank. All gradients are in the dtype of sums, on every
         rank, whichever kernel computes them.
         """
         ranges = self.queries.locate(part.rows)
@@ -236,7 +236,7 @@ class ShardedCall(ABC):
         return {name: gradients[name] for name in self.names["key"] if name in names}
 
     def start_of_gradients(self, operands: Arrays, requested: frozenset[str]) -> dict[str, Tensor]:
-        """Return zeros for gradients that all parts share; those of the queries begin with the first part, without."""
+        """Return zeros for gradients that all parts share; query gradients begin with the first part's instead."""
         return self.zeros_like(operands, requested - {*self.names["key"], *self.names["query"]})
 
     def zeros_like(self, operands: Arrays, names: Iterable[str]) -> dict[str, Tensor]:
@@ -249,7 +249,7 @@ class ShardedCall(ABC):
 
 
 class MergedCall(ShardedCall):
-    """A call of which the results over some keys after others are merged, by their log-sum-exp."""
+    """A call that computes results over disjoint keys and merges them by their log-sum-exp."""
 
     @staticmethod
     def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
@@ -271,18 +271,15 @@ class MergedCall(ShardedCall):
         return statistics_to_join(self.problem.statistics)
 
     def operands_with(self, operands: Arrays, keys: Arrays) -> dict[str, Tensor]:
-        """Return operands over some keys without the sink; the output has the dtype of the values, that of sums.
-
-        A kernel that differentiates a forward of its own, over the keys of a part alone, takes no others.
-        """
+        """Return operands over some keys, without the sink; the values, and so the output, are in the dtype of sums."""
         arrays = {name: x for name, x in operands.items() if name != "sink"} | {**keys}
         return {**arrays, "value": arrays["value"].to(self.sums)}
 
     def merge(self, operands: Arrays, parts: Iterable[tuple[Part, Result]]) -> Result:
-        """Return the result of the rank's queries, from those of parts over disjoint keys, without the sink.
+        """Return the result of the rank's queries, merged from parts over disjoint keys that exclude the sink.
 
-        The output is merged in its memory: ``out = w out + v out_part``, with w and v the shares of the two in the
-        softmax, of which the state has the total in place of the output.
+        The output is merged in place: ``out = w out + v out_part``, with w and v the shares of the two in the softmax.
+        The state has the total in place of the output.
         """
         ops, rows, value = self.problem.ops, self.problem.score_shape.rows, operands["value"]
         state = online_softmax.start(ops, rows, 1, value, accumulator(self.problem.dtype), self.statistics)
@@ -302,13 +299,13 @@ class MergedCall(ShardedCall):
                 copy_rows(positions_first(target), ranges, positions_first(part_array))
         sink = operands.get("sink")
         result = finish(ops, state, sink, self.problem.statistics)
-        # Without a sink the keys have the whole of the softmax.
+        # Without a sink the keys have the whole softmax.
         out = out if sink is None else out.mul_(result.out)
         return dataclasses.replace(result, out=out.to(value.dtype))
 
 
 def rows_at(state: RowState, ranges: Sequence[Range]) -> RowState:
-    """Return the state of the queries in ranges of the axis of queries: views, where that is one range."""
+    """Return the state of the queries in `ranges`: views where there is one range."""
     sums = {name: tuple(slice_ranges(x, ranges) for x in arrays) for name, arrays in state.sums.items()}
     row_max, total, out = (slice_ranges(x, ranges) for x in (state.max, state.total, state.out))
     return RowState(row_max, total, out, sums)
@@ -321,19 +318,19 @@ def _arrays_of(state: RowState) -> list[Tensor]:
 class Gather(ShardedCall):
     """Fetch the keys that the rank's queries attend and that other ranks hold.
 
-    Queries that attend keys of this rank alone (inner ones) are computed while the keys of the others (outer ones) are
-    on their way. Backward, gradients of keys return to their owners while the inner ones are computed again.
+    Inner queries, which attend keys of this rank alone, are computed while the keys of the outer queries are on their
+    way. Backward, gradients of keys return to their owners while the inner queries are computed again.
 
-    The inner part has all queries of the rank, and its mask hides the outer ones, so that its arrays have room for the
-    results of both.
+    The inner part has all queries of the rank with the outer ones masked, so that its arrays have room for the results
+    of both.
     """
 
     @cached_property
     def outer(self) -> Shard:
-        """The queries that may attend keys of other ranks; all, where the keys of these are those of all.
+        """The queries that may attend keys of other ranks; all queries, where these attend all needed keys.
 
         Each part packs its keys anew: the first of 2 ranks, whose head of a causal sequence attends its own keys alone,
-        took 3% longer for two parts than for one, and what it gains the other, which has one, does not.
+        took 3% longer for two parts than for one. The other rank, which has one part, gains nothing by two.
         """
         outer = Shard.empty(self.queries.length)
         for peer in self.ranks.peers:
@@ -350,9 +347,9 @@ class Gather(ShardedCall):
 
     @cached_property
     def transfers(self) -> Transfers:
-        """What this rank fetches, and what the others fetch from it."""
+        """Keys that this rank fetches, and keys that the other ranks fetch from it."""
         plan, rank = self.plan, self.ranks.rank
-        # Also the keys that the plan fetches between those of inner queries: their owners send them.
+        # Also the keys of other ranks that the plan fetches in gaps for inner queries: their owners send them.
         needed = plan.keys_of(self.outer) | difference(plan.needed[rank], plan.keys[rank])
         if self.has_relative_bias and needed.ranges:
             needed = Shard(((needed.ranges[0][0], needed.ranges[-1][1]),), needed.length)
@@ -360,7 +357,7 @@ class Gather(ShardedCall):
 
     @cached_property
     def has_inner_part(self) -> bool:
-        """Whether there are inner queries, or none at all."""
+        """Whether there are inner queries, or no queries."""
         return len(self.inner) > 0 or not len(self.outer)
 
     def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
@@ -415,10 +412,10 @@ def difference(shard: Shard, part: Shard) -> Shard:
 
 @final
 class Ring(MergedCall):
-    """Pass the keys of all ranks around: a rank holds its own keys and those of one other, with the next in flight.
+    """Pass the keys of all ranks around: a rank holds its own keys and another rank's, with the next in flight.
 
-    Results of one rank's keys after another's are merged by their log-sum-exp. Backward, gradients of keys travel
-    behind them, and end at their owner, which adds its own.
+    Results over each rank's keys are merged by their log-sum-exp. Backward, gradients travel behind their keys, and end
+    at the owner, which adds its own.
     """
 
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
@@ -426,7 +423,7 @@ class Ring(MergedCall):
 
         def results() -> Iterator[tuple[Part, Result]]:
             for owner, block in self._blocks(operands):
-                # Always with the rank's own keys, which have the sink.
+                # Always over the rank's own keys, whose part has the sink in the backward.
                 if len(rows := self._attending(owner)) or owner == self.ranks.rank:
                     parts[owner], result = self.run(rows, self.plan.keys[owner], self.operands_with(operands, block))
                     yield parts[owner], result
@@ -436,8 +433,8 @@ class Ring(MergedCall):
     def _attending(self, owner: int) -> Shard:
         """Return the rank's queries from the first to the last one that attend keys of `owner`: a view of each array.
 
-        Of a causal sequence in heads and tails, half of them attend to half of the ranks, and each that a kernel is
-        given costs it time. All, with the rank's own keys.
+        Of a causal sequence in heads and tails, half of the queries attend to half of the ranks, and every query costs
+        a kernel time. The rank's own keys get all queries.
         """
         if owner == self.ranks.rank:
             return self.queries
@@ -456,7 +453,7 @@ class Ring(MergedCall):
             if part := saved.parts.get(owner):
                 arrays = self.operands_with(operands, block)
                 if owner == self.ranks.rank and "sink" in operands:
-                    # The sink is one more key, of which the queries have one gradient.
+                    # The sink is one more key, whose gradient is computed once.
                     arrays["sink"] = operands["sink"]
                 problem = self.problem_of(*part[:3], arrays)
                 key_gradients = self.add_gradients(totals, part, problem, result, grads, requested)
@@ -488,7 +485,7 @@ class Ring(MergedCall):
         yield owner, block
 
     def _pass_on(self, arrays: Sequence[Tensor], owner: int) -> tuple[list[Tensor], Callable[[], None]]:
-        """Send arrays (..., position, dim) of an owner's keys to the next rank; return those of the owner before."""
+        """Send arrays (..., position, dim) of an owner's keys to the next rank; return the previous owner's arrays."""
         before, after = self.ranks.peers[-1], self.ranks.peers[0]
         count = len(self.plan.keys[(owner - 1) % self.ranks.count])
         arriving = [x.new_empty((*x.shape[:-2], count, x.shape[-1])) for x in arrays]
@@ -497,7 +494,7 @@ class Ring(MergedCall):
 
 @final
 class PassQueries(MergedCall):
-    """Fetch keys as `Gather` does; backward, send the queries to the owners of the keys, which sum by themselves.
+    """Fetch keys as `Gather` does; backward, send the queries to the owners of the keys, which sum the gradients.
 
     All sums are over blocks of keys and queries that begin at multiples of their size in the whole sequence, in rising
     order, whoever holds them: results and gradients have the same bits on any number of ranks.
@@ -508,17 +505,17 @@ class PassQueries(MergedCall):
         intervals, remaining_mask = (None, None) if mask is None else split(mask, len(rows), len(cols), shape.batch)
         if intervals is None or not intervals.start[intervals.start < intervals.stop].any():
             return mask
-        # The kernel would begin its tiles at the first key that these queries attend, and with others elsewhere.
+        # With intervals a kernel begins its tiles at the first attended key, which differs between ranks.
         key = np.arange(len(cols))
         pairs = np.logical_and(intervals.start[..., None] <= key, key < intervals.stop[..., None]).max(axis=0)
-        # Batch rows are those of the first axis in front of the heads.
+        # The intervals' batch is the first axis in front of the heads.
         axes = (1,) * (len(shape.lead) - 1 + int(shape.has_heads))
         dense = Dense(pairs.reshape(len(pairs), *axes, *pairs.shape[1:]))
         return dense if remaining_mask is None else dense & remaining_mask
 
     @cached_property
     def transfers(self) -> Transfers:
-        """What this rank fetches, and what the others fetch from it: whole blocks of keys."""
+        """Whole blocks of keys that this rank fetches, and that the other ranks fetch from it."""
         return Transfers.of(self.plan.keys, self.plan.needed_blocks, self.ranks.rank)
 
     def forward(self, operands: Arrays) -> tuple[Result, Saved]:
@@ -539,7 +536,7 @@ class PassQueries(MergedCall):
             sent |= {"entropy": result.statistics["entropy"], "grad_entropy": grad_entropy}
         passed = self.plan.passed
         wait = self.ranks.fetch(sent, Transfers.of(self.plan.queries, passed, self.ranks.rank))
-        # While the queries are on their way: the gradients of the rank's own.
+        # The gradients of the rank's own queries, while the other queries are on their way.
         key_names = {*self.names["key"]}
         totals = self.zeros_like(operands, requested - key_names)
         names = requested - key_names - {"sink"}
@@ -558,7 +555,7 @@ class PassQueries(MergedCall):
         """Return the gradients of the rank's keys, from all queries that attend them."""
         owner_call = dataclasses.replace(self, plan=dataclasses.replace(self.plan, queries=(rows,) * self.ranks.count))
         entropy = {"entropy": arrived["entropy"]} if "entropy" in arrived else {}
-        # Of the output only delta is known: with an output of 0, the kernel computes it as dout . 0 - (-delta).
+        # Only delta was sent of the output: with an output of 0, the kernel computes delta as dout . 0 - (-delta).
         zero_out = torch.zeros_like(arrived["grad_out"])
         result = Result(zero_out, arrived["row_max"], arrived["log_denom"], entropy)
         grads = RowGradients(arrived["grad_out"], -arrived["delta"], arrived.get("grad_entropy"))
@@ -576,7 +573,7 @@ class PassQueries(MergedCall):
     ) -> Iterator[tuple[Shard, Shard, dict[str, Tensor]]]:
         """Yield the queries that attend each block of `size` keys, in whole blocks of `queries`, the block, its arrays.
 
-        `arrays` are the operands, with these keys.
+        `arrays` are the operands over `keys`.
         """
         for block in blocks_of(keys, size):
             attending = in_blocks(self.plan.attending_keys(self.queries, block), queries) & self.queries
@@ -614,7 +611,7 @@ class Heads(ShardedCall):
         outputs = arrays_of(result) if self.problem.statistics else {"out": result.out}
         row_outputs: dict[str, Tensor] = {}
         self.ranks.give_back(outputs, self._by_heads(self.plan.queries))(row_outputs)
-        # Without statistics only the output has a use here: the others stay where the backward computes.
+        # Without statistics only the output returns: row_max and log_denom stay on the rank whose backward reads them.
         for name in {"row_max", "log_denom"} - {*row_outputs}:
             row_outputs[name] = result.out.new_zeros((*self.problem.score_shape.rows, 1), dtype=self.sums)
         part = Part(Shard.whole(self.queries.length), Shard.whole(self.keys.length), self.problem.mask, tiles, kernel)
@@ -624,7 +621,7 @@ class Heads(ShardedCall):
         self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
         part, value, rows = saved.parts["heads"], operands["value"], self.problem.score_shape.rows
-        # The same arrays from all ranks, also where the loss of one does not depend on them.
+        # All ranks send the same arrays, even a rank whose loss does not depend on them.
         output_grads = {"out": grads.out if grads.out is not None else value.new_zeros((*rows, value.shape[-1]))}
         for name, x in (("log_sum_exp", grads.log_sum_exp), ("entropy", grads.entropy)):
             if name in self.problem.statistics:
@@ -645,13 +642,13 @@ class Heads(ShardedCall):
         return totals
 
     def _transfers(self, operands: Arrays) -> dict[str, Transfers]:
-        """Return the transfers of the operands with an axis of keys or queries; all ranks need the rows of one head."""
+        """Return the transfers of the operands with an axis of keys or queries; arrays of one head go to all."""
         by_query = (*self.names["query"], *(("bias",) if self.bias_has_queries else ()))
         shards = dict.fromkeys(self.names["key"], self.plan.keys) | dict.fromkeys(by_query, self.plan.queries)
         return {name: self._by_heads(rows, operands[name].shape[-4] > 1) for name, rows in shards.items()}
 
     def _by_heads(self, shards: Sequence[Shard], by_heads: bool = True) -> Transfers:
-        """Return the transfers of all rows of an array, of the rank's heads alone or of all."""
+        """Return the transfers of all rows of an array, for the rank's heads alone or for all heads."""
         all_rows = [Shard.whole(shards[0].length)] * self.ranks.count
         return Transfers.of(shards, all_rows, self.ranks.rank, by_heads=by_heads)
 

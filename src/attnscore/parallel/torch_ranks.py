@@ -1,4 +1,4 @@
-"""What the ranks of a process group send each other: rows of arrays by their positions, all of it asynchronous.
+"""Asynchronous messages between the ranks of a process group: rows of arrays, by their positions.
 
 - Rows travel between pairs of ranks, as many as a rank needs (an uneven all-to-all); a range that is in one piece of
   memory is sent from there and received where it is read.
@@ -21,7 +21,7 @@ from attnscore.parallel.shard import Shard
 
 Arrays = Mapping[str, Tensor]
 """Arrays (..., position, dim) by name."""
-# The name of recent releases.
+# Recent releases of torch call it all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -48,12 +48,12 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where a rank has numbers to send that has no tensors."""
+        """Device of the numbers that a rank without tensors sends."""
         is_on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(self.group)
         return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
 
     def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
-        """Post messages to and from other ranks, in the order in which both sides list those of a pair.
+        """Post messages to and from other ranks; both ranks of a pair list their messages in the same order.
 
         Empty arrays are not sent.
         """
@@ -68,13 +68,13 @@ class Ranks:
         def wait() -> None:
             for work in works:
                 work.wait()
-            # Of gloo, messages read the memory of these arrays until they are sent.
+            # Kept until now, as gloo reads the memory of these arrays until they are sent.
             operations.clear()
 
         return wait
 
     def fetch(self, arrays: Arrays, plans: Transfers | Mapping[str, Transfers]) -> Callable[[], dict[str, Tensor]]:
-        """Start to fetch the rows that this rank needs, of all arrays alike or of each; in global order."""
+        """Start to fetch the rows that this rank needs, in global order; `plans` is one plan, or one for each array."""
         plans = dict.fromkeys(arrays, plans) if isinstance(plans, Transfers) else plans
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
@@ -118,9 +118,9 @@ class Ranks:
     ) -> Callable[[dict[str, Tensor]], None]:
         """Start to return arrays of the rows that `fetch` fetched, such as gradients, to the owners of the rows.
 
-        The function takes arrays of the rows that this rank holds, and adds to them what all ranks return for them;
-        those that it is not given, it makes. It sends to one rank and receives from one at a time, in the same order on
-        all: the memory is that of one rank's.
+        The returned function adds the arrays that arrive from all ranks to `totals`, arrays of this rank's rows, and
+        makes the missing ones. It sends to one rank and receives from one rank at a time, in the same order on all
+        ranks, so that the buffers hold one rank's rows.
         """
         plans = dict.fromkeys(gradients, plans) if isinstance(plans, Transfers) else plans
         sums: dict[str, Tensor] = {}
@@ -141,7 +141,7 @@ class Ranks:
                     plan = plans[name]
                     held_ranges = plan.held.locate(plan.to_send[source])
                     add_rows(positions_first(plan.heads_of(sums[name], source)), held_ranges, rows)
-                # Before those of the next rank need memory.
+                # Freed before the next rank's arrays need memory.
                 del arriving, rows, wait
 
         posted = messages()
@@ -199,7 +199,7 @@ class Transfers:
         return self.needed.locate(rows), self.held.locate(rows)
 
     def heads_of(self, x: Tensor, rank: int) -> Tensor:
-        """Return the heads of an array (..., head, group, position, dim) of which a rank needs the rows."""
+        """Return the heads whose rows a rank needs, of an array (..., head, group, position, dim)."""
         return x.chunk(len(self.to_send), -4)[rank] if self.by_heads else x
 
 
@@ -237,7 +237,7 @@ def slice_ranges(x: Tensor, ranges: Sequence[Range], axis: int = -2) -> Tensor:
 def copy_rows(
     target: Tensor, target_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range] | None = None
 ) -> None:
-    """Copy the rows in `ranges` of the first axis, or all, to as many rows of `target`, in `target_ranges`."""
+    """Copy the rows in `ranges` (None: all rows) to the rows of `target` in `target_ranges`."""
     for target_rows, source_rows in pair_slices(target_ranges, ((0, len(rows)),) if ranges is None else ranges):
         target[target_rows].copy_(rows[source_rows])
 
@@ -245,13 +245,13 @@ def copy_rows(
 def add_rows(
     target: Tensor, target_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range] | None = None
 ) -> None:
-    """Add rows to rows of `target`, as `copy_rows` copies them."""
+    """Add to rows of `target` the rows that `copy_rows` would copy."""
     for target_rows, source_rows in pair_slices(target_ranges, ((0, len(rows)),) if ranges is None else ranges):
         target[target_rows].add_(rows[source_rows])
 
 
 def pair_slices(first: Sequence[Range], second: Sequence[Range]) -> Iterator[tuple[slice, slice]]:
-    """Yield the largest slices of the same sizes that make up two lists of ranges with as many rows."""
+    """Yield pairs of slices of the same size, as long as possible, that together make up two lists of ranges."""
     first, second = [*first][::-1], [*second][::-1]
     while first and second:
         (start, stop), (other, other_stop) = first.pop(), second.pop()
@@ -264,5 +264,5 @@ def pair_slices(first: Sequence[Range], second: Sequence[Range]) -> Iterator[tup
 
 
 def _pack(rows: Tensor, ranges: Sequence[Range]) -> Tensor:
-    """Return the rows in `ranges` in one piece of memory: a view where they are one already."""
+    """Return the rows in `ranges`, contiguous in memory: a view where they already are."""
     return slice_ranges(rows, ranges, 0).contiguous()
