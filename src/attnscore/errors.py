@@ -1,8 +1,8 @@
 """Exceptions for bad input and missing capabilities.
 
 Each class derives from ``AttnscoreError`` and from the built-in that Python users expect for that kind of
-mistake, so both ``except AttnscoreError`` and ``except ValueError`` work. A message names the argument, what
-was expected and what was given, with the shapes involved and a hint where these help.
+mistake, so both ``except AttnscoreError`` and ``except ValueError`` work. A message names the argument, the
+expected and the actual value, with the shapes involved and a hint where these help.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ArgumentError(AttnscoreError, ValueError):
 
 
 class UnknownArgument(ArgumentError, TypeError):
-    """A name that is no argument of the function, of which Python itself would raise a TypeError."""
+    """A name that is no argument of the function, for which Python itself would raise a TypeError."""
 
 
 class FileError(AttnscoreError, ValueError):
@@ -54,7 +54,7 @@ class KernelUnavailable(AttnscoreError, RuntimeError):
 
 
 def with_shapes(text: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Insert the shapes of the caller's arrays into a message of a score's checks, before those of its parameters."""
+    """Insert the shapes of the caller's arrays into a message of a score's checks, before the parameters' shapes."""
     if "; shapes: " in text:
         return text.replace("; shapes: ", f"; shapes: {_listed(shapes)}, ")
     head, hint, tail = text.partition(". Hint: ")

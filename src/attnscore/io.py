@@ -115,7 +115,7 @@ def check_writable(path: Path) -> None:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Raise a `FileError` for what a regular file would take the place of: a folder, a pipe, a device."""
+    """Raise a `FileError` for a path that a file must not replace: a folder, a pipe, a device."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe or a device"
         raise FileError(f"{path}: is {kind}; expected the name of a file")
@@ -186,7 +186,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: Any, *, digits: int, indent: int) -> None:
-    """Write a document of arrays, numbers and text as JSON, floats to so many digits.
+    """Write a document of arrays, numbers and text as JSON, floats to `digits` digits.
 
     A number that JSON does not know is a ValueError before the file is opened.
     """
@@ -227,7 +227,7 @@ def _read_npy(path: Path) -> dict[str, Array]:
 def _read_npz(path: Path) -> dict[str, Array]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        # zipfile finds an archive behind any other content; NumPy takes only what begins as one.
+        # zipfile finds an archive behind any other content; NumPy takes only files that begin as one.
         start = file.read(len(_NPY_START))
         if not start:
             raise EOFError("no data in it")
@@ -256,7 +256,7 @@ def _members(path: Path, archive: zipfile.ZipFile, size: int) -> dict[str, zipfi
 
 
 def _from_npy(path: Path, name: str, content: bytes) -> Array:
-    """Return the array of a .npy file; raise unless its header says numbers, and describes exactly what follows it."""
+    """Return the array of a .npy file; raise unless its header has numbers and describes exactly the bytes after it."""
     if not content.startswith(_NPY_START):
         if path.suffix.lower() == ".npz":
             raise FileError(f"{path}: {name} is not an array")
@@ -278,7 +278,7 @@ def _from_npy(path: Path, name: str, content: bytes) -> Array:
     _check_numbers(path, name, dtype)
     if min(shape, default=0) < 0:
         raise ValueError(f"the header of {name} has the shape {shape}")
-    # Whole numbers of Python: those of NumPy overflow.
+    # Python's ints: NumPy's overflow.
     claimed = math.prod(map(int, shape)) * dtype.itemsize
     if claimed != (left := len(content) - before):
         raise ValueError(f"the header of {name} claims {claimed} bytes of numbers, and there are {left}")

@@ -69,7 +69,7 @@ def _in_scope(method: Method) -> Method:
 class KeyValueCache:
     """Keys and values of past positions, per sequence, that `attend` reads in causal order.
 
-    Position i of a sequence attends to its positions j <= i; with a window, to those with i - window < j <= i and to
+    Position i of a sequence attends to its positions j <= i; with a window, to positions i - window < j <= i and to
     the first `sinks`.
 
     NumPy and PyTorch: `append`, `select`, `reorder` and `crop` change the cache and return it. JAX, TensorFlow and
@@ -82,7 +82,7 @@ class KeyValueCache:
         Keys are then kept as this score prepares them (`prepare_keys`), so that a step projects the new keys alone.
         None keeps keys as they come; `attend` then takes the score.
     window : whole number above 0, optional
-        Memory is then that of sinks + window positions (and n - 1 more after an append of n).
+        Memory then holds sinks + window positions (and n - 1 more after an append of n).
     sinks : whole number
         First positions that stay attended to outside of the window.
     head_axis : -3, or -2 for keys and values (batch, length, head, dim)
@@ -131,11 +131,11 @@ class KeyValueCache:
     _starts: Array = field(default=None, init=False)
     """The lengths before the last append."""
     _appended: int | None = field(default=None, init=False)
-    """Positions of the last append; None after a crop, and where the cache is functional."""
+    """Positions of the last append; None after a crop, and in a functional cache."""
     _oldest: Array = field(default=None, init=False)
-    """The first position in the ring that was not overwritten; None where the cache is functional."""
+    """The first position in the ring that was not overwritten; None in a functional cache."""
     _checked: Any = field(default=None, init=False)
-    """Signature (kinds, shapes, dtypes) of the last append, which passed the checks; None where it is functional."""
+    """Signature (kinds, shapes, dtypes) of the last append, which passed the checks; None in a functional cache."""
     _prepared_score: Any = field(default=None, init=False)
     _is_saved: bool = field(default=False, init=False)
     """Whether autograd holds the buffers, for the gradient of an attention over them."""
@@ -151,7 +151,7 @@ class KeyValueCache:
             expected = "-3, for (batch, head, length, dim), or -2, for (batch, length, head, dim)"
             raise ArgumentError(message("head_axis", expected, shown(self.head_axis)))
 
-    # ------------------------------------------------------------------ what it holds
+    # ------------------------------------------------------------------ contents
 
     @property
     def lens(self) -> Array:
@@ -212,7 +212,7 @@ class KeyValueCache:
         heads = f", head {self._keys.shape[1]}" if self._has_heads else ""
         return f"KeyValueCache({', '.join([*options, f'{held} of {self.slots} slots'])}, batch {self._batch}{heads})"
 
-    # ------------------------------------------------------------------ what changes it
+    # ------------------------------------------------------------------ changes
 
     @_outside_graphs
     def append(self, key: Array, value: Array, *, lens: Any = None) -> Self:
@@ -221,7 +221,7 @@ class KeyValueCache:
         Parameters
         ----------
         key : (batch, heads, n, dim), (batch, n, heads, dim) with ``head_axis=-2``, or (batch, n, dim)
-            An append of no positions (n = 0) allocates the buffers: what ``lax.scan`` carries has to have its shapes.
+            An append of no positions (n = 0) allocates the buffers: the carry of ``lax.scan`` needs its shapes.
         value : the same with value_dim
         lens : (batch,) whole numbers in 0..n, optional
             Append the first `lens` of a sequence alone; the rest is padding.
@@ -352,8 +352,8 @@ class KeyValueCache:
     def attend(self, query: Array, *, causal: bool = True, mask: Any = None, **options: Any) -> Any:
         """Return ``attend(query, ...)`` over the positions held, in causal order.
 
-        The queries are those of the last append: query i of a sequence is at its i-th new position, and gives zero
-        where that was padding. Fewer queries are the last positions.
+        The queries belong to the last append: query i of a sequence is at its i-th new position, and gives zero
+        where the position is padding. Fewer queries are the last positions.
 
         Parameters
         ----------
@@ -361,17 +361,17 @@ class KeyValueCache:
         causal : bool
             False attends to all positions held, as a decoder does to an encoder's; not with a window.
         mask : a mask object or a boolean array over (..., query, slot), optional
-            Combined with that of the cache by AND; `positions` says what each slot holds.
+            Combined with the cache's mask by AND; `positions` has the position of each slot.
         **options
             As in `attend`, except `valid_lens` and `head_axis`, and `score` where the cache has one.
 
         Returns
         -------
-        out : what `attend` returns; weights are over the slots
+        out : result of `attend`; weights are over the slots
 
         Raises
         ------
-        ShapeError, ArgumentError, and those of `attend`
+        ShapeError, ArgumentError, and the errors of `attend`
         """
         for name in ("valid_lens", "head_axis", *(("score",) if self.score is not None else ())):
             if name in options:
@@ -401,7 +401,7 @@ class KeyValueCache:
     def arguments(self, query: Array, *, causal: bool = True, mask: Any = None) -> dict[str, Any]:
         """Return the arguments of `attend` except the query: for `explain`, `attention_weights` and the like.
 
-        Parameters are those of the method `attend`.
+        It takes the parameters of the method `attend`.
 
         Examples
         --------
@@ -461,7 +461,7 @@ class KeyValueCache:
         start = self._first_positions(count)
         if self.window is not None:
             limit = self.sinks + self.window
-            # They are where there is one query, and the ring holds its window and no more; or where the windows hold
+            # The first where there is one query, and the ring holds its window and no more; or where the windows hold
             # every position so far.
             is_whole_ring = count == 1 and self.slots <= limit
             if not is_whole_ring and (self._oldest is None or int(self._lens.max(initial=0)) > limit):
@@ -520,7 +520,7 @@ class KeyValueCache:
         like : array, optional
             Framework and device of the buffers; None: NumPy.
         score : a score object or a registered name, optional
-            The one that the cache had when it was saved.
+            The score that the cache had when it was saved.
 
         Raises
         ------
@@ -588,7 +588,7 @@ class KeyValueCache:
         return self
 
     def _copy_if_functional(self, operation: str) -> Self:
-        """Return the cache that a change is made to: this one, or where caches are functional a copy."""
+        """Return the cache to change: this one, or a copy where caches are functional."""
         return self._check_filled(operation) if self._keys is None or self._storage.is_in_place else copy.copy(self)
 
     def _on_callers_axes(self, x: Array) -> Array:
@@ -646,7 +646,7 @@ class KeyValueCache:
         return AppendedPositions(index, self._lens, ends, count, self.sinks, self.slots)
 
     def _reserve(self, ops: Backend, length: int, count: int) -> None:
-        """Make room for sequences of `length` with the `count` positions that are appended; drop what is outside.
+        """Make room for sequences of `length` while `count` positions are appended; drop positions outside a window.
 
         A buffer that is too small at least doubles, so that appends copy each position a bounded number of times.
         """

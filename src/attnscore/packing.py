@@ -3,7 +3,7 @@
 - `pack` and `unpack` convert lists, `pack_padded` and `unpack_padded` padded batches. They are array operations of the
   caller's framework, so gradients flow through them.
 - Cumulative lengths are known on the host, and are NumPy's for every framework: a compiled program can read them too.
-- `attend_ragged` computes the attention of ragged arrays (torch.jagged) as that of packed ones.
+- `attend_ragged` packs ragged arrays (torch.jagged) to compute their attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pack(sequences: Sequence[Array], axis: int = 0) -> tuple[Array, HostArray]:
     Parameters
     ----------
     sequences : arrays of one framework and dtype, of the same sizes but for `axis`
-        As in (length, head, dim), to call `attend` with ``packed[None]`` and ``head_axis=-2``.
+        For example (length, head, dim), to call `attend` with ``packed[None]`` and ``head_axis=-2``.
     axis : int
 
     Returns
@@ -103,7 +103,7 @@ def pack_padded(padded: Array, lens: Any) -> tuple[Array, HostArray]:
     ----------
     padded : (batch, length, ...)
     lens : (batch,) whole numbers
-        The positions of each sequence that count, which the host can read.
+        Number of valid positions of each sequence, which the host can read.
 
     Returns
     -------
@@ -143,7 +143,7 @@ def unpack_padded(packed: Array, cu: Any, length: int | None = None) -> Array:
     cu : (batch + 1,) whole numbers
         Cumulative lengths, which the host can read.
     length : int, optional
-        Of the padded sequences; None: that of the longest one.
+        Length of the padded sequences; None: the longest length.
 
     Returns
     -------
@@ -168,7 +168,7 @@ def unpack_padded(packed: Array, cu: Any, length: int | None = None) -> Array:
     if length < longest:
         raise ArgumentError(message("length", f"at least {longest}, that of the longest sequence", length))
     positions = np.arange(length)
-    # Padding reads a row of zeros that is appended to the packed ones.
+    # Padding reads a row of zeros that is appended to the packed rows.
     index = np.where(positions < counts[:, None], ends[:-1, None] + positions, shape[0])
     rows = ops.concat([packed, ops.zeros((1, *shape[1:]), packed)], 0)
     padded = ops.take(rows, ops.asarray(index.reshape(-1), packed), 0)

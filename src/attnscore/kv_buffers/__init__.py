@@ -1,1 +1,1 @@
-"""The buffers of `KeyValueCache`: which slot holds which position, how they are written, what they refuse, files."""
+"""The buffers of `KeyValueCache`: slots of positions, writes, checks, files."""

@@ -1,4 +1,4 @@
-"""What an append and a crop refuse: arrays that do not fit each other or the cache, counts out of range."""
+"""Checks of an append and a crop: arrays that do not fit each other or the cache, counts out of range."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def check_pair(ops: Backend, arrays: Mapping[str, Array]) -> None:
 def check_like_buffers(
     ops: Backend, buffer: Array, sizes: Mapping[str, tuple[int, ...]], axis: int, arrays: Mapping[str, Array]
 ) -> None:
-    """Raise unless key and value have the framework, dtype and device of a buffer, and as before the sizes but `axis`.
+    """Raise unless key and value have the framework, dtype and device of a buffer, and the earlier `sizes`.
 
-    `sizes` has those of key and of value, without that of `axis`, which counts the positions.
+    `sizes` are the shapes of key and of value without `axis`, which counts the positions.
     """
     key = arrays["key"]
     if backends.of({"the cache": buffer, **arrays}).dtype(buffer) != ops.dtype(key):
@@ -62,7 +62,7 @@ def check_like_buffers(
 def lengths(lens: Any, batch: int, highest: int | None = None) -> Any:
     """Return numbers of positions, (batch,), or a traced number for all sequences where there is no `highest`.
 
-    Raise unless they are whole numbers in 0..highest, which traced ones are taken to be.
+    Raise unless they are whole numbers in 0..highest; traced numbers are not checked.
     """
     values = None if backends.host(lens) is None else _check_integers("lens", lens)
     shape = tuple(lens.shape) if values is None else values.shape
@@ -88,7 +88,7 @@ def sequences(indices: Any, batch: int) -> HostArray | None:
 
 
 def _check_integers(name: str, x: Any) -> HostArray:
-    """Return an array or list as whole numbers; raise ArgumentError where it is none."""
+    """Return an array or list as whole numbers; raise ArgumentError for anything else."""
     values = backends.host(x)
     # An empty list is an array of floats, and so is any list in MXNet.
     if values is None or values.dtype.kind not in "iuf" or (values % 1).any():

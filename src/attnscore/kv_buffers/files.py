@@ -1,4 +1,4 @@
-"""Caches as files: what is held and the options, without the score."""
+"""Caches as files: the positions held and the options, without the score."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnscore.errors import FileError
 
 @dataclass(frozen=True, eq=False)
 class CacheFile:
-    """The contents of a file; those that may be missing have a default."""
+    """The contents of a file; optional entries have a default."""
 
     keys: HostArray
     """(batch, head, slot, dim), without slots at the end that hold no position."""
@@ -58,7 +58,7 @@ class CacheFile:
 
 
 def host_array(ops: Backend, x: Array) -> HostArray:
-    """Return an array as NumPy, bfloat16 of other frameworks as that of ml_dtypes."""
+    """Return an array as NumPy, bfloat16 of other frameworks as ml_dtypes.bfloat16."""
     if ops.dtype(x) == "bfloat16":
         return np.ascontiguousarray(ops.memory(x)).view(io.bfloat16())
     return np.asarray(ops.host(ops.stop_gradient(x)))

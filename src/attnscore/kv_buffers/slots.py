@@ -1,7 +1,7 @@
-"""Which slot of a buffer holds which position, and which slots a query attends to.
+"""The slot of each position in a buffer, and the slots that a query attends to.
 
 Position p is in slot p where it is one of the sinks, otherwise in slot sinks + (p - sinks) mod ring, with a ring of all
-slots behind the sinks. Without a window there are no sinks, and the ring never wraps around.
+slots after the sinks. Without a window there are no sinks, and the ring never wraps around.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AppendedPositions:
         return self._entries(self.count) < self.index.reshape(self.ends - self.starts, (-1, 1))
 
     def entries(self) -> Array:
-        """Return the entry that each slot takes, (batch, slot); below 0 for a slot that keeps what it holds."""
+        """Return the entry that each slot takes, (batch, slot); below 0 for a slot that keeps its entry."""
         ends = self.index.reshape(self.ends, (-1, 1))
         positions = positions_of_slots(self.index, self._entries(self.size), ends, self.sinks, self.size)
         return positions - self.index.reshape(self.starts, (-1, 1))
@@ -70,7 +70,7 @@ class AppendedPositions:
 class RollingWindow(IntervalSetMask):
     """The slots of a `KeyValueCache` with a window that each query attends to.
 
-    Query i of a sequence is at position first + i, and attends to nothing at `ends` or behind. A slot past the sinks
+    Query i of a sequence is at position first + i, and attends to nothing at `ends` or after. A slot past the sinks
     holds the last position below `ends` that is congruent to it modulo the ring's size.
     """
 
@@ -99,7 +99,7 @@ class RollingWindow(IntervalSetMask):
         start = self.sinks + (start - self.sinks) % max(1, ring)
         stop = start + count
         zeros = np.zeros_like(start)
-        # The sinks; the window up to the end of the ring; what goes on at the begin of the ring.
+        # The sinks; the window up to the end of the ring; the rest of it from the start of the ring.
         parts = [
             (zeros, np.where(is_real, np.minimum(self.sinks, query + 1), 0)),
             (np.minimum(start, key_len), np.minimum(stop, key_len)),

@@ -25,7 +25,7 @@ Written = Callable[[Backend, Array, Array, AppendedPositions, bool], Array]
 @final
 @dataclass(frozen=True)
 class Storage:
-    """What differs between frameworks whose caches change in place and those whose caches are functional."""
+    """Operations that differ between caches that change in place and functional caches."""
 
     is_in_place: bool
     written: Written
@@ -60,12 +60,12 @@ def _in_place(ops: Backend, buffer: Array, block: Array, appended: AppendedPosit
 
 
 def _selected(ops: Backend, buffer: Array, block: Array, appended: AppendedPositions, is_saved: bool) -> Array:
-    """Let every slot take an appended entry or keep what it holds."""
+    """Let every slot take an appended entry or keep its own."""
     batch, heads, count, dim = block.shape
     entries = appended.entries()
     is_new = ops.reshape(entries >= 0, (batch, 1, -1, 1))
     if count > 1:
-        # Of all sequences and heads at once, as the rows of one matrix.
+        # All sequences and heads at once, as the rows of one matrix.
         first = ops.reshape(ops.positions(0, batch * heads, entries) * count, (batch, heads, 1))
         rows = first + ops.reshape(ops.maximum(entries, 0), (batch, 1, -1))
         block = ops.take(ops.reshape(block, (-1, dim)), rows, 0)
@@ -75,7 +75,7 @@ def _selected(ops: Backend, buffer: Array, block: Array, appended: AppendedPosit
 def _scattered(ops: Backend, buffer: Array, block: Array, appended: AppendedPositions, is_saved: bool) -> Array:
     """Write appended entries to their slots, by JAX's indexed updates."""
     rows = ops.reshape(ops.positions(0, buffer.shape[0], appended.starts), (-1, 1))
-    # What is not new gets a slot past the end, to which nothing is written.
+    # Entries without a slot get one past the end, to which nothing is written.
     nowhere = ops.zeros((), appended.starts, ops.dtype(appended.starts)) + appended.size
     slots = ops.where(appended.is_real(), appended.slots(), nowhere)
     return buffer.at[rows, :, slots].set(ops.swap_axes(block, 1, 2), mode="drop")

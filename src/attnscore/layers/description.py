@@ -4,9 +4,9 @@
   three primitives: apply a projection, read a parameter of the score, reshape.
 - A layer is W_o join(pool(split W_q q, split W_k k, split W_v v)) under its score; a description lists which of these
   projections there are.
-- A score of `MultiHeadAttention` is one line in each of two tables: which parameters it has, and what it makes of them.
-- Behind the projections come the norm of queries and keys, the rotary embedding, and the cache, in this order.
-- Starting values keep the variance of a score near that of a scaled dot product, whatever the dimension.
+- A score of `MultiHeadAttention` is one line in each of two tables: its parameters, and the score made of them.
+- After the projections come the norm of queries and keys, the rotary embedding, and the cache, in this order.
+- Starting values keep the variance of a score near a scaled dot product's, whatever the dimension.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HIDDEN, POOLED = "hidden units", "pooled heads"
 NORM_EPSILON = 1e-6
 
 
-# ------------------------------------------------------------------ what a layer consists of
+# ------------------------------------------------------------------ the parts of a layer
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Linear:
     name: str
     input: str
     size: int | None
-    """None: that of the first call."""
+    """None: taken from the first call."""
     units: int
     bias: bool = False
     heads: int = 0
-    """How many heads the result is split into; 0 leaves it whole."""
+    """Number of heads that split the result; 0 leaves it whole."""
 
     @property
     def in_features(self) -> int:
@@ -86,7 +86,7 @@ class Parameter:
     start: Any = 0.0
     """A number, or nested tuples of numbers in this shape."""
     fan_in_axes: int = 0
-    """How many trailing axes a score sums over: their product is the fan-in. 0: the parameter starts constant."""
+    """Number of trailing axes that a score sums over: their product is the fan-in. 0: the parameter starts constant."""
     inputs: tuple[str, ...] = ()
     """The inputs whose features the axes take; an axis of None is sized at the first call."""
 
@@ -106,7 +106,7 @@ class Parameter:
         return 1 / math.sqrt(max(1, math.prod(self.sizes[-self.fan_in_axes :]))) if self.fan_in_axes else 0.0
 
     def sized(self, sizes: Sequence[int]) -> Parameter:
-        """Return the parameter with `sizes` on the axes that have none, which are the first."""
+        """Return the parameter with `sizes` in place of unknown sizes of its first axes."""
         first = [known_size or size for known_size, size in zip(self.shape, sizes, strict=False)]
         return replace(self, shape=(*first, *self.shape[len(first) :]))
 
@@ -118,13 +118,13 @@ class Layer:
     score: Any
     """A name, or a template of `score_template`."""
     options: tuple[tuple[str, Any], ...] = ()
-    """The arguments that a configuration repeats, checked, with None resolved where the sizes follow from others."""
+    """The checked arguments of a configuration, with None resolved where a size follows from others."""
     hidden: tuple[str, ...] = ()
     """The options that ``repr`` leaves out."""
     linears: tuple[Linear, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     heads: int = 0
-    """0: a layer without heads."""
+    """Number of heads; 0: a layer without heads."""
     score_parts: tuple[Linear | Parameter, ...] = field(init=False, repr=False, compare=False)
     """The projections and parameters whose arrays the score has."""
     after_keys: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
@@ -132,9 +132,9 @@ class Layer:
     on_inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """Names of the projections and parameters that are sized by the inputs."""
     key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
-    """What the checks of a call depend on, apart from its arrays."""
+    """Part of the key under which checked calls are cached, next to the signature of the arrays."""
     fixed_score: Any = field(init=False, repr=False, compare=False)
-    """The score of a layer without parameters; None of any other."""
+    """The score of a layer without parameters; else None."""
     normalizer: Any = field(init=False, repr=False, compare=False)
     """How scores become weights, as `attend` takes it."""
     _options: dict[str, Any] = field(init=False, repr=False, compare=False)
@@ -171,7 +171,7 @@ class Layer:
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of `to_config` that were not plain data."""
+        """Return the options that `to_config` converted to plain data, as objects again."""
         options = {"score": score_template.from_config(config["score"])} if "score" in config else {}
         if isinstance(entmax := config.get("normalizer"), Mapping):
             options["normalizer"] = normalizers.Entmax(**entmax)
@@ -180,8 +180,7 @@ class Layer:
     def torch_variables(self, modules: Mapping[str, Any], dense: type) -> dict[str, tuple[Any, bool]]:
         """Return the variables of a layer by their names in PyTorch, and whether each is transposed there.
 
-        `modules` are the projections and parameters by name, `dense` is the class of projections: others have no such
-        variables.
+        `modules` are the projections and parameters by name; projections of another class than `dense` are left out.
         """
         variables = {}
         for part in self.parts:
@@ -212,7 +211,7 @@ def option(name: str) -> Any:
 
 
 # In every framework the class of a layer inherits its constructor and options from its description here, which passes
-# the arguments `framework` on to the next base, that of the framework. Children of `object`, as PyTorch's base needs.
+# the arguments `framework` on to the next base, the framework's. Children of `object`, as PyTorch's base needs.
 
 
 class DotProductLayer:
@@ -229,7 +228,7 @@ class DotProductLayer:
     ) -> None:
         options = ("scaled", check_flag("scaled", scaled)), *_normalizer_option(normalizer)
         layer = Layer("scaled_dot" if scaled else "dot", options, hidden=("scaled",) if scaled else ())
-        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
+        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # the framework's base
 
     scaled = option("scaled")
 
@@ -259,7 +258,7 @@ class AdditiveLayer:
         )
         options = ("num_hiddens", units), *sizes.items(), *_normalizer_option(normalizer)
         layer = Layer("additive", options, ("num_hiddens", *sizes), linears)
-        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
+        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # the framework's base
 
     num_hiddens, key_size, query_size = map(option, ("num_hiddens", "key_size", "query_size"))
 
@@ -286,7 +285,7 @@ class BilinearLayer:
         matrix = Parameter("W", shape, fan_in_axes=2, inputs=("queries", "keys"))
         options = *sizes.items(), *_normalizer_option(normalizer)
         layer = Layer("bilinear", options, tuple(sizes), parameters=(matrix,))
-        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
+        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # the framework's base
 
     key_size, query_size = map(option, ("key_size", "query_size"))
 
@@ -312,7 +311,7 @@ class GaussianLayer:
         layer = Layer(
             "gaussian", options, () if learn else ("learn_bandwidth",), parameters=(learned,) if learn else ()
         )
-        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
+        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # the framework's base
         if not learn:
             self.log_bandwidth = None
 
@@ -320,7 +319,7 @@ class GaussianLayer:
 
     @property
     def bandwidth(self) -> Any:
-        """The bandwidth as it is now: a number, or an array where it is learned."""
+        """The current bandwidth: a number, or an array if it is learned."""
         layer: Any = self
         return self.start if self.log_bandwidth is None else _exp(layer._read(layer._layer.parameters[0], {}))
 
@@ -387,7 +386,7 @@ class MultiHeadLayer:
             ("score_hiddens", score_dim if is_additive else None),
             ("num_key_value_heads", kv_heads),
             *sizes.items(),
-            # Only where they are on, so that older configurations stay.
+            # Left out where they are off, so that older configurations stay the same.
             *[(name, True) for name, is_on in flags.items() if is_on],
             *normalizer_option,
         )
@@ -406,7 +405,7 @@ class MultiHeadLayer:
             _parameters_of_heads(score, heads, score_dim, **flags),
             heads,
         )
-        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # that of the framework
+        super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # the framework's base
         if rotary is not None and not callable(rotary):
             raise ArgumentError(message("rotary", "a function of queries, keys and positions, or None", shown(rotary)))
         self.rotary = rotary
@@ -429,7 +428,7 @@ def _checked_sizes(**sizes: Any) -> dict[str, int | None]:
 
 
 def _normalizer_option(normalizer: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the option of a normalizer that `attend` takes; none for the softmax, so that configurations stay."""
+    """Return the option of a normalizer that `attend` takes; none for the softmax, as in older configurations."""
     return () if normalizers.resolve(normalizer) is None else (("normalizer", normalizer),)
 
 
@@ -443,7 +442,7 @@ _NORMS = ("q_norm", "k_norm")
 # The parameters of a score in `MultiHeadAttention`, one set per head on the first axis, from (heads, dim). Bandwidth
 # and scale are learned as logarithms: a step of the optimiser multiplies, and cannot make them negative.
 _PARAMETERS: dict[str, Callable[[int, int], tuple[Parameter, ...]]] = {
-    # W_q and W_k of the additive score are those of the layer, split into heads.
+    # The additive score shares W_q and W_k with the layer, split into heads.
     "additive": lambda heads, dim: (Parameter("w_v", (heads, dim), fan_in_axes=1),),
     "bilinear": lambda heads, dim: (Parameter("W", (heads, dim, dim), fan_in_axes=2),),
     # exp(-|q - k|^2 / (2 b^2)) has q . k / b^2 in it: b^2 = sqrt(dim) starts like the scaled dot product.
@@ -476,7 +475,7 @@ class LastCall:
 
     ops: Backend
     writable: type = np.ndarray
-    """Arrays of a mask that a caller may write to without a change of their version."""
+    """Type of arrays in a mask whose version does not change when a caller writes to them."""
 
     def __init__(self, query: Any, key: Any, arguments: dict[str, Any], weights: Any) -> None:
         self.computed = None if weights is None else self.detached(weights)
@@ -498,7 +497,7 @@ class LastCall:
         return self.ops.copy(x) if backends.is_array(x) and not isinstance(x, np.ndarray) else np.array(x)
 
     def detached(self, x: Any) -> Any:
-        """Return an array without its graph, which is not copied where a write to it is noticed."""
+        """Return an array without its graph, copied unless a later write to it would be noticed."""
         return self.copied(x)
 
     def weights(self) -> Any:
@@ -521,9 +520,9 @@ class BaseAttention(Generic[A]):
     _last_call_type: type[LastCall]
     # The last call, or why nothing is kept of it; None: there was none.
     _last: LastCall | str | None = None
-    # The calls of which nothing is kept, in words.
+    # Describes the calls of which nothing is kept.
     _staged = ""
-    # Names the calls that `attention_weights` is about, where a compiled one leaves no trace on the layer.
+    # For the error without a call: describes the calls that count, where traced calls leave no trace on the layer.
     _where = ""
 
     def _describe(self, layer: Layer, dropout: Any, keep_last: Any) -> None:
@@ -535,15 +534,15 @@ class BaseAttention(Generic[A]):
 
     @staticmethod
     def _is_traced(*arrays: Any) -> bool:
-        """Whether these stand for values of a later run, or for many values at once."""
+        """Whether any array stands for values of a later run, or for many values at once."""
         return False
 
     @abstractmethod
     def _project(self, linear: Linear, x: A) -> A:
         """Apply a projection to an input of the call, with positions that hold a NaN or infinity isolated.
 
-        What a mask hides afterwards then reaches no gradient, that of the projection included. The framework's module
-        itself is called, so that hooks, parametrisations and what replaced it (adapters, quantised weights) take part.
+        Positions that a mask hides afterwards propagate into no gradient, the projection's included. The framework's
+        module itself is called, so that hooks, parametrisations and replacements (adapters, quantised weights) act.
         """
 
     def _call_module(self, linear: Linear, x: A) -> A:
@@ -552,9 +551,9 @@ class BaseAttention(Generic[A]):
         return projected
 
     def _project_unpadded(self, linear: Linear, x: A, lens: Any) -> A:
-        """Return `_project` of keys or values, whose rows from `lens` (batch,) on nothing reads.
+        """Return `_project` of keys or values, whose rows from `lens` (batch,) on are never read.
 
-        A framework may leave those out, where no hook or other module would see the difference.
+        A framework may leave these rows out where no hook or other module would see the difference.
         """
         return self._project(linear, x)
 
@@ -563,9 +562,9 @@ class BaseAttention(Generic[A]):
         """Return an array of the score; `inputs` give the sizes that it lacks."""
 
     def _vector(self, linear: Linear, like: A) -> Any:
-        """Return w of the module h -> w . h + b in the place of a projection of hidden units, by one call of it.
+        """Return w of a module h -> w . h + b that replaces a projection of hidden units, from one call of the module.
 
-        Pruning, norms of weights and adapters act when a module is called. All scores of a query have b in them.
+        Pruning, weight norms and adapters act when a module is called. b adds the same number to all scores of a query.
         """
         ops = backends.of({"queries": like})
         rows, columns = (ops.positions(0, linear.in_features + extra, like) for extra in (1, 0))
@@ -602,16 +601,16 @@ class BaseAttention(Generic[A]):
     ) -> tuple[tuple[A, A, A], dict[str, Any]]:
         """Return query, key and value of the softmax, and the other arguments of `attend`.
 
-        With a cache, the one that holds the new positions too is among the arguments.
+        With a cache, the arguments include the cache that holds the new positions too.
 
         Parameters
         ----------
         linears
             The projections to apply.
         positions
-            Positions of the inputs for a rotary embedding; None: 0, 1, 2, ... or those behind the cache.
+            Positions of the inputs for a rotary embedding; None: 0, 1, 2, ..., or the positions after the cache.
         lens
-            The valid lengths where no key behind them is read or kept, else None.
+            The valid lengths if no key beyond them is read or kept, else None.
         """
         layer, projected = self._layer, dict(inputs)
         for linear in linears:
@@ -660,9 +659,9 @@ class BaseAttention(Generic[A]):
         Parameters
         ----------
         operands, arguments
-            What `_operands` returns.
+            The result of `_operands`.
         is_concrete
-            Whether no array is traced, so that none is asked.
+            Whether the caller knows that no array is traced.
         """
         (query, key, value), heads = operands, self._layer.heads
         cache = arguments.pop("cache", None)
@@ -678,7 +677,7 @@ class BaseAttention(Generic[A]):
         weights = None
         if keeps_weights or returns_weights:
             out, weights = attend(query, key, value, dropout=dropout, seed=seed, return_weights=True, **arguments)
-            # They are traced where the seed is.
+            # A traced seed makes the weights traced.
             keeps_weights = keeps_weights and (is_concrete or not self._is_traced(weights))
         else:
             out = attend(query, key, value, dropout=dropout, seed=seed, **arguments)
@@ -687,14 +686,14 @@ class BaseAttention(Generic[A]):
             last = self._last_call_type(query, key, arguments, weights if keeps_weights else None)
         else:
             last = self._staged if self.keep_last else None
-        # Not by the framework, which looks through modules and parameters, or would track an attribute as state.
+        # Past the framework, which looks through modules and parameters, or would track an attribute as state.
         object.__setattr__(self, "_last", last)
         if cache is not None:
             cache.hold_for(out)
         return self._output(out) if heads else out, weights, cache
 
     def _output(self, out: A) -> A:
-        """Join the heads of what was pooled, and project."""
+        """Join the heads of the pooled values, and project."""
         for linear in self._layer.linears:
             if linear.input == POOLED:
                 out = self._call_module(linear, self._reshape(out, (linear.units,)))
@@ -709,8 +708,8 @@ class BaseAttention(Generic[A]):
     def attention_weights(self) -> A:
         """The weights of the last call, before dropout, detached: (batch, query, key).
 
-        Multi-head: (batch, head, query, key). They are computed now, O(n^2) memory while they are held, and the call
-        kept its queries and keys alone. The call itself computes and keeps up to 8192, which takes less time.
+        Multi-head: (batch, head, query, key). Computed when read, in O(n^2) memory, from the queries and keys that
+        the call kept. A call itself computes and keeps up to 8192 weights, which takes less time.
 
         Raises
         ------
@@ -718,7 +717,7 @@ class BaseAttention(Generic[A]):
             There was no call, the last one was compiled, traced or transformed (``torch.compile``, ``fit``, ``jit``,
             ``vmap``), ``keep_last`` is off, or the inputs were changed in place or donated since.
         """
-        # Not an AttributeError: frameworks answer that one with a search for attributes, which would hide the reason.
+        # Not an AttributeError: frameworks answer it with a search for attributes, which would hide the reason.
         if (last := self._last) is None:
             got = f"none {self._where}since it was made, copied or loaded"
             got = got if self.keep_last else "keep_last=False, which keeps nothing"
@@ -744,7 +743,7 @@ def _normalized(x: Any, scale: Any) -> Any:
 
 
 def _rotated(rotary: Any, query: Any, key: Any, cache: KeyValueCache | None, positions: Any = None) -> tuple[Any, Any]:
-    """Return queries and keys (batch, length, head, dim), turned by their positions."""
+    """Return queries and keys (batch, length, head, dim), rotated by their positions."""
     ops = backends.of({"keys": key})
     shapes = query_shape, key_shape = ops.shape(query), ops.shape(key)
     length = key_shape[1]
@@ -764,7 +763,7 @@ def _rotated(rotary: Any, query: Any, key: Any, cache: KeyValueCache | None, pos
 
 
 def _may_have(x: Any, shape: Sequence[Any]) -> bool:
-    """Whether an array may have a shape some of whose sizes are unknown."""
+    """Whether an array may have `shape`, which may contain unknown sizes."""
     got = tuple(getattr(x, "shape", ()))
     return len(got) == len(shape) and all(map(may_equal, got, shape))
 
@@ -777,7 +776,7 @@ def _with_cache(
         hint = "the score is that of the layer"
         raise ArgumentError(message("cache", "a KeyValueCache(head_axis=-2) without a score", repr(cache), hint=hint))
     prepared = prepare_keys(arguments["score"], key, head_axis=-2)
-    # Parameters per query head would give a copy of the keys to each: a score of a few queries is as fast without.
+    # Not with parameters per query head, each of which would need a copy of the keys: few queries gain nothing.
     if prepared.key.shape == key.shape:
         key, arguments["score"] = prepared.key, prepared.score
     cache = cache.append(key, value, lens=arguments["valid_lens"])
@@ -827,7 +826,7 @@ class LoadsTorch:
     def load_torch(self, state: Mapping[str, Any]) -> None:
         """Take the parameters of a PyTorch layer's ``state_dict()``, from this library or from D2L.
 
-        Kernels are PyTorch's weights, transposed. Sizes that this layer does not know yet are those of `state`.
+        Kernels are PyTorch's weights, transposed. Sizes that this layer does not know yet come from `state`.
 
         Parameters
         ----------
@@ -836,7 +835,7 @@ class LoadsTorch:
         Raises
         ------
         ArgumentError
-            Names that this layer does not have, or that it misses.
+            Names that this layer does not have, or that `state` lacks.
         ShapeError
             An array of another shape. No parameter has been changed then.
         """

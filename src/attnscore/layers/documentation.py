@@ -18,7 +18,7 @@ from attnscore.layers.shared import with_constructor
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
 
-# Summary and details, then the example: {more} are further arguments, {ready} what comes before the first call.
+# Summary and details, then the example: {more} are further arguments, {ready} a line before the first call.
 _LAYERS = {
     "DotProductAttention": (
         """
@@ -77,7 +77,7 @@ The parameter, if the bandwidth is learned, is ``log_bandwidth``.
         """
 Project queries, keys and values, attend in each head, join the heads, project: W_o concat_h(pool_h).
 
-Names (``W_q``, ``W_k``, ``W_v``, ``W_o``), shapes and the order of the heads are those of Dive into Deep Learning. The
+Names (``W_q``, ``W_k``, ``W_v``, ``W_o``), shapes and the order of the heads match Dive into Deep Learning. The
 parameters of the score are attributes of the layer.
 """,
         """
@@ -94,7 +94,7 @@ parameters of the score are attributes of the layer.
 
 _OPTIONS = """
 bandwidth : number above 0
-    In the units of queries and keys.
+    Width of the kernel, in the units of queries and keys.
 learn_bandwidth : bool
     Make it a parameter that starts at `bandwidth`. It is learned as its logarithm, so that it stays above 0.
 num_hiddens : int
@@ -102,7 +102,7 @@ num_hiddens : int
     num_hiddens / num_heads.
 num_heads : int
 dropout : number in [0, 1)
-    Of the weights, in training.
+    Probability of dropping a weight, in training.
 scaled : bool
     False leaves the division by sqrt(dim) out.
 normalizer : "softmax", "sigmoid", "sparsemax", "entmax15" or an `Entmax`
@@ -123,8 +123,8 @@ sink : bool
 qk_norm : bool
     Divide queries and keys of each head by their root mean square, times a learned ``q_norm`` and ``k_norm`` (dim,).
 rotary : function (queries, keys, positions) of (queries, keys), optional
-    Rotary embedding of projected queries and keys (batch, length, head, dim) at positions (batch or 1, length), those
-    behind a cache included. A module is a submodule of the layer.
+    Rotary embedding of projected queries and keys (batch, length, head, dim) at positions (batch or 1, length), which
+    continue a cache's. A module is a submodule of the layer.
 context_group : ProcessGroup or DeviceMesh of one axis, optional
     Ranks that hold parts of the sequence: the layer is called with the rank's positions, and with the mask and valid
     lengths of the whole, see `attnscore.parallel.torch.attend`. Gradients of the parameters are the rank's share, for
@@ -132,13 +132,13 @@ context_group : ProcessGroup or DeviceMesh of one axis, optional
 query_size, key_size, value_size : int, optional
     Features of the inputs; None: inferred at the first call.
 keep_last : bool
-    Whether to keep what `attention_weights` is computed from.
+    Whether to keep the inputs from which `attention_weights` is computed.
 """
 
 _CALL = """
 queries : (batch, query, features)
 keys : (batch, key, features)
-    `AdditiveAttention` also takes what its `prepare_keys` returns.
+    `AdditiveAttention` also takes the result of its `prepare_keys`.
 values : (batch, key, features)
 valid_lens : (batch,) or (batch, query) whole numbers, optional
     With a cache (batch,): how many of the new positions are real.
@@ -150,8 +150,8 @@ bias : broadcastable to (batch, query, key), with heads to (batch, head, query, 
 """
 _CACHE = """
 cache : KeyValueCache, optional
-    Of a layer with heads, with ``head_axis=-2`` and no score. Keys and values are appended, and the queries are those
-    of the same positions, which attend to all before. The weights of the call are then over the slots of the cache.
+    For a layer with heads; made with ``head_axis=-2`` and no score. Keys and values are appended, and the queries, at
+    the same positions, attend to all before. The weights of the call are then over the slots of the cache.
 """
 RETURNS_CACHE = _CACHE + "    The call returns the new cache too, last.\n"
 
@@ -181,14 +181,14 @@ class Documentation:
     without: tuple[str, ...] = ()
     """The framework's arguments that the constructor does not have."""
     required: tuple[str, ...] = ()
-    """Those that have no default."""
+    """The framework's arguments without a default."""
 
     def altered(self, **fields: tuple[str, ...]) -> Documentation:
         """Return the decorator with other fields."""
-        return replace(self, **fields)  # type: ignore[arg-type]  # those of the last two
+        return replace(self, **fields)  # type: ignore[arg-type]  # tuples of names
 
     def __call__(self, cls: Class) -> Class:
-        """Give a layer's class its constructor and docstring; the one in the class is for readers of the source."""
+        """Give a layer's class its constructor and docstring; the docstring in the source is for readers alone."""
         made: Any = with_constructor(cls, self.without, self.required)
         about, example = _LAYERS[cls.__name__]
         example = example.replace("({more})", f"({self.more})").replace("{more}", self.more and f", {self.more}")
@@ -209,7 +209,7 @@ def documented_call(options: str = "") -> Callable[[Function], Function]:
 
 
 def _parameters(function: Callable[..., Any], texts: str) -> str:
-    """Return the section of the parameters. Of two entries for one name the later holds."""
+    """Return the section of the parameters. Of two entries for one name the later wins."""
     entries = re.findall(r"^(\w.*?)( :.*)?\n((?: +.*\n)*)", texts, flags=re.MULTILINE)
     entry = {name: f"{kind}\n{below}".rstrip() for names, kind, below in entries for name in names.split(", ")}
     parameters = [x for x in inspect.signature(function).parameters.values() if x.name != "self"]

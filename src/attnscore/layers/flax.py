@@ -1,12 +1,12 @@
 """Attention layers for Flax: parameters, training mode and state as ``flax.nnx`` has them.
 
 - All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features);
-  `attnscore.layers` says what holds in every framework.
+  `attnscore.layers` has the rules of all frameworks.
 - Projections are ``nnx.Linear``; `load_torch` takes the checkpoints of Dive into Deep Learning (D2L). Sizes not given
   come with the first call, outside ``jit``.
 - Inputs and parameters are promoted to one dtype, as Flax does it.
 - Dropout draws from the ``dropout`` stream, in training only: ``model.train()``, ``model.eval()``, ``deterministic``.
-- ``attention_weights`` are those of the last concrete call: ``jit``, ``grad``, ``vmap``, copies and pickle keep
+- ``attention_weights`` belong to the last concrete call: ``jit``, ``grad``, ``vmap``, copies and pickle keep
   nothing.
 """
 
@@ -51,30 +51,30 @@ query_size, key_size, value_size : int, optional
 deterministic : bool
     Whether dropout is off; ``layer.train()`` and ``layer.eval()`` set it.
 dtype : dtype, optional
-    Of the computation; None: that of inputs and parameters.
+    Dtype of the computation; None: promoted from inputs and parameters.
 param_dtype : dtype
-    Of the parameters.
+    Dtype of the parameters.
 rngs : nnx.Rngs
     Streams ``params`` and ``dropout``.
 """,
     more="rngs=nnx.Rngs(0)",
 )
 
-# Not attributes: those are part of the graph, which ``nnx.jit`` compiles anew for when they change, and keeps alive.
+# Not attributes, which belong to the graph: ``nnx.jit`` compiles anew when they change, and keeps them alive.
 _LAST: weakref.WeakKeyDictionary[nnx.Module, LastCall | str | None] = weakref.WeakKeyDictionary()
 
 # The trace state of JAX where no transformation runs.
 _OUTSIDE = trace_state()
 
 Draws: TypeAlias = nnx.Rngs | nnx.RngStream | jax.Array
-"""Where the dropout of a call may draw from."""
+"""Random source of a call's dropout."""
 
 
 # ------------------------------------------------------------------ parameters
 
 
 class Unsized(nnx.Module):
-    """A parameter or a projection that lacks sizes. The first call makes it and puts it in the place of this.
+    """Placeholder for a parameter or a projection of unknown sizes, which the first call makes and puts here.
 
     It is a module, so that copies and states have it too.
     """
@@ -85,7 +85,7 @@ class Unsized(nnx.Module):
         self.rngs = rngs.params.fork()
 
     def made(self, sizes: Mapping[str, int]) -> Any:
-        """Return the parameter or the projection; `sizes` are those of the inputs by name."""
+        """Return the parameter or the projection; `sizes` are the inputs' features by name."""
         part = self.part
         if isinstance(part, Linear):
             part = dataclasses.replace(part, size=sizes[part.input])
@@ -150,7 +150,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
             setattr(self, part.name, _made(part, options, rngs))
         self.deterministic = deterministic
         self.dtype = dtype
-        # Forked after the parameters, which are then the same whatever the dropout is.
+        # Forked after the parameters, so that these are the same whatever the dropout is.
         self.rngs = nnx.data(rngs.dropout.fork() if rngs is not None and self.dropout else None)
 
     def set_view(self, deterministic: bool | None = None) -> None:
@@ -280,19 +280,19 @@ def _checked(inputs: dict[str, Any]) -> dict[str, jax.Array]:
 _CHECKED: BoundedCache[bool] = BoundedCache(256)
 
 
-# Eagerly a third of the time of the operation.
+# Jitted, in a third of the time of the eager operation.
 _flat = jax.jit(jnp.ravel, inline=True)
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether a module is a projection without options of its own, which a user may have put in the place of ours."""
+    """Whether a module is a plain projection: a user may have replaced it by one with other options."""
     if type(module) is not nnx.Linear:
         return False
     return module.dot_general is lax.dot_general and not (module.precision or module.preferred_element_type)
 
 
 def _promoted(operands: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
-    """Return the operands in `dtype`, or in the one that JAX promotes theirs to; a cast to the same takes 5 us."""
+    """Return the operands in `dtype`, or in their promoted dtype; a cast to the same dtype takes 5 us."""
     dtypes = {x.dtype for x in operands}
     dtype = jnp.dtype(dtype) if dtype else dtypes.pop() if len(dtypes) == 1 else jnp.result_type(*operands)
     return [x if x.dtype == dtype and not x.weak_type else x.astype(dtype) for x in operands]

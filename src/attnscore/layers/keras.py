@@ -2,7 +2,7 @@
 
 - They are called, masked, built, saved and trained as Keras's layers are: lists, masks that arrive with the inputs,
   ``attention_mask``, ``use_causal_mask``, ``return_attention_scores``, ``.keras`` files, mixed precision, symbolic
-  calls with unknown lengths. `attnscore.layers` says what holds in every framework.
+  calls with unknown lengths. `attnscore.layers` has the rules of all frameworks.
 - Projections are ``keras.layers.Dense``, so that regularizers, LoRA and quantisation work on them.
 - Nothing is kept of a call in graphs and jit.
 """
@@ -49,11 +49,11 @@ _documented = Documentation(
 scaled : bool
     False leaves the division by sqrt(dim) out, as ``keras.layers.Attention`` does.
 seed : int, optional
-    Of the dropout.
+    Seed of the dropout.
 kernel_initializer, bias_initializer, kernel_regularizer, bias_regularizer
-    Of the projections.
+    Options of the projections.
 kwargs
-    Those of ``keras.layers.Layer``: name, dtype, trainable ...
+    Arguments of ``keras.layers.Layer``: name, dtype, trainable ...
 """,
 )
 
@@ -61,7 +61,7 @@ _CALL = """
 queries : (batch, query, features), or a list [query, value] or [query, value, key] in place of all three
     ``keras.layers.MultiHeadAttention`` takes (query, value, key), which here is the list.
 values : (batch, key, features), optional
-    None: those of `keys`.
+    None: the keys.
 attention_mask : a mask object, or an array that broadcasts to (batch, query, key), optional
     True (or a whole number other than 0) where a query may attend. Two axes are (query, key).
 queries_mask, keys_mask, values_mask : (batch, length), True at positions that are not padding, optional
@@ -104,9 +104,9 @@ def _matrix_and_bias(dense: Any, x: Array) -> tuple[Array, Array | None] | None:
 
 
 class _Signature(inspect.Signature):
-    """Signature of a call, which Keras binds to arguments without the defaults of those that are not given.
+    """Signature of a call that Keras binds without the defaults of missing arguments.
 
-    Keras looks for tensors among all arguments. TensorFlow takes 9 us to say that None is none (2.21, busy 2 cores).
+    Keras looks for tensors among all arguments. TensorFlow takes 9 us to reject None (2.21, busy 2 cores).
     """
 
     def bind(self, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
@@ -115,7 +115,7 @@ class _Signature(inspect.Signature):
 
 class _Arguments(inspect.BoundArguments):
     def apply_defaults(self) -> None:
-        """Add the masks that Keras fills in, of tensors that bring one."""
+        """Add the mask arguments that Keras fills in, for tensors that carry a mask."""
         for name, x in list(self.arguments.items()):
             if getattr(x, "_keras_mask", None) is not None and f"{name}_mask" in self.signature.parameters:
                 self.arguments.setdefault(f"{name}_mask", None)
@@ -256,7 +256,7 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         shapes = checked_shapes(inputs)
         batch, *lengths = shape = shared.scores_shape(*shapes)
         if cache is not None:
-            # The keys are its slots, as many as there are after the append; causal order is kept without a mask.
+            # The keys are the cache's slots, as many as after the append; causal order is kept without a mask.
             shape, use_causal_mask = (batch, lengths[0], None), False
         padding = {"queries_mask": queries_mask, "keys_mask": keys_mask, "values_mask": values_mask}
         for name, x in padding.items():
@@ -285,7 +285,7 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
 
         def projected(finite: Array) -> Array:
             if arrays is not None and BACKEND == "tensorflow":
-                # In a third of the time of the layer.
+                # Takes a third of the time of the layer.
                 matrix, bias = arrays
                 product = OPS.matmul(finite, matrix)
                 return product if bias is None else product + bias
@@ -336,11 +336,11 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         return out, keras.KerasTensor((batch, *heads, *lengths), dtype=self.compute_dtype)
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """Return the mask of the queries, which is that of the output."""
+        """Return the mask of the queries, which is also the output's."""
         return mask[0] if isinstance(mask, (list, tuple)) else mask
 
     def get_config(self) -> dict[str, Any]:
-        """Return what `from_config` makes the same layer from, a rotary embedding by its name."""
+        """Return the configuration of the layer for `from_config`, a rotary embedding by its name."""
         settings = {name: _kind(name).serialize(x) for name, x in self._settings.items()}
         options = {"dropout": self.dropout, "seed": self.seed, "keep_last": self.keep_last}
         rotary = getattr(self, "rotary", None)

@@ -2,7 +2,7 @@
 
 - A list is [query, value] or [query, value, key], of tensors or of shapes, as Keras's attention layers take it.
 - Whole numbers pass as masks, as with Keras's layers; an array with two axes is (query, key).
-- Errors name the argument, and say the same as those of the other frameworks.
+- Errors name the argument, and have the same text as in the other frameworks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention layers for MXNet: Gluon blocks, with parameters, training mode and serialisation as Gluon has them.
 
 - All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features), after
-  ``mxnet.npx.set_np()`` and ``layer.initialize()``; `attnscore.layers` says what holds in every framework.
+  ``mxnet.npx.set_np()`` and ``layer.initialize()``; `attnscore.layers` has the rules of all frameworks.
 - Blocks, not hybrid ones: a symbol has no numbers that the kernels could read (``docs/decisions/mxnet.md``).
 - Files of Dive into Deep Learning load: names are ``W_q.weight``, ``w_v.weight``.
 - Dropout is active under ``autograd.record()`` (or ``train_mode``), as in Gluon.
@@ -33,7 +33,7 @@ _documented = Documentation(
     "from mxnet.numpy import ones; from mxnet import npx; npx.set_np()",
     options="""
 block
-    Those of ``gluon.Block``: prefix, params.
+    Arguments of ``gluon.Block``: prefix, params.
 """,
     ready="layer.initialize()",
 )
@@ -43,7 +43,7 @@ block
 
 
 class Matrix(gluon.Block):  # type: ignore[misc]  # MXNet has no types
-    """A weight (query_size, key_size), the W of a bilinear score; unknown sizes are those of the first call."""
+    """A weight (query_size, key_size), the W of a bilinear score; unknown sizes come from the first call."""
 
     def __init__(self, parameter: Parameter) -> None:
         super().__init__()

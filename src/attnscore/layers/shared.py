@@ -1,6 +1,6 @@
 """Functions of the layers of all frameworks: constructors, checks, masks over heads, PyTorch's checkpoints.
 
-Imports no framework. What a layer consists of and computes is in `attnscore.layers.description`.
+Imports no framework. `attnscore.layers.description` describes the layers themselves.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def arrays_of_weights(query: Any, key: Any, arguments: Mapping[str, Any]) -> lis
 def with_constructor(cls: Class, without: Collection[str], required: Collection[str]) -> Class:
     """Give a layer's class one constructor, whose signature has the arguments that its bases take by name.
 
-    Each passes its ``**`` arguments on to that of the next base; the last is the framework's, which takes a `layer`.
-    The constructor raises TypeError for the arguments `without`, and where one of those `required` is missing. Where
-    the class has an `_older_order`, it raises ArgumentError for too many positional arguments, with keywords to use.
+    Each base passes its ``**`` arguments on to the next base; the last is the framework's, which takes a `layer`. The
+    constructor raises TypeError for the arguments `without`, and for a missing argument of `required`. With an
+    `_older_order` of the class, it raises ArgumentError for too many positional arguments, with keywords to use.
     """
     parameters: list[inspect.Parameter] = []
     for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
@@ -171,7 +171,7 @@ def check_inputs(
 ) -> None:
     """Raise unless queries, keys, values are dense floating arrays (batch, length, features) that belong together.
 
-    They are instances of `kind`, which messages call `expected`; `hint` says what makes one.
+    They are instances of `kind`, which messages call `expected`; `hint` says how to make one.
     """
     for name, x in inputs.items():
         if not isinstance(x, kind):

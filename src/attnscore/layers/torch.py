@@ -1,8 +1,8 @@
 """Attention layers for PyTorch: parameters, training mode and serialisation as ``torch.nn`` has them.
 
 - All are called as ``layer(queries, keys, values, valid_lens=None, mask=None)`` on (batch, length, features);
-  `attnscore.layers` says what holds in every framework.
-- ``state_dict`` keys are those of Dive into Deep Learning (``W_q.weight``, ``w_v.weight``), so its checkpoints load.
+  `attnscore.layers` has the rules of all frameworks.
+- ``state_dict`` keys match Dive into Deep Learning (``W_q.weight``, ``w_v.weight``), so its checkpoints load.
 - Nothing is kept of a call under tracing, by pickle or by deepcopy.
 """
 
@@ -41,7 +41,7 @@ _documented = Documentation(
     "from torch import ones",
     options="""
 device, dtype : optional
-    Of the parameters.
+    Device and dtype of the parameters.
 """,
 )
 
@@ -50,7 +50,7 @@ device, dtype : optional
 
 
 def _is_bare(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of the module is that of its kind and nothing else: no hook or parametrisation sees it."""
+    """Whether a call of the module only runs its kind's forward: no hook or parametrisation sees it."""
     return (
         type(module) is kind
         and "forward" not in module.__dict__
@@ -233,7 +233,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         None unless inputs and weights are all plain tensors.
         """
         if torch.compiler.is_compiling():
-            # Weights that a lazy module has not yet would be read, and be what the compiler takes them for.
+            # The trace would read the missing weights of a lazy module, and specialise on them.
             return None
         layer, arrays = self._layer, [*inputs.values()]
         for name in layer.on_inputs:
@@ -257,13 +257,13 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         """Raise unless the inputs fit each other and the weights that are applied to them."""
         shared.check_inputs(_OPS, inputs, Tensor, expected="a torch.Tensor", hint="torch.as_tensor(x) makes one")
         # A lazy module gets its weight when it is first called. A compiler then starts its trace anew, and fails where
-        # that takes another way than the first.
+        # the second trace differs from the first.
         is_compiling = torch.compiler.is_compiling()
         for linear in linears:
             if linear.input not in inputs or (is_compiling and linear.size is None):
                 continue
             weight, module = self._weight(linear.name), self._modules[linear.name]
-            # Packed weights, and those of other modules, have other shapes; a lazy module may have loaded its weight.
+            # Packed weights and weights of other modules have other shapes; a lazy module may have loaded its weight.
             if isinstance(module, nn.Linear) and weight is not None and module.in_features in (0, weight.shape[-1]):
                 _check_operand(linear.input, inputs[linear.input], weight, linear.name, axis=1)
         for parameter in self._layer.parameters:
@@ -329,7 +329,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
 
 
 def _autocast(operands: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the operands as `attend` would cast them: the inputs that a layer keeps must be those of the softmax."""
+    """Return the operands as `attend` would cast them: a layer has to keep the softmax's inputs."""
     if not _OPS.has_autocast(operands[0]):
         return operands
     with _OPS.numeric_scope():
@@ -424,8 +424,8 @@ shards : Shard of each rank, optional
     def _pooled_over_ranks(
         self, inputs: dict[str, Tensor], valid_lens: Any, mask: Any, bias: Tensor | None, shards: Sequence[Shard] | None
     ) -> Tensor:
-        """Return the output at the positions of this rank, of which the other ranks hold further keys."""
-        # Imported here: most layers are used without, and it takes torch's tensors over meshes along.
+        """Return the output at this rank's positions, whose queries also attend keys of the other ranks."""
+        # Imported here: most layers do not need it, and it imports torch's DTensor.
         from attnscore.parallel.torch import attend as attend_over_ranks
 
         queries, group, positions = inputs["queries"], self.context_group, None
@@ -455,7 +455,7 @@ shards : Shard of each rank, optional
     def from_torch(cls, module: nn.MultiheadAttention, *, keep_last: bool = True) -> Self:
         """Return a layer with copies of the parameters of an ``nn.MultiheadAttention``, its mode, dtype and device.
 
-        The layer takes (batch, length, features), whatever ``module.batch_first`` is. What the module calls
+        The layer takes (batch, length, features), whatever ``module.batch_first`` is. The module's
         ``key_padding_mask=p`` is ``mask=KeyPadding.from_ignore(p)``, and its boolean ``attn_mask=a`` is ``mask=~a``.
 
         Parameters
