@@ -125,7 +125,7 @@ __all__ = [
     "unpack_padded",
 ]
 
-# TensorFlow's AutoGraph rewrites what a tf.function calls; this is how its ``do_not_convert`` says "leave it as it is".
+# TensorFlow's AutoGraph rewrites calls in a tf.function; this is how its ``do_not_convert`` says "leave it as it is".
 for _function in (attend, attention_scores, attention_weights, explain, key_mass, masked_softmax, merge, pack,
                   pack_padded, pooled_weights, prepare_keys, softmax_jacobian, softmax_pullback, top_weights, unpack,
                   unpack_padded):  # fmt: skip

@@ -60,13 +60,13 @@ def attend(
         Keys j < valid_lens are unmasked; combined with `mask` by AND. For a query of two axes: a number, or (query,).
     bias : broadcastable to (..., query, key), or (..., 1, query + key - 1)
         Added to the scores after temperature and cap; -inf masks a key. Gets a gradient. The second shape has one
-        number for each key - query, see `relative_positions`.
+        number for each relative offset, key minus query, see `relative_positions`.
     sink : number or (heads,)
         A further logit in the softmax, without a value. Gets a gradient.
     dropout : number in [0, 1)
         Probability that a weight is dropped; the other weights are divided by 1 - dropout.
     seed : whole number, in JAX a key too, optional
-        Replays a dropout mask; None draws one from the framework's generator, which JAX has not.
+        Replays a dropout mask; None draws one from the framework's generator; JAX has none.
     head_axis : -3, or -2 for the layout (batch, length, head, dim)
     normalizer : "softmax", "sigmoid", "sparsemax", "entmax15" or an `Entmax`
         How scores become weights: see `Entmax`. The sigmoid takes each score by itself, so that the weights of a query
@@ -85,7 +85,7 @@ def attend(
     Raises
     ------
     ShapeError, DtypeError, DeviceError, FrameworkError, MaskError, ArgumentError, KernelUnavailable
-        The message names the argument, what was expected and what came.
+        The message names the argument, the expected and the actual value.
 
     Examples
     --------
@@ -170,11 +170,11 @@ def attend_vjp(
 
     Returns
     -------
-    out : what `attend` returns
+    out : result of `attend`
     pullback : function of (grad_out, grad_log_sum_exp=None, grad_entropy=None, grad_weights=None) giving `Gradients`
         It reads query, key, value, bias and sink again, which must not have been written to since; masks may have been.
-        `grad_out` has the shape of out, or is None; the next two have the shape of a statistic, `grad_weights` that of
-        the weights. A gradient into the entropy needs ``return_stats`` to name it, one into the weights
+        `grad_out` has the shape of out, or is None; the next two have the shape of a statistic, `grad_weights` has the
+        shape of the weights. A gradient into the entropy needs ``return_stats`` to name it, one into the weights
         ``return_weights=True``.
 
     Raises
@@ -243,7 +243,7 @@ def gradients(
 ) -> Gradients:
     """Return the gradients of the caller's arrays, in their shapes and dtypes.
 
-    `grads` are the gradients of a kernel, on the canonical axes, and `by_score` what the score's VJP makes of them: the
+    `grads` are the gradients of a kernel, on the canonical axes, and `by_score` the results of the score's VJP: the
     gradients of query, key and the score's arrays.
     """
     ops, layout = problem.ops, problem.layout

@@ -2,7 +2,7 @@
 
 ``python -m attnscore.testing`` checks every score, mask and kernel that this machine has (`main`).
 
-Each draws small random arrays of odd sizes and raises an AssertionError that says what failed and by how much.
+Each draws small random arrays of odd sizes and raises an AssertionError that names the failure and its size.
 References are the dense kernel (the definition, whole matrix) and central differences in float64: no formula that is
 under test. A framework is imported only when an array of it was given.
 """
@@ -93,7 +93,7 @@ def check_score(
     Raises
     ------
     AssertionError
-        Which check failed, where, and by how much.
+        The check that failed, where, and by how much.
     ShapeError, DtypeError, FrameworkError
         `tile` gives no scores: the error of a call, with the same message.
 
@@ -270,7 +270,7 @@ def check_kernel(kernel: str | Kernel, *, like: Array | None = None, seed: int =
         raise AssertionError(f"{kernel.name}: nothing was checked, it can run none of the problems: {reasons[0]}")
 
 
-# Results that a problem asks for besides the output: all, and fewer where a kernel cannot run that.
+# Results that a problem requests besides the output: all, then fewer for kernels that cannot compute all.
 _REQUESTS: tuple[dict[str, Any], ...] = (
     {"statistics": STATISTICS, "matrix": "weights"},
     {"statistics": STATISTICS},
@@ -329,7 +329,7 @@ def _problems(
 
 
 def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Generator) -> None:
-    """Compare gradients of out, and of log-sum-exp, entropy and weights where wanted, with finite differences."""
+    """Compare gradients of out, and of log-sum-exp, entropy and weights if requested, with finite differences."""
     run = SinglePlan(kernel, problem, tiling.plan(problem, (2, 3)))
     operands = run.operands()
 
@@ -457,8 +457,8 @@ def main() -> int:
 
     1. In float64 output, weights and statistics against the dense kernel, gradients against finite differences.
     2. In float32 and float16 the output against the dense kernel in float64: at most twice the error of the dense
-       kernel in the same dtype, and 4 roundings. Gradients against those in float64.
-    3. Whatever `check_score` and `check_kernel` check.
+       kernel in the same dtype, and 4 roundings. Gradients against float64.
+    3. Everything that `check_score` and `check_kernel` check.
 
     Returns
     -------
@@ -573,7 +573,7 @@ def _check_masks(kernel: Kernel, score: Any) -> None:
 
 
 def _check_rounding(kernel: Kernel, score: Any, mask: Mask | None, inputs: Sequence[_HostArray]) -> None:
-    """Compare a kernel's output and gradients in the dtype of `inputs` with those in float64 of the same numbers."""
+    """Compare a kernel's output and gradients in the dtype of `inputs` with float64 on the same numbers."""
     dtype = inputs[0].dtype
     leaves = dict(zip(("query", "key", "value"), inputs, strict=True))
     leaves |= {name: np.asarray(x).astype(dtype) for name, x in arrays_of(score).items()}

@@ -74,7 +74,7 @@ def cost(
     Raises
     ------
     ArgumentError, ShapeError
-        An unknown name, a size that is no whole number, or one that the score cannot take.
+        An unknown name, a size that is no whole number or that the score cannot take.
 
     Examples
     --------
@@ -149,7 +149,7 @@ class Explanation:
     weights: str | None
     """Shape, bytes and source of the weights, if they are returned."""
     plan: TilePlan
-    """Tiles that the kernel visits; of a batch, those that any of its entries needs."""
+    """Tiles that the kernel visits; of a batch, the tiles that any entry needs."""
     operations: int
     bytes: int
 
@@ -205,7 +205,7 @@ def explain(
     Raises
     ------
     AttnscoreError
-        Whatever `attend` would raise for the same arguments.
+        As `attend`, for the same arguments.
 
     Examples
     --------
@@ -274,15 +274,15 @@ class Unavailable(str):
 
 
 def available() -> dict[str, dict[str, Literal[True] | Unavailable]]:
-    """Which frameworks, kernels and CPU targets are available: True, or the reason why one is not.
+    """Return the available frameworks, kernels and CPU targets: True, or the reason why one is not.
 
-    A reason is a text that is false in a condition: ``if available()["kernels"]["native"]:`` means what it says.
+    A reason is a text that is false in a condition: ``if available()["kernels"]["native"]:`` works.
 
     Returns
     -------
     dict with "frameworks", "kernels" and "targets", each from name to True or a reason, and "fallbacks"
         Targets are the instruction sets of the native kernels that this CPU could run. Fallbacks are the private names
-        that a framework in use lacks, each with what is slower without it.
+        that a framework in use lacks, each with the operation that is slower without it.
 
     Examples
     --------

@@ -44,7 +44,7 @@ def masked_softmax(
     valid_lens : (batch,) or (batch, query) whole numbers; with two axes a number or (query,)
     mask : a mask object, or a boolean array broadcastable to the scores, True = unmasked
     axis : int
-        The axis of the keys, in `scores` and in an array `mask`; that of the queries is then the last.
+        Axis of the keys, in `scores` and in an array `mask`. Unless it is the last, the last axis has the queries.
     temperature : number above 0
 
     Returns

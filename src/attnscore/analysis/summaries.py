@@ -101,7 +101,7 @@ def top_weights(
 
 
 def _unmasked_keys(problem: Problem, rows: slice, k: int) -> slice | None:
-    """Return at least k keys outside which all are masked for these queries; None: all keys."""
+    """Return a slice of at least k keys, outside which these queries attend none; None: all keys."""
     interval_set = problem.visibility[0]
     if interval_set is None or 0 in problem.score_shape.rows:
         return None
@@ -133,7 +133,7 @@ def pooled_weights(
 ) -> Array:
     """The map of weights summed into bins: queries down, keys across.
 
-    Attention over values that are the one-hot bin of each key gives the weight of each query by bin; memory is that of
+    Attention over values that are the one-hot bin of each key gives the weight of each query by bin, in memory for
     (..., query, bins).
 
     Parameters
@@ -141,7 +141,7 @@ def pooled_weights(
     query, key, score, mask, valid_lens, bias, sink, head_axis
         As in `attend`.
     bins : (rows, columns)
-        At most so many. All bins along an axis hold ``width = ceil(length / bins)`` positions, so that uniform weights
+        Upper limits. All bins along an axis hold ``width = ceil(length / bins)`` positions, so that uniform weights
         fill them alike; the last bin may hold fewer. Position i is in bin ``i // width``.
 
     Returns
@@ -218,7 +218,7 @@ def key_mass(
 
     Returns
     -------
-    mass : (..., key), with the heads of `query`, in float32 where that has 16 bits
+    mass : (..., key), with the heads of `query`, in float32 where the query has 16 bits
 
     Examples
     --------
@@ -264,7 +264,7 @@ def _run(problem: Problem, value: Array) -> Result:
 
 
 def bin_sizes(length: int, max_bins: int) -> HostArray:
-    """Return the number of positions in each bin of `pooled_weights`, of which there are `max_bins` or fewer.
+    """Return the number of positions in each bin of `pooled_weights`, for at most `max_bins` bins.
 
     >>> bin_sizes(100, 7).tolist()
     [15, 15, 15, 15, 15, 15, 10]

@@ -69,7 +69,7 @@ class _Blocks:
     """The same keys by name, (matrices * blocks, keys in block * dim)."""
     widths: dict[str, int]
     matrices: dict[str, HostArray]
-    """Which of the matrices of `flat` each (*lead, head, group) reads."""
+    """Index of the matrix of `flat` that each (*lead, head, group) reads."""
     count: int
     start: HostArray
     stop: HostArray
@@ -125,7 +125,7 @@ def _split_into_blocks(problem: Problem, entry: int) -> _Blocks:
 
 
 def _best_blocks(blocks: _Blocks, first: int, count: int, k: int) -> tuple[Array, Array]:
-    """Return the k blocks with the largest maxima of each query, and log sum exp(scores - maximum), the sink in it."""
+    """Return the k blocks with the largest maxima of each query, and log sum exp(scores - maximum), with the sink."""
     problem, ops = blocks.problem, blocks.problem.ops
     start, stop = (x[first : first + count] for x in (blocks.start, blocks.stop))
     # Blocks that are masked for all of these queries are skipped: half of all under a causal mask.
@@ -184,7 +184,7 @@ def _best_keys(blocks: _Blocks, first: int, count: int, best: Array, log_denom: 
     for name, x in blocks.form.arrays().items():
         role = blocks.form.role(name)
         if role == "shared":
-            # (head, group, ...): each query is a matrix of its own here, on an axis behind them.
+            # (head, group, ...): each query is a matrix of its own here, on an axis after them.
             arrays[name] = ops.expand_dims(x, 2) if len(x.shape) > 1 else x
         elif role == "query":
             arrays[name] = ops.expand_dims(ops.slice_axis(x[0], -2, first, count), -2)

@@ -49,7 +49,7 @@ def attention_weights(
     query, key, score, mask, valid_lens, bias, sink, head_axis, normalizer
         As in `attend`.
     query_index, key_index : slice, whole number or whole numbers, optional
-        Which queries and keys; None: all. Both None: the whole matrix, O(n^2) memory.
+        Queries and keys of the block; None: all. Both None: the whole matrix, O(n^2) memory.
 
     Returns
     -------
@@ -151,7 +151,7 @@ def problem_without_value(
 def matrix_of(problem: Problem, kind: PairMatrix) -> Array:
     """Return the scores or weights of all pairs of a problem without values, on the canonical axes."""
     if kind == "scores":
-        # Scores depend on neither, which no kernel then has to support.
+        # Scores depend on neither sink nor normalizer, so that no kernel has to support them.
         problem = dataclasses.replace(problem, sink=None, normalizer=None)
     problem = dataclasses.replace(problem, matrix=kind)
     return kernels.single_plan(problem)().matrix
@@ -162,7 +162,7 @@ def _from_canonical(problem: Problem, block: Array) -> Array:
 
 
 def slice_problem(problem: Problem, query_index: Any, key_index: Any) -> Problem:
-    """Slice a problem to some of its queries or keys, whose mask still reads their positions in the whole."""
+    """Slice a problem to some of its queries or keys; its mask still reads positions in the whole sequence."""
     if query_index is None and key_index is None:
         return problem
     ops, score_shape = problem.ops, problem.score_shape
@@ -180,7 +180,7 @@ def slice_problem(problem: Problem, query_index: Any, key_index: Any) -> Problem
 
     bias = problem.bias
     if bias is not None and problem.has_relative_bias and (rows is not None or cols is not None):
-        # The block is small: its pairs, of which it has one each.
+        # The block is small: each pair gets its own entry.
         key = np.arange(score_shape.key_len) if cols is None else cols
         query = np.arange(score_shape.query_len) if rows is None else rows
         offsets = key - query[:, None] + (score_shape.query_len - 1)
@@ -268,7 +268,7 @@ def _positions_of_index(name: str, index: Any, length: int) -> HostIndex | None:
 def row_gradient(problem: Problem, name: str, grad: Array | None) -> Array | None:
     """Check the gradient of an output on the caller's axes, and return it on the canonical axes.
 
-    `name` is "grad_out", "grad_weights", or that of an output with one number per query.
+    `name` is "grad_out", "grad_weights", or the name of an output with one number per query.
     """
     if grad is None:
         return None

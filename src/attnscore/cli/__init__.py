@@ -1,6 +1,6 @@
 """Command line of attnscore: `main` runs a command and turns its result or error into an exit status.
 
-- 0: done; 2: the input was wrong, and one line on stderr says what; 1: anything else, also in one line.
+- 0: done; 2: wrong input, described in one line on stderr; 1: any other error, also in one line.
 - A traceback is printed only with ATTNSCORE_TRACEBACK=1.
 - typer and rich are imported when a command runs; one line names them where they are missing.
 """

@@ -33,8 +33,8 @@ def lab(
 ) -> None:
     """Why divide by the square root of d: the variance of scores and its effect on the softmax and on training.
 
-    About a minute on two cores, with --full about ten. An interrupted lab goes on where it stopped. Prints what
-    it found; writes it as a page (report.html), as PNG pictures and as results.json.
+    About a minute on two cores, with --full about ten. An interrupted lab goes on where it stopped. Prints the
+    results; writes them as a page (report.html), as PNG pictures and as results.json.
     """
     # Imported here: they bring matplotlib and PyTorch, which --help does not need.
     from attnscore.cli.report import Report

@@ -99,7 +99,7 @@ def look(
 
 
 def check_place(place: tuple[int, ...], lead: tuple[int, ...]) -> None:
-    """Refuse, before much is computed, a place that is no matrix of the weights, or none where there are several."""
+    """Refuse, before much is computed, a place that is no matrix of the weights, or none if there are several."""
     if (not place and all(length == 1 for length in lead)) or (
         len(place) == len(lead) and all(-length <= at < length for at, length in zip(place, lead, strict=True))
     ):
@@ -111,7 +111,7 @@ def check_place(place: tuple[int, ...], lead: tuple[int, ...]) -> None:
 
 
 def check_zoom(middle: tuple[int, ...] | None, lengths: tuple[int, int]) -> None:
-    """Refuse, before much is computed, a middle that lies outside."""
+    """Refuse, before much is computed, a middle outside of the lengths."""
     if middle is not None and not all(0 <= at < length for at, length in zip(middle, lengths, strict=True)):
         raise ArgumentError(message("--zoom", f"a query and a key within {lengths}", ",".join(map(str, middle))))
 

@@ -55,7 +55,7 @@ class AttendCommand(TyperCommand):
 
 
 def keep_input(name: str, place: Path, path: Path) -> None:
-    """Refuse a destination, given as option `name`, that is a file that is read."""
+    """Refuse a destination, given as option `name`, that is an input file."""
     if place.exists() and path.exists() and place.samefile(path):
         raise ArgumentError(f"{name}: {place} is an input file; it would be overwritten")
 
@@ -113,7 +113,7 @@ class CallOptions:
     align: Annotated[_Align | None, option("Mask", _ALIGN)] = None
 
     def read(self, needed: tuple[str, ...]) -> dict[str, Any]:
-        """Read the arguments of a call; of query, key and value those in `needed`.
+        """Read the arguments of a call; `needed` names the ones to read of query, key and value.
 
         A file that cannot be read is a `FileError`; a name that is unknown, given twice, or missing, and an option that
         does not fit, an `ArgumentError`.
@@ -129,7 +129,7 @@ class CallOptions:
         return call | {"head_axis": self.head_axis}
 
     def keep_inputs(self, name: str, place: Path) -> None:
-        """Refuse, before anything is computed, a destination, given as option `name`, that is one of the files read."""
+        """Refuse, before anything is computed, a destination, given as option `name`, that is an input file."""
         texts = [self.valid_lens or "", self.sink or "", *(text.partition("=")[2] for text in self.param or [])]
         named = (Path(text) for text in texts if Path(text).suffix.lower() in SUFFIXES)
         for path in (self.inputs, *self._files().values(), *named):

@@ -30,7 +30,7 @@ class DemoFailure(AttnscoreError, RuntimeError):
 
 @dataclass
 class Report:
-    """Collects the results of one run; `steps` is how many `step` calls there will be, `document` the JSON file."""
+    """Collects the results of one run; `steps` is the number of `step` calls to come, `document` the JSON file."""
 
     folder: Path
     console: Console

@@ -1,7 +1,7 @@
 """JAX's attention, argument for argument, computed by `attend`.
 
-- `dot_product_attention` takes what its original takes and returns what it returns: shapes, dtypes, order of arguments,
-  the classes of errors; under ``jit``, ``grad``, ``vmap``, ``shard_map`` and ``jax.export`` too.
+- `dot_product_attention` takes and returns the same as its original: shapes, dtypes, order of arguments, the classes of
+  errors; under ``jit``, ``grad``, ``vmap``, ``shard_map`` and ``jax.export`` too.
 - A query that attends to no key gets zeros, where the original pools the keys that it may not attend to. With
   ``strict=True`` it gets the numbers of the original.
 """
@@ -51,7 +51,7 @@ def dot_product_attention(
     ----------
     query : (batch, query, heads, dim), or without the first axes
     key : (batch, key, KV heads, dim), or without the first axes
-        The number of KV heads divides that of heads.
+        The number of KV heads divides the number of heads.
     value : of the shape of key
     bias : broadcastable to (batch, heads, query, key), optional
         Added to the scores; gets a gradient.
@@ -123,7 +123,7 @@ def dot_product_attention(
     if local_window_size is not None:
         both = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
         left, right = map(_whole, both)
-        # Any sign, arrays too: the first key is i - left where the keys before it are those of a causal mask.
+        # Any sign, arrays too: an inverted causal mask masks the keys before i - left.
         parts += [Causal(offset=right), ~Causal(offset=-left - 1)]
     stop = None if key_lens is None else jnp.clip(key_lens, 0, key_len)
     if query_lens is not None:

@@ -104,7 +104,7 @@ def _pooled(
 
 
 def _where_empty(weights: Array, others: Array) -> Array:
-    """Return `weights` with those of queries that attend to no key replaced by `others`; NaN stays."""
+    """Return `weights`, replaced by `others` for queries that attend to no key; NaN stays."""
     return ops.where(ops.any(weights != 0, axis=-1, keepdims=True), weights, others)
 
 
@@ -153,8 +153,8 @@ class _OneHead(_DropIn):
         q, k, score = self._scored(query, key)
 
         def fill_empty(weights: Array) -> Array:
-            # The original subtracts this number from masked scores. Where all keys are masked, its softmax is of what
-            # rounding leaves of their differences: in float32 nothing, and the weights are even.
+            # The original subtracts this number from masked scores. Where all keys are masked, its softmax sees the
+            # differences that rounding leaves: none in float32, which gives uniform weights.
             scores = self._calculate_scores(query=query, key=key)
             masked = ops.softmax(scores - (65504.0 if weights.dtype == "float16" else 1.0e9), axis=-1)
             return _where_empty(weights, ops.cast(masked, weights.dtype))
@@ -172,7 +172,7 @@ class _OneHead(_DropIn):
 
 
 def _mask_of_scores(value_mask: Any, causal: bool, axes: int) -> Mask | None:
-    """Return a padding mask of the values, (batch, key), joined with a causal mask, for scores of so many axes."""
+    """Return a padding mask of the values, (batch, key), joined with a causal mask, for scores of `axes` axes."""
     parts: list[Mask] = []
     if value_mask is not None:
         value_mask = _boolean(value_mask)
@@ -196,7 +196,7 @@ class Attention(_OneHead, keras.layers.Attention):  # type: ignore[misc]  # Kera
     Parameters
     ----------
     strict : bool
-        Compute what Keras computes in the two cases that differ otherwise, in O(n^2) memory as Keras does. A query that
+        Compute as Keras does in the two cases that differ otherwise, in O(n^2) memory as in Keras. A query that
         attends to no key gets Keras's output in place of zeros, and dropout drops the same weights from the same seed.
     others
         As the original takes them.
@@ -364,7 +364,7 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
     flash_attention : bool, optional
         True refuses weights and dropout, as in Keras. It does nothing else: memory is linear without it too.
     strict : bool
-        Compute what Keras computes in the two cases that differ otherwise, in O(n^2) memory as Keras does. A query that
+        Compute as Keras does in the two cases that differ otherwise, in O(n^2) memory as in Keras. A query that
         attends to no key gets the mean of all values where Keras gives that, in place of zeros, and dropout drops the
         same weights from the same seed.
     others
@@ -409,7 +409,7 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
             arguments = query, key, value, mask, training, return_attention_scores
             return self._pool_heads(*arguments, head_axis=-2, **options)
 
-        # More axes than one, or others: those to attend over are moved behind the rest and joined into one.
+        # Several axes to attend over, or another one: they are moved after the rest and joined into one.
         rank, count = len(query.shape), len(axes)
         lead = rank - 1 - count
         last = tuple(range(lead, rank - 1))
@@ -436,8 +436,8 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
 class GroupedQueryAttention(_ManyHeads, keras.layers.GroupQueryAttention):  # type: ignore[misc]  # Keras has no types
     """``keras.layers.GroupQueryAttention``, a subclass of it, with its forward pass by `attend`.
 
-    Parameters are those of the original, with `strict` and `flash_attention` as in `MultiHeadAttention`. Keras copies a
-    KV head for each of the query heads that share it; here nothing is copied.
+    Has the parameters of the original, with `strict` and `flash_attention` as in `MultiHeadAttention`. Keras copies
+    a KV head for each of the query heads that share it; here nothing is copied.
 
     References
     ----------
@@ -502,5 +502,5 @@ class GroupedQueryAttention(_ManyHeads, keras.layers.GroupQueryAttention):  # ty
         return self._pool_heads(query, key, value, mask, training, with_weights, **options)
 
 
-# Keras exports its class GroupedQueryAttention under this name too. That of the class names a layer and its weights.
+# Keras exports its class GroupedQueryAttention under this name too. The class's name names a layer and its weights.
 GroupQueryAttention = GroupedQueryAttention

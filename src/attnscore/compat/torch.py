@@ -1,7 +1,7 @@
 """PyTorch's attention, argument for argument, computed by `attend`.
 
-- Each name takes what its original takes and returns what it returns: shapes, dtypes, order of arguments, polarity of
-  masks, parameters and their names, the classes of errors.
+- Each name takes and returns the same as its original: shapes, dtypes, order of arguments, polarity of masks,
+  parameters and their names, the classes of errors.
 - A query that attends to no key gets zeros. With ``strict=True`` it gets NaN where the original gives NaN, and dropout
   drops the weights that the original drops, from the same state of torch's generator.
 - Masks stay boolean, and so exact: no array of floats is made of them.
@@ -32,7 +32,7 @@ __all__ = ["MultiheadAttention", "multi_head_attention_forward", "scaled_dot_pro
 # Typed as Any, because torch's stubs lack the private functions of which the original itself is made.
 _PRIVATE: Any = F
 _OPS = backends.load("torch")
-# What torch takes for a float and for a bool.
+# Types that torch takes for a float and for a bool.
 _NUMBER = (numbers.Real, Tensor, torch.SymInt, torch.SymFloat)
 _BOOL = (bool, np.bool_, torch.SymBool)
 
@@ -62,13 +62,13 @@ def scaled_dot_product_attention(
     attn_mask : Tensor broadcastable to (..., query, key), optional
         Boolean, True = may attend, or floats that are added to the scores, or a ``torch.nn.attention.bias.CausalBias``.
     dropout_p : float
-        Of the weights, in training or not. The weights that are dropped are others than the original drops.
+        Probability of dropping a weight, in training or not. The original drops other weights.
     is_causal : bool
         Query i attends to the keys j <= i, whatever the lengths. Not with `attn_mask`.
     scale : float, optional
         None: 1/sqrt(dim).
     enable_gqa : bool
-        The heads of key and of value may be fewer; each number has to divide that of query.
+        Key and value may have fewer heads; each number has to divide the number of query heads.
     strict : bool
         With dropout, drop the weights that the original drops for the same seed, which takes O(n^2) memory, as there.
 
@@ -192,7 +192,7 @@ def _check_nested(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
 
 def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise, as the original, unless the heads of key and of value divide those of query."""
+    """Raise, as the original, unless the numbers of heads of key and of value divide the query's."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 3:
             raise IndexError(message(name, "an axis of heads, -3, with enable_gqa=True", tuple(x.shape)))
@@ -273,8 +273,7 @@ def multi_head_attention_forward(
     attn_mask : Tensor (query, key) or (batch * num_heads, query, key), optional
         Boolean, True = ignore the pair, or floats that are added to the scores.
     is_causal : bool
-        Says that `attn_mask` is the causal one, which is then not read where it is the only mask and no weights are
-        wanted.
+        Says that `attn_mask` is causal; it is then not read if it is the only mask and no weights are requested.
     strict : bool
         With `need_weights`, a query that attends to no key gets weights and output of NaN, as from the original.
         Without, dropout drops the weights that the original drops, which takes O(n^2) memory, as there.
@@ -333,7 +332,7 @@ def multi_head_attention_forward(
         bias: Tensor | None = None
     else:
         shape = (batch, num_heads, query_len, key.shape[0])
-        # As in the original: padding is that of `static_k`, where it is given.
+        # As in the original: padding covers the keys of `static_k`, where it is given.
         mask, bias = _mask_and_bias(key_padding_mask, attn_mask, shape, k.shape[2] - extra_keys, extra_keys)
         dtypes = [q.dtype if x.dtype == torch.bool else x.dtype for x in (key_padding_mask, attn_mask) if x is not None]
         if dtypes:
@@ -351,7 +350,7 @@ def multi_head_attention_forward(
 
 
 def _key_heads(x: Tensor, num_heads: int, bias: Tensor | None, static: Tensor | None, add_zero_attn: bool) -> Tensor:
-    """Return projected keys or values as (batch, head, key, dim), with the further ones: learned, and of zeros."""
+    """Return projected keys or values as (batch, head, key, dim), with the additional ones: learned, and zero."""
     batch = x.shape[1]
     x = x if bias is None else torch.cat([x, bias.expand(1, batch, -1)])
     x = _split_heads(x, num_heads) if static is None else torch.unflatten(static, 0, (batch, num_heads))
@@ -364,7 +363,7 @@ def _split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, *, agreeing: int) -> None:
-    """Raise, as the original, unless the sizes agree; those of key and value on so many first axes."""
+    """Raise, as the original, unless the sizes agree; key and value agree on `agreeing` first axes."""
     if query.shape[-1] != embed_dim:
         raise AssertionError(message("query", f"embedding dimension of {embed_dim}", query.shape[-1]))
     if embed_dim % num_heads:
@@ -467,7 +466,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     (True, torch.Size([3, 5, 5]))
     """
 
-    # Of the class too: a module of the original becomes one of these when its __class__ is set.
+    # A class attribute too: a module of the original becomes one of these when its __class__ is set.
     strict: bool = False
 
     def __init__(

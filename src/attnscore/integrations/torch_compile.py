@@ -94,7 +94,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output, an array whose rows are the values saved for the backward and the statistics, the weights.
 
-    Weights are in the accumulator dtype; where the caller does not want them there are none, an array (0,).
+    Weights are in the accumulator dtype; an empty array (0,) unless the caller requests them.
     """
     arguments = read(expression, arrays=arrays, integers=integers)
     with _OPS.numeric_scope():
@@ -259,7 +259,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         else:
             arguments["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
     if isinstance(arguments["seed"], int):
-        arguments["seed"] %= 2**63  # what `attend` takes of it, in 64 bits
+        arguments["seed"] %= 2**63  # the seed of `attend`, in 64 bits
     slots = Slots()
     written = ", ".join([f"{name}={slots.written(x)}" for name, x in arguments.items()])
     out, rows, weights = _attend(query, key, value, slots.arrays, slots.integers, f"attend({written})")

@@ -92,7 +92,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
 
 
 def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: Any) -> tuple[Problem, Result]:
-    """Return the problem of a call and its result; `arguments` are those of `build_problem`."""
+    """Return the problem of a call and its result; `arguments` go to `build_problem`."""
     if arguments["dropout"] != 0:
         if torch.onnx.is_in_onnx_export():
             expected = "0.0 in a program for ONNX, which has no operator that drops the same weights"
@@ -107,7 +107,7 @@ def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: 
         if is_number(x := arguments[name]) and not isinstance(x, Tensor):
             arguments[name] = query.new_full((), x, dtype=sums)
     problem, _ = build_problem(query, key, value, **arguments)
-    # The mask as it was given: a cached one would be an array of the program.
+    # The caller's mask: a cached one would be an array of the program.
     mask = as_mask(arguments["mask"], arguments["valid_lens"], problem.score_shape)
     bias = problem.bias
     if problem.has_relative_bias:
@@ -122,7 +122,7 @@ def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: 
 
 
 def _scaled_dot_product(problem: Problem) -> Tensor | None:
-    """Return the output where ``scaled_dot_product_attention`` of the lowered query and key is it; otherwise None."""
+    """Return the output if ``scaled_dot_product_attention`` of the lowered query and key gives it; otherwise None."""
     shape, dtype = problem.score_shape, problem.value.dtype
     others = (problem.sink, problem.dropout, problem.matrix, problem.normalizer)
     # ONNX Runtime has no Attention of float64.
@@ -166,7 +166,7 @@ def _scaled_dot_product(problem: Problem) -> Tensor | None:
 
 
 def _is_causal(problem: Problem) -> bool:
-    """Return whether the causal mask is all: query i attends the keys j <= i, of which there is always one."""
+    """Return whether all masks together are causal: query i attends the keys j <= i, of which there is always one."""
     mask, shape = problem.mask, problem.score_shape
     if type(mask) is not Causal or mask.offset is not None or problem.bias is not None:
         return False
@@ -213,7 +213,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _decomposed(
     query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], integers: Sequence[int], expression: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the operator returns, in torch's own operators; what only its backward reads is NaN."""
+    """Return the operator's results, in torch's own operators; rows that only its backward reads are NaN."""
     problem, result = run(query, key, value, **read(expression, arrays=arrays, integers=integers))
     layout = problem.layout
     out = layout.from_canonical(_OPS, result.out)

@@ -1,4 +1,4 @@
-"""Calls of `attend` as expressions, which operators of PyTorch take as texts beside their tensors."""
+"""Calls of `attend` as expressions, which operators of PyTorch take as texts next to their tensors."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Slots:
             # A constant, which the decomposition for exported programs can read.
             return f"float({str(x)!r})"
         if isinstance(x, (float, torch.SymFloat)):
-            # As a tensor: a float among the arguments of an operator is a constant of the graph. The sum, and not a
-            # tensor filled with it, is what torch keeps free.
+            # As a tensor: a float among the arguments of an operator is a constant of the graph. Torch keeps the
+            # sum free, not a tensor filled with the float.
             return f"float({self.written(torch.zeros((), dtype=torch.float64) + cast(float, x))})"
         if isinstance(x, (np.ndarray, np.number)):
             x = torch.as_tensor(x)

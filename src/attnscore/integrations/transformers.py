@@ -136,13 +136,13 @@ def attention_forward(
     Query, key and value are (batch, head, length, dim), with as many heads or fewer of key and value.
 
     - `attention_mask` is a mask object, a boolean tensor (True: may attend) or a float one, which is added to the
-      scores. Where it is None, `is_causal` counts, of which None is False: causal layers get a mask, and the module's
+      scores. Where it is None, `is_causal` decides, and None is False: causal layers get a mask, and the module's
       own flag is wrong in some models (Align, BridgeTower).
     - `s_aux` are sinks: a further logit per head (head,) without a value.
     - `cu_seq_lens_q` and `cu_seq_lens_k` are cumulative lengths of a flattened batch of one row, whose queries attend
       to the keys of their own sequence.
     - `indices` (batch, query, selected) are the keys that each query attends to, of those that the mask leaves.
-    - `dropout` is that of a module in training. Of `others`, one that would change the result is an ArgumentError.
+    - `dropout` comes from a module in training. A value of `others` that would change the result is an ArgumentError.
     """
     for option in _UNSUPPORTED:
         if others.get(option) is not None:

@@ -125,7 +125,7 @@ def attention_mask(
     if any(map(masking_utils.is_tracing, tensors or [None])):
         return made(allow_is_causal_skip=False)
     if q_length == 1:
-        # As small as the padding, and what generate() gives to a model that it compiles.
+        # As small as the padding; generate() gives the same to a model that it compiles.
         return made(allow_is_bidirectional_skip, allow_is_causal_skip=allow_is_causal_skip)
     place = _Place(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     parts, complete = _parts(pattern, place)
@@ -160,7 +160,7 @@ _takes_booleans._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _module_takes_booleans(module: Any) -> bool:
     """Return whether the models of a module leave boolean masks as they are; refuse those that compute attention.
 
-    Those do that are written for sdpa or flex attention, whose masks are no zeros and minus infinities either.
+    Models for sdpa or flex attention leave them, whose masks are no zeros and minus infinities either.
     """
     from transformers import AttentionInterface, PreTrainedModel
 
@@ -220,7 +220,7 @@ def _of_arrays(pattern: Pattern, place: _Place, use_vmap: bool) -> Pattern:
     return evaluate
 
 
-# ---------------------------------------------------------------- patterns that are known
+# ---------------------------------------------------------------- known patterns
 
 
 def _parts(pattern: Pattern, place: _Place) -> tuple[list[Mask], bool]:
@@ -290,7 +290,7 @@ def _chunks(size: int, left_padding: Tensor, place: _Place) -> list[Mask] | None
 
 
 def _counts_within(positions: Tensor, ids: Tensor, place: _Place) -> bool:
-    """Return whether positions increase by one inside each sequence, so that distances are those of the indices."""
+    """Return whether positions increase by one inside each sequence, so that distances equal distances of indices."""
     if not place.at_start or positions.shape != ids.shape:
         return False
     return bool((ids.diff().bool() | (positions.diff() == 1)).all())

@@ -251,7 +251,7 @@ def size_for_tokens(
 
 
 def two_decimals(value: float) -> str:
-    """Format a number with two decimals; what rounds to zero has no sign.
+    """Format a number with two decimals, without a sign where it rounds to zero.
 
     >>> [two_decimals(x) for x in (0.256, -0.001, 1.0)]
     ['0.26', '0.00', '1.00']
@@ -260,7 +260,7 @@ def two_decimals(value: float) -> str:
 
 
 def short_number(value: float, digits: int = 2) -> str:
-    """Format a number with so many significant digits, without an exponent where it is of everyday size.
+    """Format a number with `digits` significant digits, without an exponent where it is of everyday size.
 
     >>> [short_number(x) for x in (0.0, 0.123, 9.96, 12.3, 1234.0, 1e-7)]
     ['0', '0.12', '10', '12', '1234', '1e-07']
@@ -282,7 +282,7 @@ def write_numbers(axis: Axes, image: AxesImage, matrix: Matrix, text: Callable[[
 
 
 def mark_cell(axis: Axes, row: int, col: int) -> None:
-    """Frame a cell of a map, in blue between white, which is seen on every red."""
+    """Frame a cell of a map, in blue between white, visible on every red."""
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import Normal, withStroke
 

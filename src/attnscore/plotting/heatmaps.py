@@ -110,7 +110,7 @@ def show_attention(
     weights : array, tensor or nested lists (query, key) or (panel, query, key)
         The weights; several panels (heads, layers) share the tokens and the colour scale.
     query_tokens, key_tokens : sequence of str, optional
-        Their tokens, one for each. Keys without tokens take the queries' tokens when the
+        Tokens of the queries and of the keys. Keys without tokens take the queries' tokens when the
         matrix is square.
     titles : sequence of str, optional
         One per panel.

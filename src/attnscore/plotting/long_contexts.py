@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Up to so many tokens on either side edges are lines between words; beyond, points in the plane.
+# Up to this number of tokens on either side, edges are lines between words; beyond, points in the plane.
 _LONGEST_OF_LINES = 64
 _WEIGHT_OF_A_BIN = "mean weight of the pairs in a bin"
 _RECEIVED = "weight received,\nsum over queries"
@@ -53,7 +53,7 @@ def show_pooled_weights(
     cmap: str = "Reds",
     max_cols: int = 3,
 ) -> Figure:
-    """Draw what `pooled_weights` gives: the mean weight of the pairs of a query and a key in each bin.
+    """Draw the result of `pooled_weights`: the mean weight of the pairs of a query and a key in each bin.
 
     A mean does not depend on how many pairs the bin holds, so uniform attention is one flat colour. A bin without any
     weight is grey: it is masked, or its weights are NaN or too small for their dtype, as most of a saturated head's
@@ -64,7 +64,7 @@ def show_pooled_weights(
     pooled : array, tensor or nested lists (rows, columns) or (panel, rows, columns)
         Sums of weights, as `pooled_weights` gives them.
     query_len, key_len : whole numbers
-        How many queries and keys the bins hold.
+        Numbers of queries and keys in the bins.
     logarithmic : bool
         A logarithmic scale of colours, over at most four powers of ten.
     titles, figsize, cmap, max_cols
@@ -120,7 +120,7 @@ def show_key_mass(
     logarithmic: bool = True,
     figsize: tuple[float, float] | None = None,
 ) -> Figure:
-    """Draw what `key_mass` gives: the weight of every key along the sequence, and the heaviest keys by name.
+    """Draw the result of `key_mass`: the weight of every key along the sequence, and the heaviest keys by name.
 
     The line is the largest of the keys that share a column of the picture, so that one heavy key stays visible among
     100,000; the band below it reaches to their mean.
@@ -132,7 +132,7 @@ def show_key_mass(
     tokens : sequence of str, optional
         The keys' tokens, written after the numbers of the heaviest.
     heaviest : int
-        How many keys are named.
+        Number of keys that are named.
     logarithmic : bool
         A logarithmic axis of weights.
     titles, figsize
@@ -190,7 +190,7 @@ def show_top_weights(
     Up to 64 tokens on either side each edge is a line from a query to a key, wider the larger its weight. In longer
     sequences it is a point, keys across and queries down: vertical lines are sinks, diagonals are windows. Colours go
     from 0 to 1. A query whose weights are all the same, with as much left for other keys, has no strongest keys: its
-    edges are left out, and the picture says of how many queries.
+    edges are left out, and the picture has the number of these queries.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ def show_top_weights(
     query_tokens, key_tokens : sequence of str, optional
         Written at the ends of lines. Without `key_tokens` the queries' tokens serve for both, where there are enough.
     query_index : whole numbers (query,), optional
-        Which queries these are, when not the first ones.
+        Indices of these queries, when not the first ones.
     key_len : int, optional
         The number of keys; by default the number of tokens, or up to the last key of an edge.
     title : str
@@ -260,7 +260,7 @@ def show_top_weights(
 
 
 def _are_tied(weights: Matrix) -> NDArray[np.bool_]:
-    """Return for which queries two or more weights (query, k) are all tied, perhaps with weights of other keys."""
+    """Return the queries whose weights (query, k), two or more, are all tied, perhaps with weights of other keys."""
     lowest, highest = weights.min(-1, initial=math.inf), weights.max(-1, initial=0)
     remaining = 1 - weights.sum(-1)
     return np.asarray((weights.shape[1] > 1) & (lowest > 0) & (highest * TIED <= lowest) & (lowest * TIED <= remaining))
@@ -316,7 +316,7 @@ def show_long_attention(
     zoom_size : int
         Rows and columns of the exact block.
     place : whole numbers
-        Which sequence and head, where there are several: an index into the axes before (query, key) of the weights.
+        Sequence and head, where there are several: an index into the axes before (query, key) of the weights.
     tokens : sequence of str, optional
         The keys' tokens, for the names of the heaviest.
     title : str

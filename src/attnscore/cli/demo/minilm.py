@@ -262,7 +262,7 @@ def _draw_chosen_heads(
     tokens = batch.tokens[place]
     heads = [calls[one["layer"]].weights(place)[one["head"], : len(tokens), : len(tokens)] for one in chosen]
     maps = np.stack([np.asarray(weights.double()) for weights in heads])
-    # The heads were chosen by all sentences; a caption says what this map shows.
+    # The heads were chosen by all sentences; a caption describes this map.
     shares = _weight_on_places(maps[None], np.ones((1, len(tokens)), bool), of_all=True)
     entropies = -(maps * np.log(np.where(maps > 0, maps, 1.0))).sum(-1).mean(-1)
     titles = []

@@ -245,7 +245,7 @@ def _mask_gallery(masks: Mapping[str, Array], cols: int = 4) -> Figure:
 
 
 def _draw_temperatures(names: list[str], weights: Array) -> Figure:
-    """Draw the weights at each temperature as a row, beside the share of the gradient that the softmax passes."""
+    """Draw the weights at each temperature as a row, next to the share of the gradient that the softmax passes."""
     figure = drawing.new_figure((7.6, 3.3), title="A lower temperature sharpens the softmax, and less gradient passes")
     left, right = figure.subplots(1, 2)
     image = drawing.draw_map(left, weights, names, [f"{logit:g}" for logit in LOGITS], limits=(0.0, 1.0))

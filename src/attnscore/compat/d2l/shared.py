@@ -1,4 +1,4 @@
-"""What the modules of all frameworks share: the arguments of both editions, and functions of any array."""
+"""Code that the modules of all frameworks share: the arguments of both editions, and functions of any array."""
 
 from __future__ import annotations
 
