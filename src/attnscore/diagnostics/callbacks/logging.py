@@ -18,7 +18,7 @@ from typing import Any
 from attnscore.diagnostics.watching.records import NUMBERS, Records, Row
 from attnscore.errors import ArgumentError, message
 
-# The statistics of which the worst head's is written, and which is the worst.
+# Statistics that are written of the worst head, and whether the largest or the smallest is the worst.
 _WORST: dict[str, Callable[[Iterable[float]], float]] = {
     "max_logit": max,
     "entropy": min,
@@ -61,7 +61,7 @@ class HeadLog:
         self._has_header = False
         self._per_head, self._prefix = per_head, prefix
         self.seen: Records | None = None
-        """The records that say which heads fail; None: that number is left out."""
+        """The records with the failing heads; None: their number is left out."""
 
     def __call__(self, step: int, rows: Sequence[Row]) -> None:
         """Write the rows of a sampled step."""

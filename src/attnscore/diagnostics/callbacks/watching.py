@@ -1,4 +1,4 @@
-"""What the callbacks of all libraries share: a watch that starts and stops with the training, and its log."""
+"""Base of the callbacks of all libraries: a watch that starts and stops with the training, and its log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PARAMETERS = """
     *writers : objects with ``add_scalar``, ``log_metrics`` or ``log``, or callables (numbers, step)
         Logs to write to, as `HeadLog` takes them.
     every : int
-        Sample one of so many calls of the model.
+        Sample one call of the model in `every`.
     csv : path, optional
         A CSV file to write.
     per_head : bool

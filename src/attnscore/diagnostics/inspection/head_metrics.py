@@ -40,7 +40,7 @@ class Setting(NamedTuple):
 
     title: str
     temperature: float | None
-    """None: the scores without the model's scale."""
+    """Divisor of the scores; None: the scores without the model's scale."""
 
 
 SETTINGS = {

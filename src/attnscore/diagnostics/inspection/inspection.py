@@ -148,7 +148,7 @@ class Inspection:
         return np.asarray(self._head(layer, head).apply(ats.key_mass)[0, 0].double())
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return one dictionary per head: what pandas.DataFrame takes."""
+        """Return one dictionary per head, for pandas.DataFrame."""
         return [
             {"layer": place, "name": layer.name, "head": head}
             | {name: float(values[place, head]) for name, values in self.statistics.items()}
@@ -170,8 +170,8 @@ class Inspection:
         path : str or Path
             Written whole or not at all.
         megabytes : float
-            Limit of the queries and keys from which maps are drawn. Where those of all heads take more, the heads of
-            lowest entropy have maps, and the others only numbers.
+            Limit of the queries and keys from which maps are drawn. If all heads take more, the heads of lowest entropy
+            have maps, and the others only numbers.
 
         Raises
         ------
@@ -292,7 +292,7 @@ def _calls(model: Any, inputs: dict[str, Any]) -> list[AttentionCall]:
 
 
 def _configs(model: Any) -> list[Any]:
-    """Return the configs of a model and its parts, outer ones first: to set theirs sets those of their parts."""
+    """Return the configs of a model and its parts, outer ones first: setting these also sets the parts' configs."""
     from transformers import PreTrainedModel
 
     def nested(config: Any) -> list[Any]:

@@ -82,7 +82,7 @@ def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
 
 
 def _rounded(values: NDArray[np.float64], heads: list[int]) -> list[list[float | None]]:
-    # Five significant digits: what a reader compares, in a third of the bytes. JSON has no NaN.
+    # Five significant digits are enough to compare, in a third of the bytes. JSON has no NaN.
     return [
         [float(f"{x:.5g}") if math.isfinite(x) else None for x in row[:count]]
         for row, count in zip(values.tolist(), heads, strict=True)
@@ -90,7 +90,7 @@ def _rounded(values: NDArray[np.float64], heads: list[int]) -> list[list[float |
 
 
 def _drawn(inspection: Inspection, megabytes: float) -> set[tuple[int, int]]:
-    """Return the heads whose maps fit into so many megabytes, those of lowest entropy first."""
+    """Return the heads whose maps fit into `megabytes`, chosen by lowest entropy."""
     entropy, left, drawn = inspection.statistics["entropy"], megabytes * 10**6, set()
     length = len(inspection.tokens)
     # NaN, where a layer has fewer heads than another, comes last.

@@ -271,7 +271,7 @@ class AdditiveAsNetwork(_Matrices):
         return (Check("additive attention is a network on [q; k]", self.difference, 1e-12),)
 
     def plot(self) -> Figure:
-        """Draw the network's scores against those of the library: points on the diagonal."""
+        """Draw the network's scores against the library's: points on the diagonal."""
         figure = new_figure((4.2, 3.6))
         axis = figure.subplots()
         ends = [float(self.by_additive.min()), float(self.by_additive.max())]

@@ -1,7 +1,7 @@
 """Results of experiments as plain data, their checks, and estimates with confidence intervals.
 
 Requirements:
-- a result is frozen data; `to_rows` gives its numbers to whoever wants other words or another picture;
+- a result is frozen data; `to_rows` gives its numbers for other words or another picture;
 - a claim that can fail is a `Check` with the difference that was measured and the one that is allowed;
 - an exponent comes with the half-width of its 95 % confidence interval.
 """
@@ -48,7 +48,7 @@ class Result(ABC):
 
     @abstractmethod
     def to_rows(self) -> list[Row]:
-        """Return one dictionary per measurement, with the same names in each: what pandas.DataFrame takes."""
+        """Return one dictionary per measurement, with the same names in each, for pandas.DataFrame."""
 
     def summary(self) -> list[Row]:
         """Return the rows of a table that fits on a screen; none where the sentence has every number."""

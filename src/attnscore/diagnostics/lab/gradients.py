@@ -1,7 +1,7 @@
 """Gradient through the softmax against the dimension d: the norm of its Jacobian, and of a real gradient.
 
 Requirements:
-- the statistics are those of `attend`; the gradient of the scores is `attend_vjp`'s gradient of a bias;
+- the statistics come from `attend`; the gradient of the scores is `attend_vjp`'s gradient of a bias;
 - queries, keys, values and incoming gradients are the same for both scores;
 - norms are quartiles over the queries, because a saturated softmax has most norms near 0 and a few that are not.
 """
@@ -158,7 +158,7 @@ def gradient_flow(
 
 
 def _point(score: str, query: Array, key: Array, value: Array, incoming: Array) -> FlowPoint:
-    zero_bias = np.zeros((len(query), len(key)))  # its gradient is that of the scores
+    zero_bias = np.zeros((len(query), len(key)))  # has the same gradient as the scores
     (_, stats), vjp = ats.attend_vjp(query, key, value, score=score, bias=zero_bias, return_stats=True)
     gradient = np.linalg.norm(np.asarray(vjp(incoming).bias), axis=-1)
     weights = ats.attention_weights(query, key, score=score)

@@ -201,7 +201,7 @@ def _point(name: str, kind: Kind, query: Array, key: Array, rng: np.random.Gener
         _, stats = ats.attend(one_query, one_key, one_key, score=score, return_stats=("var_score", "max_weight"))
         logits = float(np.abs(ats.attention_scores(one_query, one_key, score=score)).max())
         limit = float(kind.bound(score))
-        # Of a bounded score the logit nearest to its bound.
+        # For a bounded score, the logit nearest to its bound.
         if logits >= largest if math.isinf(limit) else logits / limit >= largest / bound:
             largest, bound = logits, limit
         variances.append(float(stats.var_score.mean()))

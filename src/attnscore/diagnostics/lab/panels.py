@@ -45,7 +45,7 @@ def weights_and_jacobians(
     *,
     digits: int,
 ) -> Figure:
-    """Draw each row of weights as bars beside those of the other rows, and Jacobians of the softmax as maps."""
+    """Draw all rows of weights as bars, side by side for each key, and Jacobians of the softmax as maps."""
     from matplotlib import colormaps
 
     figure = drawing.new_figure((9.2, 3.1))

@@ -58,7 +58,7 @@ class Look:
     """Loss of the step's own batch, in nats per character."""
     logit_variance: float
     entropy: float
-    """Entropy as a share of its largest value, that of even weights over the attended keys."""
+    """Entropy as a share of its largest value, which uniform weights over the attended keys have."""
     saturated: float
     """Share of the queries with a weight of at least 0.99 on one key."""
     jacobian_trace: float

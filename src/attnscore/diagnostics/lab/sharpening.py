@@ -2,7 +2,7 @@
 
 Requirements:
 - the numbers are D2L's, to the digits that it prints;
-- Jacobians are those of `softmax_jacobian`: diag(s) - s s^T.
+- Jacobians come from `softmax_jacobian`: diag(s) - s s^T.
 """
 
 from __future__ import annotations

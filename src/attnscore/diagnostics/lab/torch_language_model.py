@@ -4,7 +4,7 @@ Requirements:
 - two runs differ in the score alone: the same initial weights, the same batches, the same steps;
 - every projection starts with variance 1 / fan-in, so that queries and keys have coordinates of variance 1 in the first
   step, as in the law Var(q.k) = d;
-- the statistics are those of `attend`, taken in few steps, known in advance;
+- the statistics come from `attend`, taken in few steps, known in advance;
 - the caller's random state and number of threads are unchanged afterwards.
 """
 

@@ -142,7 +142,7 @@ class TrainingRuns(Result):
         return np.array([look.step for look in by_seed[0].looks]), values
 
     def gap(self, head_dim: int) -> Estimate:
-        """Estimate the loss on held-back text without the scale less that with it, over pairs of runs of one seed."""
+        """Estimate the held-back loss without the scale minus the loss with it, over pairs of runs of one seed."""
         pairs = zip(*(self.of(score, head_dim) for score in SCORES), strict=True)
         return experiment.estimate([without.held_back_loss - scaled.held_back_loss for without, scaled in pairs])
 

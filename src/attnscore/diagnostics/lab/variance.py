@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DIMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-# Allowed difference between a fitted exponent and that of the law.
+# Allowed difference between a fitted exponent and the law's.
 _ALLOWED_EXPONENT = 0.03
 _MEAN_ONE_AT_64 = 192.0
 
@@ -196,7 +196,7 @@ def logit_variance(
     dims : whole numbers, two or more
     kinds : distributions of the coordinates
     pairs : pairs of a query and a key in each sample
-    repeats : samples; the confidence band is that of their mean
+    repeats : samples; results have the confidence interval of their mean
     seed : of the draws
 
     Returns

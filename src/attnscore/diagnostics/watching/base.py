@@ -5,7 +5,7 @@ Requirements:
 - memory grows with layers, heads and sampled steps, never with the length of a sequence;
 - every call that could not be recorded is counted, with the reason.
 
-The observer of a framework is a subclass. It says where attention calls are made, and gives their sums.
+The observer of a framework is a subclass. It finds attention calls, and gives their sums.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Watch(Records):
 
     @abstractmethod
     def _uninstall(self) -> None:
-        """Let them report no more; drop steps that threads are in the middle of."""
+        """Let the attention functions report no more; drop unfinished steps of threads."""
 
     # ------------------------------------------------------------ called by the observer of a framework
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from attnscore.diagnostics.watching.health import NO_EFFECT, WITH_LOSS, Period, Thresholds, logit_size
 
-# A model that fails in so many first steps, or first sampled steps, had no warm-up.
+# A model that fails in this number of first steps, or first sampled steps, had no warm-up.
 EARLY_STEPS, EARLY_SAMPLED_STEPS = 20, 4
 # Tokens are alike when their mean explains all but this share of the squares of a layer's values. Healthy layers went
 # down to 0.014 in their first steps; layers whose tokens had become alike were at 0.004 or less.
@@ -26,7 +26,7 @@ _CLIPPED_VARIANCE = 1 / 16
 
 @dataclass
 class Failures:
-    """Failures of a model that hold now: the heads of each layer and sign, and the context of the run."""
+    """Present failures of a model: the heads of each layer and sign, and the context of the run."""
 
     first_step: int
     """First sampled step."""
@@ -42,7 +42,7 @@ class Failures:
         return {period.head for period in self.periods.get(layer, ()) if period.sign in signs}
 
     def layers(self, *signs: str) -> int:
-        """Return in how many layers half of the heads or more show one of these signs."""
+        """Return the number of layers in which half of the heads or more show one of these signs."""
         return sum(2 * len(self.showing(layer, *signs)) >= count for layer, count in self.heads.items())
 
     def is_alone(self, layer: str) -> bool:
@@ -143,7 +143,7 @@ def tau_of(heads: Sequence[Mapping[str, float]], limit: Thresholds) -> float:
 
 
 def describe(period: Period, now: Mapping[str, float], limit: Thresholds) -> str:
-    """Return the numbers of a verdict in words: those of now, or of the first step where there are none any more."""
+    """Return the numbers of a verdict in words: of the last steps, or of the sign's first step if it has gone."""
     has_numbers = period.holds and period.sign != "not a number" and now["rows"] > 0
     numbers = now if has_numbers else period.evidence
     sign, largest, variance = period.sign, numbers["max_logit"], numbers["logit_variance"]

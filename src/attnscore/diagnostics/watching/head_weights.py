@@ -2,7 +2,7 @@
 
 Requirements:
 - the same functions serve PyTorch, Flax (NNX and linen) and Keras, and leave the other heads' weights as they are;
-- projections are found by their usual names; where there are none, the error says what there is and what to write;
+- projections are found by their usual names; where there are none, the error lists layers and a line to write;
 - an error leaves all weights as they are.
 """
 
@@ -34,7 +34,7 @@ _LAYERS = [tuple(pattern.format(name[0]) for name in PROJECTIONS) for pattern in
 _LAYERS += [tuple(pattern.format(name) for name in PROJECTIONS) for pattern in
             ("{}", "{}_dense", "_{}_dense", "{}_proj", "{}_layer")]  # fmt: skip
 _LAYERS += [(name,) for name in ("qkv", "qkv_proj", "Wqkv", "to_qkv", "in_proj", "c_attn")]
-# A norm behind the queries removes the factor by which their weights are scaled.
+# A norm after the queries removes the factor by which their weights are scaled.
 _NORMS = ("q_norm", "norm_q", "query_norm", "query_ln", "q_layernorm", "qk_norm")
 # Attributes of attention layers with their number of heads.
 _HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "num_query_heads", "n_head")
@@ -139,7 +139,7 @@ def reset_heads(
     heads : mapping of str to sequence of int
         Heads, by the name of the layer in `rows`.
     projections : sequence of str
-        Which of "query", "key" and "value". A key or value that several heads share needs all of them in `heads`.
+        Some of "query", "key" and "value". A key or value that several heads share needs all of them in `heads`.
     seed : int
         Chooses the numbers.
 
@@ -218,7 +218,7 @@ class _Projections(NamedTuple):
             yield array._replace(start=array.start + size * (head // group), length=size)
 
     def sharing(self, projection: str, head: int) -> set[int]:
-        """Return the heads whose entries in a projection are those of a head."""
+        """Return the heads that share a head's entries in a projection."""
         group = 1 if projection == "query" else self.heads // self.kv_heads
         return {other for other in range(self.heads) if other // group == head // group}
 
@@ -321,7 +321,7 @@ class _Weights:
             lengths, starts = [shape[axis] for shape in shapes], [0, 0, 0]
             if len(names) == 1:
                 width = lengths[0] // 3
-                # Of grouped keys there are fewer than queries, and the width is another.
+                # Grouped keys have fewer heads than queries, and another width.
                 if not is_flat or lengths[0] % 3 or (width != shapes[0][1 - axis] and names != self._layers):
                     continue
                 owners, lengths, starts = owners * 3, [width] * 3, [0, width, 2 * width]
@@ -379,7 +379,7 @@ def _drawn(entries: _Entries, shape: Sequence[int], key: Sequence[int]) -> NDArr
 
 
 def _module_name(layer: str) -> str:
-    """Return the name of the module of an attention call: without the number of the call, or that of its heads.
+    """Return the name of the module of an attention call, without the numbers of the call and of its heads.
 
     >>> _module_name("layers.0.attn #2"), _module_name("attn (4 heads)")
     ('layers.0.attn', 'attn')

@@ -1,11 +1,11 @@
 """Verdicts on the health of a head: thresholds, signs at each sampled step, memory, causes and remedies.
 
 Requirements:
-- every threshold is a field that can be set, documented with what it means and its source;
-- the last sampled steps decide whether a sign is there; the memory says since which step;
+- every threshold is a field that can be set, documented with its meaning and source;
+- the last sampled steps decide whether a sign is there; the memory has its first step;
 - a sign that healthy training shows too, as growing logits, is a failure only while the loss says that it hurts;
-- a verdict states its numbers, its first and last step and, where it is a failure, its cause and what to change;
-- what follows with certainty from an earlier failure, as NaN in every later layer, is counted under that failure.
+- a verdict states its numbers, its first and last step and, where it is a failure, its cause and remedy;
+- consequences that an earlier failure must have, as NaN in every later layer, are counted under that failure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Thresholds:
 
     Attributes
     ----------
-    window : so many sampled steps in succession make a verdict, and end it; one is enough while no more were sampled
+    window : number of successive sampled steps that make a verdict, or end it; one is enough while no more were sampled
     saturated_weight : a query is saturated when its largest weight is at least this: the trace of the Jacobian of its
         softmax is then below 0.02
     saturated_rows : a head is sharp when at least this share of its queries is saturated
@@ -63,7 +63,7 @@ class Thresholds:
         sign only where the weights show it: a sharp head under a larger one, uniform weights under a smaller one
     tau : the largest logit that QK-clip allows
     dtype_share : logits are near overflow above this share of the largest number of the queries' dtype
-    loss_rise : the loss rises when it has lost this share of what it had gained
+    loss_rise : the loss rises when it has lost this share of its gain
     loss_start : it stays at its start when it has fallen by less than this share of it
     """
 
@@ -124,7 +124,7 @@ class Verdict:
     first_step, last_step : int
         The sampled steps between which the head showed the sign; `last_step` is the last sampled one where it does now.
     cause, remedy : str
-        Of a failure: what most likely made it, and what to change.
+        Most likely cause of a failure, and the change that ends it.
     followers : tuple of (layer, head)
         Heads that fail as a consequence.
     """
@@ -158,7 +158,7 @@ FAILURES = (
     "not a number", "near overflow", "padding", "causal leak", "saturated", "dead", "no use of the query",
     "values alike", "sink in every head", "another scale",
 )  # fmt: skip
-# Of these, one verdict a head: each follows where tokens are alike.
+# A head gets one verdict of these signs: alike tokens cause each of them.
 NO_EFFECT = ("dead", "no use of the query", "values alike")
 WITH_LOSS = ("sharp", "large logits", "growing logits", "collapsing entropy", "uniform", "unusual scale")
 SIGNS = (*FAILURES, *WITH_LOSS, "sink", "empty rows")
@@ -193,7 +193,7 @@ def signs_of(
     leaks: bool = False,
     usual_siblings: bool = False,
 ) -> dict[str, Flags]:
-    """Return for each sign which heads of a layer show it in one step.
+    """Return for each sign the heads of a layer that show it in one step.
 
     `numbers` are means of the step's queries; `memory` has the variance of the step before, the largest entropy and
     variance by queries so far and the first largest logit, NaN where there are none; `leaks` says that layers of the
@@ -349,7 +349,7 @@ def _positive(values: Array) -> Array:
 
 
 def loss_trouble(losses: Sequence[float], limit: Thresholds) -> str:
-    """Return what is wrong with the losses of a run so far: "is not finite", "rises", "stays at its start", or "".
+    """Return the trouble with the losses of a run so far: "is not finite", "rises", "stays at its start", or "".
 
     Means over a tenth of the run, at least five steps, are compared. A loss rises when it gives back `loss_rise` of its
     gain and more than twice the spread of the last steps, by their mean and by their median: a few batches with a large

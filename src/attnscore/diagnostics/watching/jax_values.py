@@ -3,7 +3,7 @@
 Requirements:
 - a program sends queries and keys by ``jax.pure_callback``, which every transformation of JAX knows; under ``vmap`` it
   gets the whole batch at once;
-- what the model computes keeps its bits: the order of the calls follows from data that a selection passes on unchanged;
+- the model's results keep their bits: the order of the calls follows from data that a selection passes on unchanged;
 - nothing is sent in a step that is not sampled: a condition in the program leaves the calls out;
 - the watches that run are part of the key of JAX's caches: programs are traced anew for them, and those from before are
   back when the watch stops.
@@ -43,7 +43,7 @@ class Context:
         self._entered: tuple[int, Any] | None = None
 
     def set(self, keys: tuple[Hashable, ...]) -> None:
-        """Let the programs of this thread be those that are traced for watches of these models."""
+        """Let this thread run programs that are traced for watches of these models."""
         with self._lock:
             if self._entered is not None and self._entered[0] == threading.get_ident():
                 self._entered[1].__exit__(None, None, None)
@@ -97,7 +97,7 @@ class JaxValues:
 
     def report(self, root: Root, name: str, site: Site, out: Any) -> Any:
         """Record a call when the program runs; return its output, which follows from that."""
-        # Not the site or the root, whose values are those of a trace that ends before the program runs.
+        # Not the site or the root, whose values belong to a trace that ends before the program runs.
         key, build, names = root.key, site.build, tuple(site.arrays)
         ranks = [np.ndim(x) for x in site.arrays.values()]
 
@@ -107,7 +107,7 @@ class JaxValues:
                 staged.receive(first, key, name, build, dict(zip(names, arrays, strict=True)), ranks)
             return np.zeros(np.shape(number), np.int32)
 
-        # A value of another trace must not go into a program that JAX may use again: the run that has begun last.
+        # A value of another trace must not go into a program that JAX may use again: use the last run that began.
         number = root.number if trace_state() == root.state else jnp.int32(NEWEST)
         arrays = [lax.stop_gradient(x) for x in map(jnp.asarray, site.arrays.values())]
         done = lax.cond(

@@ -4,7 +4,7 @@ Requirements:
 - a step is one call of the model; a call is named by the path of the module that makes it, and its number in the step;
 - NNX makes new modules inside of its transformations: a model is known by its class and the paths and classes of its
   modules, and its names come from the modules that are called;
-- what is called outside of the model, or by a thread that did not start the watch inside of a program, is counted;
+- calls outside of the model, or by a thread that did not start the watch inside of a program, are counted;
 - when the last watch stops, every name and method is bound to its original.
 """
 
@@ -63,7 +63,7 @@ def _running() -> list[JaxWatch]:
 
 
 def _observe_modules(watches: list[JaxWatch]) -> None:
-    """Let the calls of the modules of these models be noted, and no others."""
+    """Note the calls of the modules of these models, and no others."""
     CONTEXT.set(tuple(watch.key for watch in staged.running()))
     _METHODS.restore()
     while _LINEN:
@@ -87,7 +87,7 @@ def _is_linen(model: Any) -> bool:
 
 
 def _key_of(model: Any) -> Hashable:
-    """Return what is the same of a model and of the copies of it that transformations make."""
+    """Return a key that a model shares with the copies that transformations make of it."""
     if _is_linen(model):
         return (type(model), ())
     return (type(model), tuple((path, type(module)) for path, module in _modules(model)))
@@ -116,9 +116,9 @@ def _nnx_call(original: Any, module: Any, /, *arguments: Any, **options: Any) ->
 
 
 def _name_of(root: Root, module: Any) -> str | None:
-    """Return the name of a module; of a copy that a transformation inside of the model has made, the original's.
+    """Return the name of a module; a copy by a transformation inside of the model has the original's name.
 
-    Copies are those of modules of the same structure, in the order of the model.
+    Copies belong to modules of the same structure, in the order of the model.
     """
     if (name := root.names.get(id(module))) is None:
         key = _key_of(module)

@@ -1,4 +1,4 @@
-"""Private names of Keras that a watch uses, each with what happens where it is gone.
+"""Private names of Keras that a watch uses, each with the effect of its absence.
 
 - ``_compute_attention`` of its multi-head layers and ``_apply_scores`` of the others are the methods that compute
   attention, which Keras lets subclasses replace. Without one, calls of the layer are counted in `unseen`.

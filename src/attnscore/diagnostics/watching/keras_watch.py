@@ -36,7 +36,7 @@ class _EagerValues:
         """Return None: every call is eager."""
 
     def is_abstract(self, x: Any) -> bool:
-        """Return whether an array has no values, as those of PyTorch's device "meta"."""
+        """Return whether an array has no values, as on PyTorch's device "meta"."""
         return bool(getattr(x, "is_meta", False))
 
     def numpy(self, x: Any) -> Any:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from attnscore.diagnostics.watching.records import Array, Records
 
-# Title, unit, and which number of all steps is the worst.
+# Title, unit, and the function that finds the worst of all steps.
 _MAPS: dict[str, tuple[str, str, Any]] = {
     "max_logit": ("Largest logit", "logit", np.fmax),
     "entropy": ("Entropy", "nats", np.fmin),
@@ -153,7 +153,7 @@ def _heads_with_nan(records: Records, last: int = 0) -> Any:
 
 
 def _masked(layers: int, heads: int) -> Any:
-    """Return a map of which every cell is masked."""
+    """Return a map with every cell masked."""
     return np.ma.masked_array(np.zeros((layers, heads)), True)
 
 
@@ -166,10 +166,10 @@ def _fill_cell(axis: Axes, row: int, column: int) -> None:
 
 
 def _scale(records: Records, name: str) -> dict[str, Any]:
-    """Return limits and colours of a map; darker cells are those of a head that attends to fewer keys."""
+    """Return limits and colours of a map; darker cells: heads that attend to fewer keys."""
     if name not in _SERIES:
         return {"limits": (0.0, 1.0)}
-    # Of all steps: entropies that have fallen are dark compared with what they were.
+    # Limits of all steps: entropies that have fallen are dark compared with earlier ones.
     recorded = np.concatenate([records.history(layer, name)[1].ravel() for layer in records.layers])
     largest = float(recorded[np.isfinite(recorded)].max(initial=1.0))
     if name == "entropy":
@@ -205,7 +205,7 @@ def _draw_series(records: Records, axis: Axes, name: str) -> None:
 
 
 def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return what dotted names have in common, with a star for the rest (empty: nothing), and the rest of each.
+    """Return the common parts of dotted names, with a star for the rest (empty: none), and the rest of each.
 
     >>> short_names(["layers.0.attn", "layers.1.attn"])
     ('layers.*.attn', ['0', '1'])
@@ -222,6 +222,6 @@ def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _common(lists: Sequence[Sequence[str]]) -> int:
-    """Return how many first items all lists share."""
+    """Return the number of first items that all lists share."""
     columns = zip(*lists, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))

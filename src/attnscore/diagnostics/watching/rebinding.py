@@ -21,7 +21,7 @@ _WRAPPERS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 class Rebinding:
-    """Functions and methods of one framework that wrappers take the place of.
+    """Functions and methods of one framework that wrappers replace.
 
     `is_bypassed` says whether wrappers only call their originals now, as while statistics are computed. A wrapper is
     called with the original first.

@@ -2,7 +2,7 @@
 
 Requirements:
 - means are over queries that attend to a key; of all sampled steps, or of the last ones, which the verdicts judge;
-- rows are plain dictionaries of the same names: what pandas.DataFrame and json.dumps take;
+- rows are plain dictionaries of the same names, for pandas.DataFrame and json.dumps;
 - verdicts, text, table, picture, page and JSON lines say the same;
 - rich and matplotlib are imported only for a table or a picture.
 """
@@ -67,10 +67,10 @@ MEANS = (
     "first_key",
 )
 _COUNTS = ("rows", "empty_rows", "nan_rows", "choice_rows")
-# Sums that an observer may lack, and of which several steps keep the largest.
+# Numbers that an observer may lack; of several steps the largest is kept.
 _LARGEST = ("max_logit", "dtype_max", "scale_ratio")
 _MARKS = ("nan_query", "nan_key", "nan_value", "overflow_rows")
-# Numbers whose mean is over other queries, or sequences, than those of `rows`, and the count of these.
+# Numbers whose mean is over other queries than `rows` counts, or over sequences, and the name of their count.
 _OVER = {
     "saturated_rows": "choice_rows",
     "padding": "padding_rows",
@@ -93,9 +93,9 @@ COLUMNS = {
     "first_key": "on first key",
     "clip": "QK-clip",
 }
-# Losses that are kept: of longer runs every second one goes, again and again.
+# Limit of the losses that are kept: of longer runs every second one goes, again and again.
 _MOST_LOSSES = 4096
-# Fewer losses say nothing.
+# Fewer losses are not judged.
 _LOSSES_TO_JUDGE = 20
 # Signs that other layers show too where the whole model's learning rate is too large.
 _GROWTH = ("saturated", "sharp", "large logits", "growing logits")
@@ -134,7 +134,7 @@ class Layer:
 
 def _join(steps: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """Return the sums of several steps together."""
-    # Of two steps, as in each sampled one, one addition: a reduction of a new array takes several times as long.
+    # Two steps, as in each sampled one, take one addition: a reduction of a new array takes several times as long.
     return {
         name: functools.reduce(np.maximum if name in _LARGEST else np.add, [sums[name] for sums in steps])
         for name in steps[0]
@@ -197,7 +197,7 @@ class Records:
     ----------
     layers : dict of name to Layer
     steps, sampled : int
-        Number of calls of the model, and of those that were recorded.
+        Number of calls of the model, and of recorded calls.
     unseen : Counter of (module, reason)
         Attention calls that could not be recorded.
     thresholds : Thresholds
@@ -246,7 +246,7 @@ class Records:
         empty_rows (fully masked queries), nan_rows (queries whose weights are NaN), logit_mean, logit_variance,
         log_sum_exp, entropy, max_weight, effective_keys, jacobian_trace, first_key, query_variance (at most so much
         variance do the queries give a logit), value_spread (share of the values' squares that their mean does not
-        explain), max_logit, choice_rows (queries that attend to more than one key), saturated_rows (share of those),
+        explain), max_logit, choice_rows (queries that attend to more than one key), saturated_rows (their share),
         padding (share of the weight), clip (the factor of QK-clip). Numbers that are unknown are NaN.
         """
         tau = self.thresholds.tau
@@ -306,7 +306,7 @@ class Records:
         return [step for step, _ in steps], np.array([_column(sums, name, tau) for _, sums in steps], dtype=np.float64)
 
     def _remember_before_the_history_drops_a_step(self) -> None:
-        """Take the sampled steps into the memory where the next one would drop one that is not there yet."""
+        """Take the sampled steps into the memory before the next step would drop one that the memory lacks."""
         if any(layer.added - self._remembered[layer.name] == layer.steps.maxlen for layer in self._layers):
             with self._lock_of_memory:
                 self._remember()
@@ -340,10 +340,10 @@ class Records:
             return [(name, period) for name, memory in self._memories.items() for period in memory.periods()]
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts: failures in the order of their first step, then what is worth knowing, in that order.
+        """Return the verdicts: failures in the order of their first step, then the other signs, in that order.
 
-        The last sampled steps decide (``thresholds.window``). What has ended is no failure any more, and its words say
-        so. Heads that hold NaN because an earlier head does are in `followers` of that head's verdict.
+        The last sampled steps decide (``thresholds.window``). A sign that has ended is no failure: its words say so.
+        Heads that hold NaN because an earlier head does are in `followers` of that head's verdict.
         """
         periods, trouble = self._periods(), loss_trouble([loss for _, loss in self._losses], self.thresholds)
         hard = any(period.holds and period.sign in FAILURES for _, period in periods)
@@ -371,7 +371,7 @@ class Records:
         first, *later = self._first_steps or [0]
         fourth = later[EARLY_SAMPLED_STEPS - 2] if len(later) >= EARLY_SAMPLED_STEPS - 1 else math.inf
         early_until = max(first + EARLY_STEPS, fourth)
-        # Logits of healthy layers grow as well, but later than those of a layer that fails early. Twice as late still
+        # Logits of healthy layers grow as well, but later than in a layer that fails early. Twice as late still
         # counts: a rate may be too large for all layers.
         growth_until = first + 2 * (early_until - first)
         growing = {
@@ -516,7 +516,7 @@ class Records:
         return lines
 
     def _other_lines(self) -> list[str]:
-        """Return what was not checked or not seen."""
+        """Return lines on the parts that were not checked or not seen."""
         unseen = [f"{name}: {count} calls not seen: {why}" for (name, why), count in self.unseen.items()]
         if self.unchecked_padding is None:
             return unseen
@@ -524,7 +524,7 @@ class Records:
         return [f"{words} is recognised by the names {self.padding_names} alone: call it so", *unseen]
 
     def __str__(self) -> str:
-        """Return failures with causes and remedies, what else was observed, and what was not checked or seen."""
+        """Return failures with causes and remedies, the other signs, and the parts that were not checked or seen."""
         observed = self._lines(False)
         header = ["Observed, not failures:"] if observed else []
         return "\n".join([self._title(), *self._state(), *self._lines(True), *header, *observed, *self._other_lines()])

@@ -15,12 +15,12 @@ Framework = Literal["torch", "nnx", "linen", "keras"]
 
 
 class Remedy(NamedTuple):
-    """What to do against a cause, in words and as a line of code."""
+    """Remedy of a cause, in words and as a line of code."""
 
     words: str
-    """With {first}, the first step of the failure."""
+    """Text with {first}, the first step of the failure."""
     torch: str
-    """With {tau} of QK-clip, and {heads} by layer."""
+    """Line with {tau} of QK-clip, and {heads} by layer."""
     flax: str = ""
     """Lines for Flax and Keras; empty: as for PyTorch."""
     keras: str = ""

@@ -1,4 +1,4 @@
-"""Attention calls of frameworks as a `Site`: the arrays of a call, and how they make the call on the host.
+"""Attention calls of frameworks as a `Site`: the arrays of a call, and a function that makes it on the host.
 
 Requirements:
 - the arrays are the framework's own, symbolic in a program, and NumPy's when `build` gets them;

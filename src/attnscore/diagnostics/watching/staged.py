@@ -4,7 +4,7 @@ Requirements:
 - the program of a model asks when it begins whether its step is sampled, and sends nothing where it is not;
 - queries and keys come to the host as NumPy arrays, and every framework has its statistics from `sums`;
 - of a call inside ``vmap``, which arrives with more axes in front, each part counts;
-- what a backward pass computes again (checkpointing, rematerialisation) is recorded once;
+- calls that a backward pass computes again (checkpointing, rematerialisation) are recorded once;
 - a loop over layers in one program gives each iteration a name: "name", "name #2", ...;
 - wrappers and programs outlive a watch: without one that runs, their calls are ignored.
 """
@@ -68,7 +68,7 @@ class StagedWatch(Watch):
 
     padding_names = f"{', '.join(_REAL)} (1 at tokens)"
     key: Hashable = None
-    """What tells models apart in compiled programs: watches with one key get the calls of the same programs."""
+    """Key of the model in compiled programs: watches with one key get the calls of the same programs."""
 
     def _install(self) -> None:
         with _LOCK:
@@ -124,7 +124,7 @@ def watches_of(key: Hashable) -> list[StagedWatch]:
     return [watch for watch in tuple(_WATCHES) if watch.key == key]
 
 
-# ------------------------------------------------------------ what happens on the host when a program runs
+# ------------------------------------------------------------ on the host, while a program runs
 
 
 def begin(key: Hashable, real: NDArray[Any] | None = None) -> int:
@@ -192,7 +192,7 @@ def _run_of(number: int, key: Hashable) -> Run | None:
 def _unrolled_sums(
     build: Build, arrays: dict[str, Any], ranks: Sequence[int], real: NDArray[np.bool_] | None, weight: float
 ) -> dict[str, Array]:
-    """Return the sums of a call; of one with more axes in front than in the code, those of all its parts together."""
+    """Return the sums of a call; a call with more axes in front than in the code is summed over its parts."""
     numbers = [np.asarray(x) for x in arrays.values()]
     lead = np.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in zip(numbers, ranks, strict=True)))
 
@@ -212,7 +212,7 @@ def _unrolled_sums(
 
 
 def _are_same(one: dict[str, Array], other: dict[str, Array]) -> bool:
-    """Return whether sums are those of the same queries and keys: equal but for the rounding of a second program."""
+    """Return whether sums come from the same queries and keys: equal but for the rounding of a second program."""
     names = ("rows", "logit_mean", "logit_variance", "log_sum_exp", "entropy", "max_logit", "first_key")
     return all(
         one[name].shape == other[name].shape and np.allclose(one[name], other[name], rtol=1e-5, equal_nan=True)
@@ -220,7 +220,7 @@ def _are_same(one: dict[str, Array], other: dict[str, Array]) -> bool:
     )
 
 
-# ------------------------------------------------------------ what happens in Python when a model is called or traced
+# ------------------------------------------------------------ in Python, while a model is called or traced
 
 
 @dataclass
@@ -280,7 +280,7 @@ class Values(Protocol):
 
 
 class _ThreadState(threading.local):
-    """What this thread is in: the call of a model, an attention call that is recorded already, a call by a program."""
+    """State of this thread: in the call of a model, in a recorded attention call, in a call by a program."""
 
     def __init__(self) -> None:
         self.root: Root | None = None

@@ -21,7 +21,7 @@ from attnscore.errors import AttnscoreError
 
 Array = NDArray[np.float64]
 
-# Scores that a model made itself are copied in blocks of so many numbers.
+# Scores that a model made itself are copied in blocks of this size.
 BLOCK = 2**20
 # Up to here an entry of a float mask hides its key: models write -1e4, -1e9 or the least number of the dtype. Logits of
 # a failing model may be as low as the first of these: scores have a lower bound.
@@ -40,7 +40,7 @@ NEEDED = (
 )
 
 
-# Sums of which several parts keep the largest.
+# Numbers that are the largest over several parts, not their sum.
 LARGEST = ("max_logit", "dtype_max", "scale_ratio")
 
 
@@ -55,7 +55,7 @@ class HostCall:
 
 
 class Moments(NamedTuple):
-    """Of the positions of each (sequence, head): their mean square, and what of it their mean does not explain.
+    """Mean square of the positions of each (sequence, head), and the part that their mean does not explain.
 
     With NaN or infinity in an array, its mean square is not finite.
     """
@@ -96,7 +96,7 @@ def sums_of(call: HostCall | HostScores, real: NDArray[np.bool_] | None, saturat
 
 
 def merged(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
-    """Return the sums of several parts of a call, or of several calls, as those of one."""
+    """Return the sums of several parts of a call, or of several calls, together."""
     if len(parts) == 1:
         return parts[0]
     return {name: (np.max if name in LARGEST else np.sum)([part[name] for part in parts], axis=0) for name in parts[0]}
@@ -118,7 +118,7 @@ def _in_blocks(call: HostCall | HostScores) -> Iterator[tuple[HostCall, slice]]:
 
 
 def _counted(call: HostCall | HostScores, real: NDArray[np.bool_] | None) -> NDArray[np.bool_] | None:
-    """Return the queries (batch, 1, query) that count: in self-attention, those not at padding. None: all."""
+    """Return the queries (batch, 1, query) that count: in self-attention, queries not at padding. None: all."""
     if isinstance(call, HostScores):
         batch, lengths = call.scores.shape[0] if call.scores.ndim >= 3 else None, call.scores.shape[-2:]
     else:
@@ -276,7 +276,7 @@ def with_infinity(x: NDArray[Any], bound: float) -> NDArray[Any]:
 
 def lowest_finite(dtype: np.dtype[Any]) -> float:
     """Return the lowest finite number of a dtype, also of bfloat16."""
-    # NumPy knows no bfloat16; its range is that of float32.
+    # NumPy knows no bfloat16; it has the range of float32.
     return float(np.finfo(dtype if dtype.kind == "f" else np.float32).min)
 
 

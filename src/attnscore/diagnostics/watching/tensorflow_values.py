@@ -55,14 +55,14 @@ class TensorflowValues:
         """Record a call when the graph runs; return its output."""
         arrays = [tf.stop_gradient(tf.convert_to_tensor(x)) for x in site.arrays.values()]
         ranks = [len(x.shape) for x in arrays]
-        # Not the site or the root, whose values are those of the graph.
+        # Not the site or the root, whose values belong to the graph.
         key, build, names = root.key, site.build, tuple(site.arrays)
 
         def call(number: NDArray[Any], *arrays: NDArray[Any]) -> NDArray[Any]:
             staged.receive(int(number), key, name, build, dict(zip(names, arrays, strict=True)), ranks)
             return np.int32(0)  # type: ignore[return-value]
 
-        # A value of another graph must not go into one that may run again: the run that has begun last.
+        # A value of another graph must not go into one that may run again: use the last run that began.
         number = root.number if tf.compat.v1.get_default_graph() is root.state else tf.constant(NEWEST)
         _when_sampled(number, lambda: tf.numpy_function(call, [number, *arrays], tf.int32))
         return out

@@ -4,7 +4,7 @@ Requirements:
 - the statistics are `attend`'s, from a pass of their own: nothing of the model's is touched;
 - no array of queries by keys is made: scores that the model itself made are read a few queries at a time;
 - the weight on the first key, and on padding, is the output of the same pass, with values that mark these keys;
-- where a watch wants one pass, it gives the output too, if that of the model's own function differs by rounding alone;
+- where a watch wants one pass, it gives the output too, if the model's own function differs by rounding alone;
   the weight on the first key is then computed from its score;
 - queries at padding do not count; queries with one attended key have no choice and never count as saturated;
 - queries, keys and values are read once more for their squares alone: which of them hold NaN or infinity, how much the
@@ -55,9 +55,9 @@ class Call:
     within: str = ""
     """Submodule that attends, where the calling module runs its code without calling it."""
     pooling: Pooling | None = None
-    """What the output takes, where the pass of the statistics may compute it."""
+    """The values, where the pass of the statistics may compute the output."""
     counted: Tensor | None = None
-    """Queries (batch, 1, query) that count, where the call itself says so; None: those that are no padding."""
+    """Queries (batch, 1, query) that count, where the call itself says so; None: all that are no padding."""
     value: Tensor | None = None
     """Values, where the caller has them."""
 
@@ -96,7 +96,7 @@ def output_and_sums(
 ) -> tuple[Tensor, dict[str, Array]]:
     """Return the output of a call and the sums of `sums_of`, from one pass.
 
-    Where padding may have weight, the marks are columns behind the values: they take up to a third longer where values
+    Where padding may have weight, the marks are columns after the values: they take up to a third longer where values
     are short.
     """
     [(_, counted)] = _in_blocks(call, real)
@@ -153,7 +153,7 @@ def _first_key_weights(call: Call, stats: ats.AttentionStats, marks: Tensor) -> 
 def _in_blocks(call: Call | Scores, real: Tensor | None) -> Iterator[tuple[Call, Tensor | None]]:
     """Yield a call as it is, and scores as biases of calls with scores of 0, a few queries at a time.
 
-    With each come the queries (batch, 1, query) that count: in self-attention, those not at padding. None: all.
+    With each come the queries (batch, 1, query) that count: in self-attention, queries not at padding. None: all.
     """
     if isinstance(call, Call):
         head_axis = call.options.get("head_axis", -3)
@@ -277,10 +277,10 @@ def sdpa_call(query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Call:
 
 
 def pooling_of(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Pooling | None:
-    """Return what the output of ``F.scaled_dot_product_attention`` takes; None where only the function itself gives it.
+    """Return the values for an output of ``F.scaled_dot_product_attention``; None where only the function gives it.
 
-    These are calls with dropout, whose random numbers are its own, of less usual tensors, and those that it refuses.
-    It is called where the model calls the function: gradients, autocast and hooks are those of the model.
+    The function gives the output of calls with dropout, which draws its own random numbers, of less usual tensors, and
+    of calls that it refuses. `pooling_of` runs where the model calls it, with the model's autograd, autocast and hooks.
     """
     tensors, mask = (query, key, value), arguments.get("attn_mask")
     if any(type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or x.dtype != query.dtype for x in tensors):
@@ -301,7 +301,7 @@ def pooling_of(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, A
             or (is_float and with_infinity(mask, MASKED_BIAS) is not mask)
         ):
             return None
-    # Checkpointing compares what is saved with what its second pass saves, which is not watched.
+    # Checkpointing compares the saved tensors with its second pass, which is not watched.
     has_hooks = private.saved_tensor_hooks(False) is not None
     if arguments.get("dropout_p") or has_hooks or _OPS.has_autocast(query):
         return None

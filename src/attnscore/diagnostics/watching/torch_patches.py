@@ -3,7 +3,7 @@
 Requirements:
 - the model's own function runs on its own arguments, and the model gets its result, unless a watch wants one pass;
 - a function mode or a module's hook would take ``nn.TransformerEncoder`` off its fused path and change its output, and
-  modes are those of one thread: names are replaced where they are bound in modules (`rebinding`), and nothing else;
+  modes belong to one thread: names are replaced where they are bound in modules (`rebinding`), and nothing else;
 - several watches may run at once; when the last one stops, all names are restored;
 - inside ``torch.compile`` and while statistics are computed, wrappers only call their originals.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Scope:
-    """Call of a function that computes attention itself: its first softmax is its attention."""
+    """Call of a function that computes attention itself, by its first softmax."""
 
     heads: int | None = None
     recorded: bool = False
@@ -190,7 +190,7 @@ def _recording() -> Iterator[None]:
 def _scope(heads: int | None, reason: str, *, recorded: bool = False) -> Iterator[None]:
     """Report `reason` unless attention is found inside, through a wrapped function or a softmax.
 
-    Of a call that has been `recorded` before, the softmax inside is ignored.
+    In a call that has been `recorded` before, the softmax is ignored.
     """
     scope = _Scope(heads, recorded)
     _THREAD.scopes.append(scope)

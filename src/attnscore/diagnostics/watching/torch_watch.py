@@ -3,7 +3,7 @@
 Requirements:
 - a step is one call of the model; every n-th is sampled, the others cost only a test per module;
 - where parts of the model are called in its place, a step begins with the part that was called first;
-- what a backward pass calls, to compute it again, is not recorded;
+- calls of a backward pass, which computes them again, are not recorded;
 - a call is named by the module that made it, and by its number among that module's calls in the step;
 - threads that call the model at once have steps of their own;
 - memory grows with layers, heads and sampled steps, never with the length of a sequence;
@@ -34,7 +34,7 @@ _REAL, _IGNORED = "attention_mask", "src_key_padding_mask"
 
 
 class _ThreadState(threading.local):
-    """Names of the modules that this thread is in, the innermost last, its step, and what may be a padding mask."""
+    """Names of the modules that this thread is in, the innermost last, its step, and a possible padding mask."""
 
     def __init__(self) -> None:
         self.stack: list[str] = []
@@ -122,7 +122,7 @@ class TorchWatch(Watch):
         return self._one_pass and self.is_sampling()
 
     def heads_of_softmax(self) -> tuple[bool, int | None]:
-        """Return whether a softmax of the innermost module is that of an attention, and its heads where known."""
+        """Return whether a softmax of the innermost module belongs to attention, and its heads where known."""
         name = self._thread.stack[-1]
         return next(((True, heads) for x, heads in self._softmax.items() if fnmatchcase(name, x)), (False, None))
 
@@ -163,7 +163,7 @@ class TorchWatch(Watch):
 
 
 def _named_arguments(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name: those by position too where a padding mask may be among them."""
+    """Return the arguments of a call by name: positional ones too where a padding mask may be among them."""
     if any(isinstance(x, Tensor) and x.ndim == 2 for x in arguments[1:]):
         return named_arguments(module.forward, (arguments, options))
     return options | {f"argument {place}": x for place, x in enumerate(arguments)}

@@ -35,7 +35,7 @@ def watch(
     """Watch every attention call of a model: a context manager, or ``start()`` and ``stop()``.
 
     The model is not changed: its own functions run, and statistics of their queries and keys are computed in a pass of
-    their own, in O(n) memory. Which calls are recorded depends on the framework.
+    their own, in O(n) memory. The framework decides which calls are recorded.
 
     - PyTorch: ``F.scaled_dot_product_attention``, ``F.multi_head_attention_forward``, the fused functions of
       ``nn.TransformerEncoder``, the attention functions of Hugging Face's models, eager included, `attend` with the
@@ -51,7 +51,7 @@ def watch(
     ----------
     model : torch.nn.Module, keras.Layer, flax.nnx.Module or flax.linen.Module
     every : int
-        Sample one of so many steps; a step is one call of the model, or of the part of it that is called first where
+        Sample one step in `every`; a step is one call of the model, or of the part of it that is called first where
         the model itself is not.
     thresholds : Thresholds, optional
         Thresholds of the verdicts.
@@ -61,7 +61,7 @@ def watch(
     history : int
         Number of sampled steps that are kept for trends and plots.
     softmax : names of modules, or a mapping of names to heads
-        Of a PyTorch model: modules whose own softmax over the last axis is that of an attention, as in BLOOM and
+        Of a PyTorch model: modules whose own softmax over the last axis belongs to attention, as in BLOOM and
         DeBERTa; ``*`` in a name stands for anything. Scores of four axes are (batch, head, query, key); of three,
         (batch, query, key), or (batch * head, query, key) where the mapping gives the heads.
     one_pass : bool
@@ -80,7 +80,7 @@ def watch(
     ------
     ArgumentError
         `model` is of no known framework, a number is not whole, `on_step` is not callable, `one_pass` is no bool, or a
-        name in `softmax` is that of no module.
+        name in `softmax` belongs to no module.
 
     Examples
     --------
@@ -112,7 +112,7 @@ def watch(
 
 
 def framework_of(model: Any) -> Framework | None:
-    """Return the framework of a model; None where it is of none that has been imported."""
+    """Return the framework of a model; None if no imported framework has its class."""
     for framework, (module, name) in _CLASSES.items():
         base = getattr(sys.modules.get(module), name, None)
         if base is not None and isinstance(model, base):
