@@ -5,7 +5,7 @@
   `docs/performance.md`, which compares all machines. Without options the long cases run too.
 - ``python benchmarks --page``: the page alone, from the results that are there.
 - ``python benchmarks diagnosis``: the test bed of `watch`, and its table in ``docs/diagnosis.md``; ``--help`` for more.
-- ``python benchmarks tune FILE``: tiles of the GPU kernels. ``python benchmarks gpu-code PAGE``: what is compiled.
+- ``python benchmarks tune FILE``: tiles of the GPU kernels. ``python benchmarks gpu-code PAGE``: facts of their code.
 """
 
 from __future__ import annotations

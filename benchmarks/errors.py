@@ -2,9 +2,9 @@
 
 Inputs are rounded to the dtype; the reference is the dense kernel on the same numbers in float64 (long double for
 float64). An error is the largest difference relative to the largest number of the array, over scores and masks below.
-Gradients are those of sum(out * w) for fixed weights w. The dense kernel has none in NumPy; those of the others are
+Gradients are of sum(out * w) for fixed weights w. The dense kernel has none in NumPy; other kernels' gradients are
 compared with the streaming kernel in the wider dtype. relu and leaky_relu are left out: their slope jumps, so that a
-rounding of the argument is none of the gradient.
+rounding of the argument is no rounding of the gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPSILONS = {
     "bfloat16": 2.0**-7,
 }
 SMOOTH = ("tanh", "sigmoid", "silu", "gelu")
-# Those of NumPy's arrays; `gather` hands graphs on to one of them.
+# Kernels for NumPy's arrays; `gather` hands graphs on to one of them.
 KERNELS = ("native", "streaming", "dense")
 MASKS = {"none": None, "causal": ats.Causal()}
 

@@ -1,7 +1,7 @@
 """Figures of single pages that are no case of the benchmark: ``python benchmarks/page_figures.py [NAME ...]``.
 
-Times are medians of rounds in which all sides alternate, on one thread, as ratios: beside other work they are rough.
-Memory is the peak of a process of its own over what it had before, in MB.
+Times are medians of rounds in which all sides alternate, on one thread, as ratios: rough next to other work.
+Memory is the peak of a separate process minus its memory before, in MB.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDS = 7
 
 
 def ratios(sides: dict[str, Callable[[], object]]) -> None:
-    """Print the time of every side over that of the first."""
+    """Print the time of every side divided by the first side's."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for done in range(ROUNDS + 1):  # the first warms up
         for name, call in sides.items():
@@ -86,7 +86,7 @@ def relative() -> None:
 
 
 def relative_memory() -> None:
-    """Print the peak of 16,384 tokens over what the process had with its inputs, less output and gradients."""
+    """Print the peak of 16,384 tokens minus the process's memory with its inputs, less output and gradients."""
     with_table(heads(64), biased=True)
     inputs = heads(16_384)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

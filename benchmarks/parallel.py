@@ -1,4 +1,4 @@
-"""Measured times of `attnscore.parallel.torch` and those that `simulate` predicts: ``python benchmarks/parallel.py``.
+"""Measured times of `attnscore.parallel.torch`, and predictions of `simulate`: ``python benchmarks/parallel.py``.
 
 Processes on this machine, over gloo, with one thread each; a forward and a backward, the least of several rounds. The
 model's rates are measured too, with as many processes as run, which share cores and memory:
@@ -8,8 +8,8 @@ model's rates are measured too, with as many processes as run, which share cores
 - the bytes a second of processes that send in a ring, all at once;
 - the overhead of a call of few queries, the latency of its messages included.
 
-Where ranks share cores, a core is idle while the last rank computes and the others wait for its message. Nothing in the
-model stands for that.
+Where ranks share cores, a core is idle while the last rank computes and the others wait for its message. The model
+leaves that out.
 
 Two processes are compared with one that computes the whole call in two threads, in turn with it: its peer waits.
 """
@@ -81,7 +81,7 @@ def slowest(ranks: int, function: Callable[..., Any], *arguments: Any) -> dict[s
 
 
 def spawn(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what a function returns in each process of a group."""
+    """Return the results of a function in each process of a group."""
     with tempfile.NamedTemporaryFile() as file:
         answers = processes.get_context("spawn").SimpleQueue()
         processes.spawn(_run, (ranks, file.name, answers, function, arguments), nprocs=ranks)

@@ -1,4 +1,4 @@
-"""Baselines: what a user would write or call in place of this library, each in its fastest form.
+"""Baselines: code that a user would write or call in place of this library, each in its fastest form.
 
 - A baseline gets the same arrays, converted before anything is timed, and the equivalent mask.
 - Where there are several ways to write it, the fastest one on this machine is taken.
@@ -30,7 +30,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a report calls it, how its side is built, and what of a case it cannot do."""
+    """Title of a baseline in reports, the function that builds its side, and the features that it lacks."""
 
     title: str
     build: Callable[[Inputs], Side]

@@ -1,4 +1,4 @@
-"""Table of the cases: what is measured, against which baselines, and the targets.
+"""Table of the cases: calls that are measured, their baselines and targets.
 
 - A case is data alone; sizes travel to the measuring process as JSON, so a test can shrink them.
 - A promise of the library is one case: a new promise is a new row here and nowhere else.
@@ -33,7 +33,7 @@ class Target:
     at_most: bool = False
     """The ratio is our time over the baseline's, and the target an upper bound."""
     floor: float | None = None
-    """Of a case of many shapes, whose `ratio` is their geometric mean: the least ratio of each."""
+    """Least ratio of each shape, in a case of many shapes; `ratio` is then their geometric mean."""
 
     def on(self, threads: int) -> float:
         """Return the ratio to reach on that many threads."""
@@ -42,7 +42,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement; `sizes` has batch, heads (0: no such axis), queries, keys, dim and what else it needs."""
+    """One measurement; `sizes` has batch, heads (0: no such axis), queries, keys, dim and more by kind."""
 
     name: str
     what: str
@@ -63,7 +63,7 @@ class Case:
     layer: bool = False
     """Our side is a layer with its projections: ``torch.nn``, Keras for TensorFlow, Flax NNX for JAX."""
     modes: tuple[Mode, ...] = ()
-    """Of kind "shapes": what each of ``sizes["shapes"]`` is measured for."""
+    """Modes in which a case of kind "shapes" measures each of ``sizes["shapes"]``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of `attend` on our side alone, whose overhead the case measures."""
     watched: Literal["", "function", "one-pass", "layer"] = ""
@@ -142,7 +142,7 @@ def _sizes(heads: int, queries: int, keys: int, dim: int, batch: int = 1, **more
 
 
 def _overhead(ratio: float) -> dict[str, Target | None]:
-    """Our call against the same one without what the case measures."""
+    """Our call against the same call without the measured option."""
     return {"without": Target(ratio, at_most=True)}
 
 
@@ -156,7 +156,7 @@ _TINY = _sizes(8, 16, 16, 64, batch=2)
 _GAUSSIAN = _sizes(8, 1024, 1024, 64)
 _PACKED = _sizes(8, 4352, 4352, 64, visible=512)
 
-# (score, heads, queries, keys, dim, batch): a toy example of D2L, its translation model, and what lies around them.
+# (score, heads, queries, keys, dim, batch): a toy example of D2L, its translation model, and sizes around them.
 # At most 4 M activations a call, so that the additive formula takes milliseconds.
 _SMALL = [
     (score, 0, queries, keys, dim, batch)

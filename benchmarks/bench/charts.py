@@ -52,7 +52,7 @@ def small_shapes(document: Mapping[str, Any]) -> Figure:
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
     what = {row["case"]: row["what"].removeprefix("small shapes, ") for row in rows}
-    # The case alone where it has one baseline.
+    # A case with one baseline is named without it.
     once = {case for case, _ in columns if sum(case == other for other, _ in columns) == 1}
     names = [what[case] if case in once else f"{what[case]}\nagainst {baseline}" for case, baseline in columns]
     panels[-1].set_xticks(range(len(columns)), names, rotation=35, ha="right")

@@ -1,4 +1,4 @@
-"""``python benchmarks run``: time and memory against what users would call instead."""
+"""``python benchmarks run``: time and memory against the calls that users would make instead."""
 
 from __future__ import annotations
 

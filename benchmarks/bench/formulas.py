@@ -34,7 +34,7 @@ class Ops:
     total: Callable[[Any], Any]
     """Sum over the last axis."""
     softmax: Callable[[Any], Any]
-    """Over the last axis."""
+    """Softmax over the last axis."""
     arange: Callable[[int], Any]
     masked: Callable[[Any, Any], Any]
     """Scores, -inf where a boolean is False."""
@@ -54,7 +54,7 @@ def formulas(score: Score, dim: int, o: Ops) -> list[Scores]:
     """Return the formulas of a score, the plainest first."""
     scale = 1 / math.sqrt(dim)
 
-    # No lambdas: TensorFlow reads the source of what it compiles.
+    # No lambdas: TensorFlow reads the source of functions that it compiles.
     def scaled_scores(q: Any, k: Any, _: Any) -> Any:
         return o.products(q, k) * scale
 

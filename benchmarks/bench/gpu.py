@@ -20,9 +20,9 @@ from bench.reference import WrongResult
 
 ROUNDS, QUICK_ROUNDS, WARM_UP = 50, 10, 5
 FLUSH_BYTES = 2**28
-"""Overwritten before each time: more than the second-level cache of any GPU."""
+"""Bytes that are overwritten before each time: more than the second-level cache of any GPU."""
 TOLERANCE = {"bfloat16": 0.05, "float16": 0.01, "float32": 1e-3}
-"""Largest difference from a baseline, of its largest number."""
+"""Largest difference from a baseline, relative to its largest number."""
 FACTS = ("name", "driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels for each architecture: registers, spills, shared memory, matrix instructions.
+"""Facts of the compiled kernels for each architecture: registers, spills, shared memory, matrix instructions.
 
 ``python benchmarks gpu-code FILE`` compiles each entry of the tile table, without a GPU, and writes
 the page of the documentation. The compiler and the disassembler come with Triton.
@@ -28,7 +28,7 @@ from attnscore.problem.problem import build_problem
 from attnscore.problem.results import RowGradients
 
 ARCHITECTURES = (80, 89, 90)
-"""Those of the page."""
+"""Architectures of the page."""
 SHARED_MEMORY = {
     architecture: 1024 * kilobytes
     for architectures, kilobytes in (((80, 87), 163), ((86, 89, 120, 121), 99), ((90, 100, 103, 110), 227))
@@ -47,7 +47,7 @@ class Code:
     """Facts of a compiled kernel."""
 
     registers: int
-    """Of a thread; at most 255."""
+    """Registers of a thread; at most 255."""
     spills: int
     """Instructions that store registers to memory or load them back."""
     shared: int
@@ -67,7 +67,7 @@ class Recorder(launch.Runner):
     ) -> None:
         self.target = architecture
         self.tiles = tiles or {}
-        """By kernel, in place of those of the table."""
+        """Tiles by kernel, in place of the table's."""
         self.wanted = wanted
         """Names of the kernels to compile; None: all."""
         self.found: dict[str, Code] = {}
@@ -99,7 +99,7 @@ class Recorder(launch.Runner):
 
 
 def _type_of(x: Any, path: tuple[int, ...], constexprs: dict[Any, Any], attributes: dict[Any, Any]) -> Any:
-    """Return the type of an operand as Triton writes it, and note what it specialises on."""
+    """Return the type of an operand as Triton writes it, and note its specialisations."""
     if isinstance(x, tuple):
         types = [_type_of(part, (*path, k), constexprs, attributes) for k, part in enumerate(x)]
         return type(x)(*types) if hasattr(x, "_fields") else tuple(types)
@@ -155,7 +155,7 @@ def compile_call(
 ) -> dict[str, Code]:  # fmt: skip
     """Compile the kernels of a causal call of one KV head and all their gradients; return their facts by name.
 
-    `shape` has batch, query heads, queries and keys; `tiles` are in place of those of the table; `options` are
+    `shape` has batch, query heads, queries and keys; `tiles` replace the table's; `options` are
     arguments of `attend`.
     """
     batch, heads, queries, keys = shape

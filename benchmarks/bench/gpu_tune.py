@@ -1,11 +1,11 @@
-"""Tiles of the GPU kernels: timed on a GPU, or ranked by what the compiler makes of them.
+"""Tiles of the GPU kernels: timed on a GPU, or ranked by their compiled code.
 
 ``python benchmarks tune FILE --dtype bfloat16 --dim 64 128`` writes the fastest tiles found to a table that
 ``ATTNSCORE_GPU_TILES`` then names. With ``--compile-only`` it needs no GPU and times nothing.
 
 - The search goes from the tile of the table to the best of its neighbours, as long as there is a better one.
-- A tile is left out where its shared memory exceeds what the architecture or the device has, and where its results
-  differ from the streaming kernel's in float64; only what is left is timed.
+- A tile is left out where its shared memory exceeds the limit of the architecture or the device, and where its results
+  differ from the streaming kernel's in float64; only the other tiles are timed.
 - Each tile that was tried is listed, with its registers and spills.
 """
 
@@ -49,7 +49,7 @@ MARGIN = 0.98
 """A tile takes the place of the table's where it needs at most this share of its time: below, times vary."""
 WARPS, MOST_STAGES = (2, 4, 8, 16), 4
 REGISTERS = 65536
-"""Of a multiprocessor, in all architectures of the table."""
+"""Registers of a multiprocessor, in all architectures of the table."""
 Shape = tuple[int, int, int, int, int]
 """Batch, query heads, KV heads, queries, keys."""
 CHECKED: Shape = (1, 4, 2, 300, 333)
@@ -71,10 +71,10 @@ class Trial:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Less is better: the time, or without one what the code suggests.
+        """Less is better: the time, or without one an estimate from the code.
 
-        That is spills, then the loads of a pair of positions (1 / queries + 1 / keys), then how many warps have room on
-        a multiprocessor beside each other.
+        The estimate is spills, then the loads of a pair of positions (1 / queries + 1 / keys), then the number of warps
+        that fit on a multiprocessor together.
         """
         if self.why is not None or self.code is None:
             # From a tile that does not fit the search goes to smaller ones.
@@ -125,7 +125,7 @@ def search(start: Tile, around: Callable[[Tile], Iterable[Tile]], attempt: Calla
 
 
 def winner(trials: list[Trial], start: Tile) -> Trial | None:
-    """Return the trial to write: the best, or that of `start` where it is almost as fast; None where all failed."""
+    """Return the trial to write: the best, or `start`'s trial where it is almost as fast; None where all failed."""
     best = trials[0]
     if best.why is not None:
         return None
@@ -150,7 +150,7 @@ def attempt(
         return Trial(tile, code, None if time is None else time(tile))
     except AttnscoreError:
         raise
-    except Exception as error:  # what compiler and driver raise is theirs
+    except Exception as error:  # compiler and driver raise errors of their own
         lines = [*filter(None, str(error).splitlines()), type(error).__name__]
         return Trial(tile, why=f"not run: {lines[0][:100]}")
 
@@ -202,7 +202,7 @@ class Call:
         return {"out": result.out} | launch.backward(problem, plan, result, RowGradients(grad), wanted, runner)
 
     def reference(self) -> dict[str, Any]:
-        """Return what `gradients` does, by the streaming kernel in float64."""
+        """Return the same as `gradients`, by the streaming kernel in float64."""
         from attnscore.kernels import tiled, tiling
         from attnscore.problem.results import RowGradients
 
@@ -218,7 +218,7 @@ class Call:
 
 
 def largest_difference(found: dict[str, Any], reference: dict[str, Any]) -> float:
-    """Return the largest difference of any array, of its largest number; NaN where there is one."""
+    """Return the largest difference of any array, relative to its largest number; NaN where there is one."""
     ratios = [(x.double() - reference[name]).abs().max() / reference[name].abs().max() for name, x in found.items()]
     return float(np.max([ratio.item() for ratio in ratios]))
 
@@ -340,14 +340,14 @@ def main(arguments: list[str]) -> int:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Tune what the arguments of the command name; print all trials and write the table."""
+    """Tune the entries that the command's arguments name; print all trials and write the table."""
     architecture = checked_architecture(given)
     if given.file.exists():
         raise ArgumentError(message("file", "a path where there is no file", str(given.file)))
     table = {}
     for form, dtype, dim in itertools.product(given.form, given.dtype, given.dim):
         for kernel in kernels_of(form):
-            # Of an additive score this is the tile of the gradient of a shared bias, which the call has not.
+            # The tile of an additive score's d_query is for a shared bias, which the call lacks.
             is_missing = form == "additive" and kernel == "d_query"
             if is_missing or (given.kernel and kernel not in given.kernel):
                 continue
@@ -396,7 +396,7 @@ def _order(item: tuple[Entry, Tile]) -> tuple[int, ...]:
 
 
 def checked_architecture(given: argparse.Namespace) -> int:
-    """Return the architecture to compile for: that of the device, or the one that is named."""
+    """Return the architecture to compile for: the device's, or the one that is named."""
     if given.compile_only:
         from bench.gpu_code import SHARED_MEMORY
 

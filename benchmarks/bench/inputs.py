@@ -22,7 +22,7 @@ from bench.cases import Case
 
 
 def as_tuple(found: Any) -> tuple[Any, ...]:
-    """Return what a call gave as (out, *gradients)."""
+    """Return the result of a call as (out, *gradients)."""
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -293,7 +293,7 @@ def _watched(inputs: Inputs, *, is_watched: bool) -> Side:
             return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
     class Layer(nn.Module):
-        """A whole layer, in its own layout (batch, token, head * dim); identity projections cost what others do."""
+        """A whole layer, in its own layout (batch, token, head * dim); identity projections cost as much as others."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -2,7 +2,7 @@
 
 - All have the same parameters, and are called as ``layer(queries, keys, values, valid_lens)``.
 - The weights of a call are its ``attention_weights``, or come back from the call where Keras has it so.
-- Gradients are those of the inputs and of all parameters; those of the inputs are compared.
+- Gradients are computed of the inputs and of all parameters; only the inputs' are compared.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def of_formulas(inputs: Inputs) -> list[Any]:
 
 
 def side(inputs: Inputs, name: str, layer: Any) -> Side:
-    """Return the side that calls a layer; with gradients those of its parameters too, which are not compared."""
+    """Return the side that calls a layer; with gradients, also of its parameters, which are not compared."""
     case = inputs.case
     nnx = importlib.import_module("flax.nnx") if case.framework == "jax" else None
     graph, parameters = nnx.split(layer) if nnx else (None, None)

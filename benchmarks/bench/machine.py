@@ -12,7 +12,7 @@ import attnscore as ats
 from attnscore.cli.versions import version
 
 _PACKAGES = ("numpy", "torch", "jax", "jaxlib", "tensorflow", "keras", "pykeops", "onnxruntime")
-# Those that decide the speed of a kernel; all flags of a CPU fill a page.
+# Flags that decide the speed of a kernel; all flags of a CPU fill a page.
 _FLAGS = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
     *("amx_bf16", "neon", "asimd", "sve", "sve2", "bf16"),
@@ -66,7 +66,7 @@ def facts() -> dict[str, Any]:
 
 def commit() -> str | None:
     """Return the short commit of the checkout that the package is imported from, or None where it is installed."""
-    # Installed into the environment of another project, the package lies inside a checkout that does not hold it.
+    # Installed into the environment of another project, the package is inside a checkout that does not contain it.
     commands = ["ls-files", "--error-unmatch", __file__], ["describe", "--always", "--dirty", "--exclude=*"]
     try:
         for command in commands:
@@ -87,12 +87,12 @@ def cpus() -> list[int]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Return the environment of a process limited to so many threads; pools read it once, when they are loaded."""
+    """Return the environment of a process limited to `threads` threads; pools read it once, when they are loaded."""
     return {**os.environ, **dict.fromkeys(_POOLS, str(threads)), **_FRAMEWORKS}
 
 
 def pin(threads: int) -> None:
-    """Restrict this process to so many CPUs, each on a core of its own where that is known.
+    """Restrict this process to `threads` CPUs, on separate cores where these are known.
 
     XLA sizes its pool by the CPUs that it may use, and has no other setting. Before any framework is imported.
     """

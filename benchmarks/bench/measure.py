@@ -1,11 +1,11 @@
-"""One measuring process: a case on so many threads, checked before it is timed.
+"""One measuring process: a case on a number of threads, checked before it is timed.
 
 ``python -m bench.measure`` reads a request as JSON from stdin and answers as JSON on stdout.
 `bench.runner` starts one such process for each case and number of threads.
 
 - A side is timed only after its result has been compared with the reference. A wrong result of ours ends the case with
   `WrongResult`; a baseline with a wrong result is left out.
-- Memory is the peak of this process minus what it held before the arrays were made, when libraries are already loaded
+- Memory is the peak of this process minus its memory before the arrays were made, when libraries are already loaded
   and have run once.
 """
 
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 # Factor on the tolerance for baselines: checked is that they compute the same function, not how accurately.
 _SLACK = 1000.0
-_WARM = 64  # tokens of the call that loads what libraries load lazily
+_WARM = 64  # tokens of the call that triggers the lazy loading of libraries
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Measure what a request asks for."""
+    """Measure a request."""
     case = dataclasses.replace(named(request["case"]), sizes=request["sizes"])
     threads, effort = request["threads"], Effort(**request["effort"])
     machine.set_threads(threads)
@@ -126,7 +126,7 @@ def _measured(row: Row, ours: Callable[[], Any], theirs: Callable[[], Any], effo
 
 
 def time_model(case: Case, threads: int, effort: Effort) -> Row:
-    """Time a whole model with our attention and with its baseline's; its row is that of any other call."""
+    """Time a whole model with our attention and with its baseline's; its row is like any other call's."""
     ((baseline, target),) = case.baselines.items()
     row: Row = {
         "kind": "time", "case": case.name, "what": case.what, "threads": threads, "kernel": "", "work": {},
@@ -188,7 +188,7 @@ def summed_up(target: Target | None, points: list[Row], left_out: list[str]) -> 
 def measure_limits(case: Case, threads: int, effort: Effort) -> Row:
     """Measure operations per second of matrix products by dtype, and bytes read per second from memory.
 
-    These "limits" are what libraries reach, not the machine's peaks: a kernel may exceed them, for example where a
+    These "limits" are rates that libraries reach, not the machine's peaks: a kernel may exceed them, as where a
     library uses half of the registers' width.
     """
     import torch
@@ -208,7 +208,7 @@ def measure_limits(case: Case, threads: int, effort: Effort) -> Row:
         return min(times)
 
     def operations(x: Any) -> float:
-        """Return those of a product in a second, of as few rows as take a while: some CPUs are slow in some dtypes."""
+        """Return the rate of a product of as few rows as take a while: some CPUs are slow in some dtypes."""
         rows, start = 8, time.perf_counter()
         while rows < side and time.perf_counter() - start < 0.1:
             x[:rows] @ x

@@ -1,7 +1,7 @@
 """Whole models with our attention and with the attention that their users have without us.
 
 - A builder takes the sizes of its case and returns a `Pair`: both sides have equal parameters and equal inputs.
-- A training step is forward and backward, without an optimiser; that of Keras is ``train_on_batch``, with one.
+- A training step is forward and backward, without an optimiser; Keras runs ``train_on_batch``, with one.
 - Compared are the loss and gradients, or the outputs of an inference, before anything is timed.
 - Frameworks are imported by the builders alone.
 """
@@ -21,7 +21,7 @@ import attnscore as ats
 from bench.reference import WrongResult
 
 Run = Callable[..., Any]
-# Of the largest number of an array: a training step in float32 through four layers differs by about 1e-6.
+# Relative to the largest number of an array: a training step in float32 through four layers differs by about 1e-6.
 _ALLOWED = 1e-4
 _VOCABULARY = 256  # bytes
 
@@ -236,7 +236,7 @@ def _minilm(*, batch: int) -> Pair:
 
     def run(model: Any) -> list[Any]:
         with torch.no_grad():
-            # What a padded token gets is read by none.
+            # Outputs at padding are not read.
             return [(model(**inputs).last_hidden_state * real).sum(1) / real.sum(1)]
 
     return _by_both(model, run)
@@ -306,7 +306,7 @@ def _keras_classifier(*, batch: int, tokens: int, width: int, heads: int, vocabu
     x, y = rng.integers(0, vocabulary, (batch, tokens), np.int32), rng.integers(0, 2, batch, np.int32)
 
     def gradients(model: Any) -> list[Any]:
-        # Those of the parts before and after the attention, which reach through it.
+        # Gradients of the parts before and after the attention, which pass through it.
         with tf.GradientTape() as tape:
             loss = model.compute_loss(x, y, model(x, training=True))
         first, last = model.trainable_variables[0], model.trainable_variables[-1]

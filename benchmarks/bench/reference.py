@@ -1,9 +1,9 @@
-"""Reference results: the definition in float64, and how far from it a result may be before it is timed.
+"""Reference results: the definition in float64, and the tolerance of a result before it is timed.
 
 - The reference is written from the formulas, in PyTorch, and uses nothing of this library (with dropout, whose mask
   only the library knows, it is the dense kernel in float64).
 - error <= max(2 x the error of the same formulas in the dtype of the case, 8 eps x scale), where the scale of an output
-  is max |value| and that of a gradient the same sum with the absolute values of its terms. Both grow with Gaussian
+  is max |value| and the scale of a gradient the same sum with the absolute values of its terms. Both grow with Gaussian
   scores beyond 8: eps |score| is a relative error of a weight.
 - It works on blocks of matrices and queries: a large case is checked on some queries, those at both ends among them.
 """
@@ -31,7 +31,7 @@ class WrongResult(AttnscoreError, RuntimeError):
 
 @dataclass(frozen=True)
 class Reference:
-    """Exact outputs, those of the plain version, and the scale of each; `rows` are the queries that are compared."""
+    """Exact outputs, the plain version's outputs, and the scale of each; `rows` are the queries that are compared."""
 
     exact: tuple[Any, ...]
     plain: tuple[Any, ...]
@@ -129,7 +129,7 @@ def _matrices(inputs: Inputs, rows: Any) -> Iterator[slice]:
 
 
 def _projected(inputs: Inputs, query: Any, key: Any, parameter: Any) -> tuple[Any, Any, Any]:
-    """Queries, keys and parameter as the score gets them: those of a layer after its projections."""
+    """Queries, keys and parameter as the score gets them: in a layer after its projections."""
     if inputs.case.layer and inputs.case.score == "additive":
         return query @ parameter["W_q.weight"].mT, key @ parameter["W_k.weight"].mT, parameter["w_v.weight"].squeeze(0)
     return query, key, parameter["W.weight"] if inputs.case.layer and inputs.case.score == "bilinear" else parameter

@@ -125,7 +125,7 @@ def _limits(document: Row) -> Iterator[Cells]:
 
 
 def _rates(document: Row) -> Iterator[Cells]:
-    """Rates of our side, and their share of those that libraries reach."""
+    """Rates of our side, and their share of the libraries' rates."""
     listed = set()
     limits = {row["threads"]: row for row in rows_of_kind(document, "limits")}
     dtypes = {case.name: case.dtype for case in CASES}
@@ -271,7 +271,7 @@ def page(documents: Mapping[str, Row], charts: Sequence[tuple[str, str]]) -> str
 
 
 def _calls(document: Row) -> Row:
-    """Return the document without the small shapes, of which the page has a table."""
+    """Return the document without the small shapes, which have a table of their own on the page."""
     return {**document, "rows": [row for row in document["rows"] if row["kind"] != "shapes"]}
 
 

@@ -1,4 +1,4 @@
-"""Document of a run: its form, checked before anything of it is read, and its file."""
+"""Document of a run: its form, checked before it is read, and its file."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from bench.results import SCHEMA
 # Bytes of the naive matrices; beyond, their growth is known well enough.
 _MOST_NAIVE = 6 * 10**9
 _QUICK = Effort(min_rounds=3, max_rounds=21, seconds=0.5)
-# Of each shape of a case of many, which are some hundred pairs of sides.
+# For each shape of a case of many shapes, some hundred pairs of sides.
 _SHAPE = Effort(min_rounds=7, max_rounds=21, seconds=0.15)
 _QUICK_SHAPE = Effort(min_rounds=3, max_rounds=3, seconds=0.0)
 _QUICK_LENGTHS = 2
@@ -70,7 +70,7 @@ Tell = Callable[[str, int, int], None]
 def run(
     cases: Sequence[Case], threads: Sequence[int], *, quick: bool = False, tell: Tell = lambda text, at, of: None
 ) -> dict[str, Any]:
-    """Measure the cases; `tell` is called with what is being measured, its number, and of how many."""
+    """Measure the cases; `tell` is called with the current request, its number, and the number of requests."""
     effort, shape_effort = (_QUICK, _QUICK_SHAPE) if quick else (Effort(), _SHAPE)
     requests = [request for case in cases for request in _requests(case, threads, quick)]
     rows: list[Row] = []
@@ -99,7 +99,7 @@ def run(
 
 
 def setting(threads: Sequence[int], *, quick: bool) -> dict[str, Any]:
-    """Return what the results of a run depend on besides the code: the fields that runs to be joined must share."""
+    """Return the facts besides the code on which a run's results depend: the fields that joined runs must share."""
     return {"schema": SCHEMA, "quick": quick, "threads": list(threads), "machine": machine.facts()}
 
 

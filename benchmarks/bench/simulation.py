@@ -1,9 +1,9 @@
 """A model of the time, the bytes and the memory of attention over many ranks, for lengths that no test can run.
 
-- The mask is sampled: the sequence is cut into cells, and the intervals of one query stand for those of its cell. Keys
-  to fetch are those of the first and the last query of a cell.
+- The mask is sampled: the sequence is cut into cells, and the intervals of one query stand for its cell. Keys to fetch
+  are the keys of the first and the last query of a cell.
 - Bytes and memory follow the formulas of `explain`. A message takes ``latency + bytes / bandwidth``; a rank sends and
-  receives at once, and what it sends takes as long as what it receives at least.
+  receives at once, and its sends take at least as long as its receives.
 - Pairs take the operations of the score and of the pooling; a backward 2.5 times as many.
 """
 
@@ -26,7 +26,7 @@ from attnscore.parallel.schedule import MODES, Counts, Phase, Step, schedule, se
 from attnscore.parallel.shard import Shard, assign_to_least_loaded, balanced_boundaries
 
 DIVISIONS: Final = ("contiguous", "head_tail", "consecutive", "balanced")
-# Products of a backward against those of a forward: five against two.
+# Products of a backward for each product of a forward: five for two.
 _BACKWARD = 2.5
 # Cells of the sequence: at least as many for each rank, and in all.
 _CELLS_PER_RANK, _CELLS = 64, 2**14
@@ -74,7 +74,7 @@ class Simulation:
     mode : str
     ranks, length : int
     seconds : float
-        Until the last rank is done.
+        Time until the last rank is done.
     compute : (ranks,) float
         Seconds that each rank computes.
     bytes_sent, peak_memory : (ranks,) int
@@ -90,12 +90,12 @@ class Simulation:
 
     @property
     def efficiency(self) -> float:
-        """The time of ranks that only compute, all alike, as a part of `seconds`; 0.0 where that is 0."""
+        """Mean computing time of the ranks as a part of `seconds`; 0.0 where `seconds` is 0."""
         return float(self.compute.mean()) / self.seconds if self.seconds else 0.0
 
     @property
     def imbalance(self) -> float:
-        """By how much the rank that computes most exceeds the mean."""
+        """Largest computing time of a rank relative to the mean, minus 1."""
         mean = float(self.compute.mean())
         return max(0.0, float(self.compute.max()) / mean - 1) if mean else 0.0
 
@@ -134,7 +134,7 @@ def simulate(
     Parameters
     ----------
     mask : Mask, optional
-        Of the whole sequence, with intervals for each query: causal, windows, `Packed` and what is made of them.
+        Mask of the whole sequence, with intervals for each query: causal, windows, `Packed` and combinations.
     length, ranks : int
     machine : Machine
     dim, key_dim, value_dim, heads, kv_heads, batch, dtype
@@ -143,11 +143,11 @@ def simulate(
     gradient : bool
         Whether a backward follows the forward; in the mode "gather" by "reduce".
     queries, keys : "contiguous", "head_tail", "consecutive" or "balanced", optional
-        Who holds what: as `Shard.contiguous`, `Shard.head_tail`, `consecutive_shards` and `balanced_shards` divide.
+        Shards of the ranks, by `Shard.contiguous`, `Shard.head_tail`, `consecutive_shards` or `balanced_shards`.
         None: balanced queries and contiguous keys for "gather", "head_tail" for "ring", and "contiguous" for "heads".
         Keys are not "balanced".
     operations_per_pair : number, optional
-        Of one head; None takes ``2 * (dim + value_dim) + 4``, those of a dot product, the softmax and the pooling.
+        Operations in one head; None: ``2 * (dim + value_dim) + 4``, for a dot product, the softmax and the pooling.
 
     Returns
     -------
@@ -290,10 +290,10 @@ class _Grid:
         ends = [self.intervals(rows) for rows in (self.edges[:-1], self.edges[1:] - 1)]
         cells = len(self.sizes)
         found = np.zeros((self.ranks, self.ranks), np.int64)
-        # The first cell with a key of the interval, and that behind the last one; of all cells of a rank together.
+        # The first cell with a key of the interval, and the cell after the last one; of all cells of a rank together.
         spans = [(np.searchsorted(self.edges, x.start, "right") - 1, np.searchsorted(self.edges, x.stop)) for x in ends]
         if all(x.count == 1 for x in ends):
-            # From the first query of a cell to its last, the ends of one interval pass over what is between.
+            # From the first query of a cell to its last, the ends of one interval pass over all keys between.
             (start, stop), (other_start, other_stop) = spans
             nonempty = [x.stop > x.start for x in ends]
             start = np.minimum(np.where(nonempty[0], start, cells), np.where(nonempty[1], other_start, cells))
@@ -389,9 +389,9 @@ class _Times:
         return seconds + self._round(_BACKWARD * pairs, self.size.key_gradient) if gradient else seconds
 
     def _round(self, pairs: HostArray, gradient: int) -> float:
-        """Return the seconds of one way round the ring, from those of each rank's queries with each rank's keys.
+        """Return the seconds of one way round the ring; `pairs`: seconds of each rank's queries with each rank's keys.
 
-        Gradients, of so many bytes a key, begin at the rank behind the owner, and the last one returns them to it.
+        Gradients, of `gradient` bytes a key, begin at the rank after the owner, and the last rank returns them to it.
         """
         ranks, keys = self.grid.ranks, self.grid.counts.keys
         order = np.arange(ranks)
@@ -400,7 +400,7 @@ class _Times:
             block = (order - step) % ranks
             row = self.size.key + (gradient if step > 1 else 0)
             link = self.messages(1, keys[block] * row, np.zeros(1))
-            # The rank before has the block, and there is a free buffer: that of two steps ago.
+            # The rank before has the block, and the buffer of two steps ago is free.
             ready = np.maximum(np.roll(arrived, 1), before if self.machine.overlap else done)
             arrived = ready + link
             before, done = done, np.maximum(arrived, done) + pairs[order, block]

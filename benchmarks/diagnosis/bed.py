@@ -55,7 +55,7 @@ def healthy(seed: int, *, short: bool = False, held_back: bool = False) -> list[
 
 @dataclass
 class Outcome:
-    """What the watch said of a run with a fault."""
+    """Verdict of the watch on a run with a fault."""
 
     fault: Fault
     alarm: int | None
@@ -76,7 +76,7 @@ def is_named(fault: Fault, layer: str, head: int) -> bool:
 
 
 def diagnose(fault: Fault) -> Outcome:
-    """Train with the fault and collect what the watch says, at each sampled step and at the end."""
+    """Train with the fault and collect the verdicts of the watch, at each sampled step and at the end."""
     early, alarm, noted = False, None, None
 
     def look(step: int, seen: Records) -> None:
@@ -136,7 +136,7 @@ def recovers(outcome: Outcome) -> bool:
     training = begin(setup)
     events: dict[int, Callable[[Training], None]] = {fault.step: fault.plant}
     if when == "start":
-        events = {} if fault.step else events  # the fault is what the remedy leaves out
+        events = {} if fault.step else events  # the remedy leaves the fault out
         events[0] = _both(events.get(0), change)
     else:
         saved: list[object] = []
@@ -176,7 +176,7 @@ class Report:
     recovered: dict[int, bool]
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return what was counted, and how much."""
+        """Return the counts by name."""
         outcomes, count = self.outcomes, len(self.outcomes)
         instant = [each for each in outcomes if each.fault.immediate]
         delays = sorted(places for each in outcomes if (places := delay(each)) is not None)
@@ -209,7 +209,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Options:
-    """Which runs a bed has."""
+    """Choice of the runs of a bed."""
 
     short: bool = False
     held_back: bool = False

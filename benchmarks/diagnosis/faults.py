@@ -1,4 +1,4 @@
-"""Faults that are planted, what a diagnosis has to say of each, and the remedy of each cause."""
+"""Planted faults, the right diagnosis of each, and the remedy of each cause."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def faults(seed: int, *, short: bool = False, held_back: bool = False) -> list[F
 
 
 def remedy_of(cause: str, fault: Fault) -> tuple[str, Change]:
-    """Return when a remedy applies, "start" of a new run or "alarm", and what it changes."""
+    """Return when a remedy applies, "start" of a new run or "alarm", and its change."""
     module = fault.module
 
     def clip(training: Training) -> None:

@@ -2,7 +2,7 @@
 
 Requirements:
 - a run is described by values alone, so that the same description gives the same numbers;
-- faults change what the model computes from a step on: its weights, the arrays of a layer, its mask, its scale.
+- faults change the model from a step on: its weights, the arrays of a layer, its mask, its scale.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Edit = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and how."""
+    """Model, task and options of a training run."""
 
     kind: str = "decoder"
     """decoder, encoder (with padding), encoder-decoder or vision."""
