@@ -1,7 +1,7 @@
 """Reverse-mode differentiation over NumPy arrays of any float width, long double included.
 
 No framework differentiates in long double, and the reference for float64 inputs must be one precision higher. The
-method names are those of torch tensors, so the formulas in ``oracle`` are written once and run on both: in torch they
+method names match torch tensors, so the formulas in ``oracle`` are written once and run on both: in torch they
 are the plain version in the inputs' own dtype, here they are the reference.
 
 ``gradients(..., absolute=True)`` multiplies absolute values along every path: the sum of the absolute values of all

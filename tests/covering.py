@@ -71,7 +71,7 @@ def _fewest_met(number: int, counts: list[list[int]], used: list[int]) -> int:
 
 
 def named(values: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by their names: those of a mapping, their `name`, or themselves as text."""
+    """Return values by their names: a mapping's keys, their `name`, or themselves as text."""
     if isinstance(values, Mapping):
         return dict(values)
     return {str(getattr(value, "name", value)): value for value in values}
@@ -80,8 +80,8 @@ def named(values: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
 def pairs(indirect: Sequence[str] = (), **factors: Iterable[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
     """Parametrize a test by a covering array of the factors, or with ``--products`` by their product.
 
-    Factors are named like the arguments of the test, or like fixtures (`indirect`); a row's name is those of its values
-    in that order.
+    Factors are named like the arguments of the test, or like fixtures (`indirect`); a row's name has the names of
+    its values in that order.
     """
     tables = [named(values) for values in factors.values()]
     rows = sorted(covering_array(*map(len, tables)))

@@ -283,7 +283,7 @@ class Call:
         return outputs | {f"grad.{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
     def jax(self, *, jit: bool = False, vmap: bool = False, **options: Any) -> dict[str, Any]:
-        """Outputs and gradients by jax.vjp; with `jit` inside one program, with `vmap` those of the last of two."""
+        """Outputs and gradients by jax.vjp; with `jit` inside one program, with `vmap` of the last of two calls."""
         import jax  # a quick run has none
         import jax.numpy as jnp
 

@@ -358,7 +358,7 @@ def at_tokens(out: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
 
 
 def run(model: Any, implementation: str, arguments: dict[str, Any], gradients: bool) -> Any:
-    """The outputs, and with `gradients` those of all parameters."""
+    """The outputs, and with `gradients` the gradients of all parameters."""
     if implementation != model.config._attn_implementation:
         model.set_attn_implementation(implementation)
     model.zero_grad()
@@ -389,7 +389,7 @@ def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 
 
 def follows_sdpa(model: Any, arguments: dict[str, Any], ours: list[torch.Tensor]) -> bool:
-    """Whether the outputs are those of transformers' sdpa attention, where the model has that."""
+    """Whether the outputs equal transformers' sdpa attention, where the model has that."""
     try:
         return distance(ours, run(model, "sdpa", arguments, False)) <= LIMIT
     except ValueError:

@@ -99,7 +99,7 @@ OF_ALL_ROWS: dict[str, Callable[[torch.Tensor], Any]] = {
 def unequal(
     score: str, query_lens: tuple[int, ...], key_lens: tuple[int, ...], dims: tuple[int, int], mode: str
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Output and gradients of a rank with these lengths, each with that of one device."""
+    """Output and gradients of a rank with these lengths, each with the same array of one device."""
     rank, rng = dist.get_rank(), torch.Generator().manual_seed(0)
     shapes = [(2, sum(query_lens), dims[0]), (2, sum(key_lens), dims[1]), (2, sum(key_lens), 3), dims]
     arrays = [torch.rand(shape, generator=rng, dtype=torch.float64) for shape in shapes]
@@ -184,7 +184,7 @@ def parts(mask: Mask, length: int, placement: str) -> int:
 
 
 def peak_memory(mask: Mask, length: int, placement: str, backward: bool) -> tuple[int, int]:
-    """Bytes above those before the call that this rank took at its peak, and those of its rows and what it fetches."""
+    """Bytes that this rank's peak adds to its memory before the call, and the bytes of its rows and fetched keys."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shards = shards_of(placement, length, ranks, mask)
     before = memory("VmRSS")
@@ -227,7 +227,7 @@ DIFFERING: dict[str, Callable[[], dict[str, Any]]] = {
     "bias of 3 queries": lambda: {"bias": torch.ones(3, 8)},
     "bias that is learned": lambda: {"bias": torch.ones(4, 8, requires_grad=True)},
 }
-"""Arguments of rank 1 that are not those of rank 0."""
+"""Arguments of rank 1 that differ from rank 0's."""
 
 
 def differing(name: str) -> None:

@@ -59,7 +59,7 @@ class ProcessGroup:
         for rank, end in enumerate(self._ends):
             try:
                 if not end.poll(300):
-                    # An answer that comes later would be taken for that of the next call.
+                    # An answer that comes later would be taken for the next call's.
                     self.stop()
                     group_of.cache_clear()
                     raise TimeoutError(f"rank {rank} has not answered")
@@ -94,7 +94,7 @@ def _serve(end: Connection, rank: int, count: int, store: str, timeout: float, p
     import torch
     import torch.distributed as dist
 
-    # Another copy than that of the tests would hide what is wrong with theirs.
+    # Another copy than the tests' copy would hide faults in theirs.
     assert attnscore.__file__ == package, attnscore.__file__
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -1,11 +1,11 @@
-"""Which tests run: those that concern some modules, those of two frameworks, a part of the slow ones.
+"""Selection of tests: tests that concern some modules, tests of two frameworks, a part of the slow tests.
 
 - By default a quarter of the rows of each long table. The others are slow, which four landings run by turns.
 - ``--for masks,scores`` or ``--for changed``: test files that import those packages, their modules or names, and those
   that find a fault of ``tests/mutants`` in them. ``changed``: packages that differ from the branch main, and tests.
 - ``--quick``: attention in NumPy, PyTorch and the native module, half of the default rows. What imports another
   framework is left out, and fails if it runs.
-- ``--framework jax``: the tests that import or name it, without those of frameworks that are not installed.
+- ``--framework jax``: the tests that import or name it, without tests of frameworks that are not installed.
 - ``--slow-part 2/4``: of the slow tests the second quarter, of the others all.
 """
 
@@ -48,7 +48,7 @@ ROWS = 2
 LONG = 16
 """Rows of a test beyond which three quarters are slow."""
 WHOLE = ("tests/test_native_", "tests/test_mutants.py", "tests/test_doctests.py", "tests/test_claims.py")
-"""Tests that keep all rows: each target is that of some machine, each fault has to apply, each page to hold."""
+"""Tests that keep all rows: each target belongs to some machine, each fault has to apply, each page to hold."""
 
 
 def add_options(parser: pytest.Parser) -> None:

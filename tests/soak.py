@@ -114,7 +114,7 @@ def results(call: Call, kind: int, kernel: str = "auto") -> list[np.ndarray]:
 
 
 def difference(call: Call, kind: int, outputs: list[np.ndarray]) -> str | None:
-    """Return how the arrays of a call differ from those of the reference kernel, or None."""
+    """Return how the arrays of a call differ from the reference kernel's, or None."""
     has_gradients = kind % 8 == 0
     # The dense kernel has no gradients in NumPy.
     expected = results(call, kind, "streaming" if has_gradients else "dense")

@@ -1,6 +1,6 @@
 """Accuracy where it is hard: Gaussians that cancel, large and cancelling arguments of additive scores, long rows.
 
-The criterion is that of every other test: at most twice the error of the plain version in the same dtype, or 8 eps x
+The criterion is as in every other test: at most twice the error of the plain version in the same dtype, or 8 eps x
 scale.
 """
 
@@ -152,7 +152,7 @@ def test_additive_arguments_that_cancel(activation: str, level: float, dtype: st
 def test_additive_weights_far_apart_where_arguments_cancel(
     sign: int, activation: str, dtype: str, levels: tuple[float, ...], framework: str
 ) -> None:
-    """A light weight's inverse times the exponential of its key overflows where that of the sum is moderate."""
+    """A light weight's inverse times the exponential of its key overflows where the sum's exponential is moderate."""
     rng = np.random.default_rng(1)
     for level in levels:
         query, key = -sign * level + rng.standard_normal((9, 4)), sign * level + rng.standard_normal((14, 4))

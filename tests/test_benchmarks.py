@@ -68,7 +68,7 @@ PROMISES = [
     ("watch-layer-short", "without", 1.45, 1.45, None),
 ]
 WATCHED = {promise[0] for promise in PROMISES if promise[0].startswith("watch")}
-# Those of callers of other frameworks.
+# Promises to callers of other frameworks.
 CALLERS = [
     ("jax", "jax", 3, 3, None),
     ("tensorflow", "tensorflow", 1.3, 1.3, None),

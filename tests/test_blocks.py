@@ -98,7 +98,7 @@ def test_all_scores(score: str, extras: str, dtype: str, framework: str) -> None
     framework=FRAMEWORKS,
 )
 def test_blocks(score: str, mask: str, index: str, framework: str) -> None:
-    """Rows and columns are those of the whole, normalised over all keys."""
+    """Rows and columns equal the whole matrix's, normalised over all keys."""
     call = make_call(score, mask, "float64", "hiding-bias")
     arrays, keywords = given(call, framework)
     rows, cols = INDICES[index]

@@ -15,7 +15,7 @@ import pytest
 from attnscore.compat import jax as compat
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = B, N, K, T, S, H = 2, 4, 2, 5, 7, 8
-# Of float64 too, the softmax of the original is that of float32.
+# Of float64 too, the original computes the softmax in float32.
 TOLERANCE = {"float64": 2e-6, "float32": 2e-6, "bfloat16": 4e-2, "float16": 5e-3}
 THEIRS = jax.nn.dot_product_attention
 STRICT = functools.partial(compat.dot_product_attention, strict=True)
@@ -37,7 +37,7 @@ def keep(*shape: int) -> jax.Array:
 
 
 def close(ours: Any, theirs: Any, atol: float | None = None) -> None:
-    """Shapes, dtypes and numbers are those of the original, NaN and infinities included."""
+    """Shapes, dtypes and numbers equal the original's, NaN and infinities included."""
     for found, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
         limit = TOLERANCE[found.dtype.name] if atol is None else atol
@@ -225,7 +225,7 @@ def test_configurations_that_forbid_promotion_and_infinities() -> None:
 
 @pytest.mark.slow
 def test_float64_is_computed_in_float64() -> None:
-    """The original's softmax is that of float32."""
+    """The original's softmax is in float32."""
     with jax.enable_x64():
         given = arrays(KV_HEADS, jnp.float64)
         ours, theirs = (function(*given, return_residual=True) for function in (compat.dot_product_attention, THEIRS))

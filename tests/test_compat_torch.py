@@ -31,7 +31,7 @@ def seed() -> None:
 
 
 def close(ours: Tensor, theirs: Tensor, atol: float | None = None) -> None:
-    """Shape, dtype and numbers are those of the original, NaN included."""
+    """Shape, dtype and numbers equal the original's, NaN included."""
     assert ours.shape == theirs.shape
     assert ours.dtype == theirs.dtype
     torch.testing.assert_close(ours, theirs, rtol=0, atol=atol or TOLERANCE[ours.dtype], equal_nan=True)
@@ -366,7 +366,7 @@ def inputs(module: nn.MultiheadAttention, batched: bool = True, dtype: torch.dty
 def compare(ours: Any, theirs: Any, given: list[Tensor], tolerance: float = 2e-5, **options: Any) -> None:
     """Output, weights, gradients of the inputs, of the parameters and of float masks.
 
-    The tolerance is that of numbers of size 1; gradients reach 100, and sums are rounded at the size of their largest.
+    The tolerance is for numbers of size 1; gradients reach 100, and sums are rounded at the size of their largest.
     """
     results = []
     for module in (ours, theirs):

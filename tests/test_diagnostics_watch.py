@@ -1,4 +1,4 @@
-"""Watching a model: numbers equal to those of the full matrix, the model unchanged, every call found by its module."""
+"""Watching a model: numbers equal to the full matrix's, the model unchanged, every call found by its module."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def from_table(score: str, mask: str, extras: str = "", dtype: str = "float64", 
     return Call(query, key, options), expected
 
 
-# ---------------------------------------------------------------- every statistic equals that of the full matrix
+# ---------------------------------------------------------------- every statistic equals the full matrix's
 
 
 EXTRAS = ("", "bias", "sink", "hiding-bias")
@@ -1377,7 +1377,7 @@ def test_whatever_a_softmax_is_called_by_it_is_said(name: str) -> None:
 
     model = nn.Sequential(Own())
     seen = watched_run(model, torch.randn(2, 5, 4))
-    # That of two axes is none of an attention, that of a function which is seen belongs to it.
+    # A softmax over two axes is no attention's; the softmax inside a recorded function belongs to it.
     assert list(seen.layers) == ["0"] and [*seen.unseen.values()] == [1]
 
 

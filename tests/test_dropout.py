@@ -163,7 +163,7 @@ def test_a_checkpoint_has_the_gradients_of_its_forward(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", ["native", "streaming", "dense"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_that_draws_another_seed_has_gradients_of_one_mask(reentrant: bool, kernel: str) -> None:
-    """That of the forward computed again, which a product after the call shows: its gradient has the output."""
+    """The mask of the forward computed again, which a product after the call shows: its gradient has the output."""
     query, key = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (1, 20))
     value = torch.eye(20, dtype=torch.float64, requires_grad=True)
     product = torch.ones(20, 1, dtype=torch.float64, requires_grad=True)

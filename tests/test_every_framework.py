@@ -57,7 +57,7 @@ def test_check_framework_on_jax() -> None:
 
 
 def test_every_framework_is_in_the_table() -> None:
-    """One that is missing here fails; that of another environment is looked for there."""
+    """A framework that is missing here fails; one of another environment is looked for there."""
     known = ats.available()["frameworks"]
     assert {mode.framework for mode in MODES} == set(known)
     assert not [mode for mode in MODES if mode.run is not None and not known[mode.framework]]
@@ -337,7 +337,7 @@ def test_torch_transforms_of_calls_with_arrays_that_they_do_not_touch(kind: str)
 )
 @pytest.mark.parametrize("kernel", ["auto", "streaming"])
 def test_torch_a_mask_that_changes_before_the_backward_is_refused(made: Any, kernel: str) -> None:
-    """As torch refuses it of an operand: the gradient would be that of another mask."""
+    """As torch refuses it of an operand: the gradient would belong to another mask."""
     x, mask = torch.randn(2, 64, 4, requires_grad=True), torch.arange(64 * 64).view(64, 64) % 3 > 0
     out = ats.attend(x, x, x, mask=made(mask), kernel=kernel)
     out.sum().backward(retain_graph=True)

@@ -104,7 +104,7 @@ def test_families_against_the_oracle(
 def test_arrays_of_another_dtype(
     score: str, dtypes: tuple[str, str], kernel: str, framework: str, small_tiles: None
 ) -> None:
-    """Those of the score, bias and sink may be of any float dtype; each gradient comes in the dtype of its array."""
+    """Arrays of the score, bias and sink may be of any float dtype; each gradient comes in the dtype of its array."""
     call = make_call(score, "nested", dtypes[0], "bias-sink").with_extras_in(dtypes[1])
     call.check(run(call, framework, kernel))
 

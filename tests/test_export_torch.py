@@ -63,7 +63,7 @@ def run(program: torch.onnx.ONNXProgram, arguments: Sequence[Tensor]) -> list[Te
 
 
 def agree(got: Any, wanted: Any, names: Sequence[str] = ()) -> None:
-    """To float32 accuracy: that of the two computations together."""
+    """To float32 accuracy, of the two computations together."""
     got, wanted = flat(got), flat(wanted)
     assert len(got) == len(wanted)
     for i, (one, other) in enumerate(zip(got, wanted, strict=True)):

@@ -113,7 +113,7 @@ def test_masked_entries_reach_nothing(score: str, nonfinite: float, ran: list[st
 
 @pytest.mark.parametrize("score", ["dot", "additive", "gaussian"])
 def test_an_unmasked_nan_reaches_its_query_alone(score: str) -> None:
-    """Its masked keys neither: their gradients, and those of their values, stay 0."""
+    """Its masked keys neither: their gradients, and their values' gradients, stay 0."""
     arrays = draw()
     clean = with_gradients(score, arrays, valid_lens=LENS)
     arrays["key"][0, 1, 1] = np.nan

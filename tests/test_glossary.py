@@ -66,7 +66,7 @@ WORDS = {
     "textbook's": "D2L's, the reference implementation's",
 }
 
-# Folders and files that are free of all words but those of LEFT. Add one here when it is clean.
+# Folders and files that are free of all words but LEFT's. Add one here when it is clean.
 CLEAN = (
     "README.md",
     "CONTRIBUTING.md",

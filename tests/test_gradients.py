@@ -1,4 +1,4 @@
-"""Gradients: the oracle's own against autograd and finite differences, then those of attnscore to second order.
+"""Gradients: the oracle's own against autograd and finite differences, then attnscore's to second order.
 
 That every gradient of every score, mask, framework and dtype is accurate is the subject of ``test_every_score``; here
 are the foundations of that comparison, gradients into single results, and gradients of gradients.
@@ -330,7 +330,7 @@ def _pullback_of_jax(function: Any, arrays: list[np.ndarray]) -> Any:
     "composed-*", "lengths-*", "array-streaming-_pullback_of_jax", "padding-streaming-_pullback_of_jax"
 )
 def test_a_mask_of_numpy_may_be_written_to_before_the_backward(mask: Any, kernel: str, pullback_of: Any) -> None:
-    """No framework knows that it was: the gradient is that of the mask of the call, also where the call has a plan."""
+    """No framework knows that it was: the gradient belongs to the mask of the call, also where the call has a plan."""
     arrays = [np.random.default_rng(i).standard_normal((2, 8, 4)) for i in range(3)]
     seen = np.random.default_rng(3).random((8, 8)) < 0.6
     for _ in range(3):

@@ -18,7 +18,7 @@ from transformers_cases import since
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    # transformers' own, and those of models that were made for other sizes.
+    # transformers' own warnings, and warnings of models that were made for other sizes.
     pytest.mark.filterwarnings("ignore"),
 ]
 

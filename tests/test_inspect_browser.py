@@ -221,7 +221,7 @@ def test_paper_is_light(browser: Any, short: tuple[Inspection, Path]) -> None:
 
 @pytest.mark.parametrize("width", [400, 1280])
 def test_a_page_of_findings(browser: Any, tmp_path: Path, width: int) -> None:
-    """The lab's page and that of a watched model: pictures are there, nothing is asked for, nothing is wider."""
+    """The lab's page and a watched model's page: pictures are there, nothing is asked for, nothing is wider."""
     from attnscore.diagnostics import scaling, watch
 
     model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

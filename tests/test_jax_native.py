@@ -548,7 +548,7 @@ def test_shapes_that_are_not_those_of_the_buffers_are_refused(shapes: list[int],
 
 
 def test_a_repeated_call_reads_its_arrays_and_ends_anew(narrow: None) -> None:
-    """A plan is made at the first run; the gradients of a run are not added to those of the last."""
+    """A plan is made at the first run; the gradients of a run are not added to the last run's."""
     w_v = normal(5)
 
     def loss(arrays: Any, lens: Any, w_v: Any, **options: Any) -> Any:

@@ -53,7 +53,7 @@ def with_nonfinite(arrays: Arrays) -> Arrays:
 @pytest.mark.slow
 @pytest.mark.parametrize("score", SCORES)
 def test_gradients(score: str) -> None:
-    """Those of an eager call without such rows."""
+    """They equal the gradients of an eager call without such rows."""
     with jax.enable_x64(True):
         arrays = draw(score)
         exact = jax.grad(lambda a: loss(score, a))(arrays)
@@ -64,7 +64,7 @@ def test_gradients(score: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("score", SCORES)
 def test_gradients_of_mapped_examples(score: str) -> None:
-    """The weights are those of all examples."""
+    """The weights belong to all examples."""
     with jax.enable_x64(True):
         arrays = draw(score, queries=9)
         exact = jax.grad(lambda a: loss(score, a, "dense"))(arrays)
@@ -125,7 +125,7 @@ def test_a_product_and_its_derivatives(given: str) -> None:
 @pytest.mark.parametrize("bias", [False, True], ids=["matrix", "bias"])
 @pytest.mark.slow_rows("matrix", "bias")
 def test_gradients_of_eager_layers(bias: bool) -> None:
-    """Those of a compiled call without rows that are not finite, also of parameters in another dtype."""
+    """They equal a compiled call's without rows that are not finite, also for parameters in another dtype."""
     layer = MultiHeadAttention(
         6, 2, bias=bias, query_size=6, key_size=7, value_size=3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
     )

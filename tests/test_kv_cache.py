@@ -166,7 +166,7 @@ def test_gradients_are_those_of_one_pass(name: str, window: int | None, sinks: i
 )
 @pytest.mark.slow_rows("cosine-*", "gaussian-*", "bilinear-*", "additive-3-2", "none-None-0")
 def test_a_scan_in_jax_is_one_pass(name: str, window: int | None, sinks: int) -> None:
-    """A prompt, then steps in a compiled loop whose lengths are traced; the loop's gradient is that of the pass."""
+    """A prompt, then steps in a compiled loop whose lengths are traced; the loop's gradient equals the pass's."""
     length, prompt, score = 11, 4, _score(name, "jax")
     leaves = [_drawn("jax", BATCH, HEADS, length, DIM, seed=i) for i in range(3)]
     weights = _drawn("jax", BATCH, HEADS, length, DIM, seed=5)
@@ -219,7 +219,7 @@ def test_layouts(framework: str, head_axis: int | None) -> None:
 
 @windows
 def test_plain_attend_over_the_buffers(window: int | None, sinks: int) -> None:
-    """The mask and the buffers are those of `attend`; other options pass."""
+    """The mask and the buffers equal `attend`'s; other options pass."""
     q, k, v = (_drawn("torch", BATCH, HEADS, 9, DIM, seed=i) for i in range(3))
     cache = ats.KeyValueCache(window=window, sinks=sinks)
     for part in (slice(0, 4), slice(4, 5), slice(5, 9)):
@@ -664,7 +664,7 @@ def _decoded(cache: ats.KeyValueCache, q: Any, k: Any, v: Any, prompt: int) -> A
 )
 @pytest.mark.slow_rows("additive-3-2-False")
 def test_a_loop_in_tensorflow_is_one_pass(name: str, window: int | None, sinks: int, xla: bool) -> None:
-    """In a ``tf.function``, whose argument and result a cache is; the loop's gradient is that of the pass."""
+    """In a ``tf.function``, whose argument and result a cache is; the loop's gradient equals the pass's."""
     length, prompt, score = 9, 4, _score(name, "tensorflow")
     leaves = [_drawn("tensorflow", BATCH, HEADS, length, DIM, seed=i) for i in range(3)]
     weights = _drawn("tensorflow", BATCH, HEADS, length, DIM, seed=5)

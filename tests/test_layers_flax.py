@@ -112,7 +112,7 @@ def test_layer_is_as_accurate_as_the_plain_one_in_its_dtype(case: Case, dtype: t
 @two_layers
 @pytest.mark.parametrize("mask", [pytest.param("none", marks=pytest.mark.slow), THOROUGH])
 def test_gradients(case: Case, mask: str) -> None:
-    """Those of the plain definition by PyTorch, of parameters and inputs."""
+    """They equal the plain definition's by PyTorch, for parameters and inputs."""
     theirs, layer = both(case)
     tensors = [x.requires_grad_() for x in case.inputs()]
     case.plain(theirs, *tensors, MASKS[mask][1])[0].square().sum().backward()

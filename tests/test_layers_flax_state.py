@@ -39,7 +39,7 @@ RNGS = nnx.Rngs(0)
 
 @pytest.fixture(params=[0, KEPT_WEIGHTS], ids=["inputs", "weights"])
 def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many weights a call keeps: none, but its inputs, or those of every call here."""
+    """Number of weights that a call keeps: none, but its inputs, or all weights of every call here."""
     monkeypatch.setattr("attnscore.base.thresholds.KEPT_WEIGHTS", request.param)
     return int(request.param)
 
@@ -283,7 +283,7 @@ class TestMultiHeadMasks:
         assert jnp.array_equal(layer.attention_weights > 0, np.broadcast_to(self.mask[None], (2, 2, 3, 3)))
 
 
-# Words and classes are those of the PyTorch layers (test_layers_errors.py).
+# Words and classes match the PyTorch layers (test_layers_errors.py).
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "score": (
         lambda: MultiHeadAttention(8, 2, score="soft", rngs=RNGS),

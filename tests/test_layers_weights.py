@@ -46,7 +46,7 @@ def test_few_are_computed_in_the_pass(case: Case) -> None:
     if not hasattr(layer, "sink") and layer.normalizer != "sigmoid":
         torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:-1]))
     wanted = found.clone()
-    if len(found.shape) == 3:  # one head: the values are those of the caller
+    if len(found.shape) == 3:  # one head: the values are the caller's
         torch.testing.assert_close(found @ inputs[2], layer(*inputs, lens))
     with torch.no_grad():
         lens.fill_(1)

@@ -1,4 +1,4 @@
-"""docs/map.md says which files a query passes through: the list is that of a call."""
+"""docs/map.md says which files a query passes through: the list equals a call's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnscore.base.cache import BoundedCache
 SOURCE = Path(ats.__file__).parent
 PAGE = SOURCE.parents[1] / "docs" / "map.md"
 NATIVE = bool(ats.available()["kernels"]["native"])
-# The operations of the framework are called as those of NumPy would be.
+# The operations of the framework are called as NumPy's would be.
 OPERATIONS = "backends/torch.py"
 
 
@@ -106,7 +106,7 @@ def test_the_map_counts_all_files_of_a_call() -> None:
 def test_a_reader_of_a_miss_goes_back_to_a_file_once() -> None:
     """From `attend` to the kernel; operations of backends, checks of arguments and the kernel itself are looked up.
 
-    Methods do not count: they are those of the data that the functions pass on.
+    Methods do not count: they belong to the data that the functions pass on.
     """
     query, key, value = torch.randn(3, 2, 3, 5, 8)
     calls = calls_of(lambda: ats.attend(query, key, value))

@@ -2,7 +2,7 @@
 
 - Each case is a process of its own, and each function's peak is taken by itself: over inputs and outputs it stays below
   200 MB, where one float32 matrix would take 64 GB (16 GB at 65536 tokens).
-- The values are those of a float64 softmax written out here, for rows and columns drawn at random.
+- The values equal a float64 softmax written out here, for rows and columns drawn at random.
 - Slow. One case is causal over all pairs; the others see a window of 1024 keys, which costs a hundredth of the time and
   no less memory.
 """
@@ -164,6 +164,6 @@ def test_memory_is_linear_and_sampled_rows_are_exact(name: str) -> None:
     found = measure(*CASES[name])
     print(", ".join(f"{part} {over / MB:.0f} MB" for part, over in found["over"].items()), found["errors"])
     assert all(over < BOUND for over in found["over"].values()), found["over"]
-    # Rounding of float32 over 131072 terms; the indices are those of the largest weights, or of as large ones.
+    # Rounding of float32 over 131072 terms; the indices belong to the largest weights, or to equally large ones.
     assert all(error < 2e-5 for error in found["errors"].values()), found["errors"]
     assert abs(found["total"] / CASES[name][2] - 1) < 1e-5

@@ -94,7 +94,7 @@ def test_rows_streaming(mxnet: Run, score: str, mask: str, dtype: str, extras: s
 
 @pytest.mark.slow
 @each(
-    # MXNet's own derivative of erf is that of float32, and the dense kernel's gradient is MXNet's.
+    # MXNet's own derivative of erf is in float32, and the dense kernel's gradient is MXNet's.
     score=[name for name in SCORES_WITH_ARRAYS if "gelu" not in name],
     dtypes={"-".join(x): x for x in (("float32", "float64"), ("float64", "float32"))},
     kernel=("auto", "streaming", "dense"),
@@ -126,7 +126,7 @@ def test_odd_sizes(mxnet: Run, score: str, sizes: tuple[int, int]) -> None:
 @pytest.mark.slow
 def test_files_pass_in_its_environment() -> None:
     """In one process: importing takes it seconds."""
-    # Its own conftest alone: that of the folder above wants the frameworks of this environment.
+    # Its own conftest alone: the conftest of the folder above wants the frameworks of this environment.
     own = ("--confcutdir", HERE / "in_mxnet", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml")
     found = in_its_environment("-m", "pytest", HERE / "in_mxnet", "-m", "", "-q", "-p", "no:cacheprovider", *own)
     assert found.returncode == 0, found.stdout[-20_000:] + found.stderr[-5_000:]

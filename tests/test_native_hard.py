@@ -1,6 +1,6 @@
 """The native kernels where arithmetic is hard, on every target: arguments that cancel, saturation, levels, subnormals.
 
-The criterion, and what the portable target is granted beyond it, is that of ``test_native_oracle``. Known there:
+The criterion, and the portable target's exception from it, are as in ``test_native_oracle``. Known there:
 without a fused multiply-add, silu about 44 in float64 and products times 100 in float32 exceed it by some 10%.
 """
 
@@ -70,7 +70,7 @@ def test_additive_arguments_that_cancel(activation: str, level: float, dtype: st
 def test_additive_arguments_of_any_magnitude(activation: str, magnitude: str, dtype: str, target: str) -> None:
     rng = np.random.default_rng(1)
     query, key = (MAGNITUDES[magnitude](rng, n) for n in (9, 66))
-    # The scale of the criterion, sum |w_v|, is that of bounded activations: silu of 88 rounds in units of 88.
+    # The scale of the criterion, sum |w_v|, is for bounded activations: silu of 88 rounds in units of 88.
     unbounded = activation not in ("tanh", "sigmoid")
     hold(additive(activation, query, key, dtype), target, by_score=unbounded)
 

@@ -1,7 +1,7 @@
 """The native kernels against the oracle on calls drawn by hypothesis: every score, masks of every kind, extras, dtypes,
 layouts and lengths around the edges of tiles; every target forced; forward and gradients.
 
-The criterion is that of every other test, with one exception: the portable target has no fused multiply-add where the
+The criterion is as in every other test, with one exception: the portable target has no fused multiply-add where the
 compiler does not assume one (x86), so that each product rounds once more before it is added. Its errors may be 1.5
 times as large; where the sums of the others reach the criterion it exceeds it by some 10%.
 """

@@ -222,7 +222,7 @@ def test_torch_tensors_with_a_gradient_stay_native() -> None:
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_misaligned_and_negated_arrays_are_left_to_streaming(framework: str) -> None:
-    """A reason names the array; the numbers are those of a copy."""
+    """A reason names the array; the numbers equal a copy's."""
     convert = tensor if framework == "torch" else np.asarray
     query = np.random.default_rng(0).standard_normal((1, 3, 4)).astype(np.float32)
     misaligned = np.zeros(query.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(query.shape)

@@ -102,7 +102,7 @@ def inputs(dtype: str = "f8") -> list[np.ndarray]:
 
 
 def pulled(arrays: list[np.ndarray], **options: Any) -> dict[str, np.ndarray]:
-    """The output and every gradient, those of log-sum-exp and entropy with them."""
+    """The output and every gradient, with incoming gradients of log-sum-exp and entropy."""
     (out, _), pullback = ats.attend_vjp(*arrays, kernel="native", return_stats=("log_sum_exp", "entropy"), **options)
     rng = np.random.default_rng(2)
     rows = (rng.standard_normal(out.shape[:-1]).astype(out.dtype) for _ in range(2))

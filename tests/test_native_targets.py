@@ -96,7 +96,7 @@ def test_one_query_over_several_tiles(
 def test_few_queries_read_16_bit_keys_as_float32(
     target: str, dtype: str, planted: str, score: str, rows: tuple[int, int], dims: tuple[int, int]
 ) -> None:
-    """The results are those of the same numbers as float32, rounded at the end. `rows`: heads of a group, queries."""
+    """The results equal the same numbers' as float32, rounded at the end. `rows`: heads of a group, queries."""
     native.select(target)
     torch.manual_seed(5)
     shapes = (3, 2 * rows[0], rows[1], dims[0]), (3, 2, 201, dims[0]), (3, 2, 201, dims[1])

@@ -254,7 +254,7 @@ def threads_as_before() -> Iterator[None]:
 @pytest.mark.usefixtures("threads_as_before")
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_threads_of_torch(count: int) -> None:
-    """The bits are those of one thread, between torch's own operations and in several Python threads at once."""
+    """The bits equal one thread's, between torch's own operations and in several Python threads at once."""
     torch.set_num_threads(1)
     expected = _of_torch()
     found: list[list[torch.Tensor]] = []

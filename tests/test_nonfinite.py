@@ -115,7 +115,7 @@ ADDITIVE_SCORES = tuple(score.name for score in SCORES if score.magnitude == "ad
 
 @some(
     "score,extras,framework",
-    # Those of JAX and TensorFlow take seconds each.
+    # JAX and TensorFlow take seconds each.
     [(score, THROUGH_WEIGHTS[i // 2 % 2], FRAMEWORKS[i % 2]) for i, score in enumerate(ADDITIVE_SCORES)]
     + [(score, THROUGH_WEIGHTS[i % 2], "tensorflow") for i, score in enumerate(ADDITIVE_SCORES[::6])]
     + [("additive-tanh-bias", "hiding-bias-weights", "jax")],
@@ -141,7 +141,7 @@ def test_masked_infinity_and_gradients_through_weights(score: str, extras: str, 
     through=("out", "weights", "attention_weights", "attention_scores"),
 )
 def test_masked_infinity_and_second_derivatives(activation: str, kernel: str, through: str) -> None:
-    """Gradients of gradients by every parameter are those of the call without the masked query and key."""
+    """Gradients of gradients by every parameter equal the call's without the masked query and key."""
     rng = np.random.default_rng(0)
     query, key, value, w_q, w_k = (torch.tensor(rng.standard_normal((1, 4, 3))) for _ in range(5))
     w_v, bias = torch.tensor(rng.standard_normal((2, 4)))

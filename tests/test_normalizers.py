@@ -336,7 +336,7 @@ def test_lengths_that_a_graph_learns(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
 def test_second_derivatives_of_the_dense_kernel(name: str) -> None:
-    """Its threshold is differentiated twice, as that of tiled attention."""
+    """Its threshold is differentiated twice, as in tiled attention."""
     draw = np.random.default_rng(1)
     leaves = [torch.from_numpy(draw.normal(size=(n, 3))).requires_grad_() for n in (3, 4, 4)]
     assert torch.autograd.gradgradcheck(
@@ -435,7 +435,7 @@ def test_explain_says_that_scores_are_computed_often() -> None:
 @pytest.mark.parametrize("mask", ["none", "lengths", "scattered"])
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_blocks_of_weights(name: str, mask: str) -> None:
-    """Those of the whole matrix, with their gradients; masked and fully masked queries included."""
+    """They equal the whole matrix's, with their gradients; masked and fully masked queries included."""
     query, key, value = (torch.from_numpy(x).requires_grad_() for x in inputs(heads=4, kv_heads=2))
     call = {"normalizer": NORMALIZERS[name], "mask": MASKS[mask]}
     _, whole = ats.attend(query, key, value, return_weights=True, **call)

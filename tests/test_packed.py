@@ -408,7 +408,7 @@ def test_errors_of_jagged_tensors(name: str) -> None:
 
 
 def test_tiles_between_sequences_are_skipped() -> None:
-    """The pairs that are computed are those of the sequences, up to the rows of a micro-tile and a tile of keys."""
+    """Only pairs within the sequences are computed, up to the rows of a micro-tile and a tile of keys."""
     lengths = [256] * 8
     x = np.ones((1, sum(lengths), 4), np.float32)
     text = str(ats.explain(x, x, x, mask=ats.Packed(cumulative(lengths))))

@@ -1,4 +1,4 @@
-"""The bytes that `explain` counts are those of messages sent one by one, and the mode is the one with the fewest."""
+"""`explain` counts the bytes of messages sent one by one, and takes the mode with the fewest."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_a_plan_is_computed_once_for_each_mask_by_value() -> None:
 
 
 def test_what_a_rank_receives_it_has_room_for() -> None:
-    """Keys between those of inner queries are fetched too, where they are few."""
+    """Keys between the keys of inner queries are fetched too, where they are few."""
     mask = ats.Causal() & ats.Neighbours(np.arange(9), [0, 1, 2, 3, 4, 5, 5, 7])
     shards = [Shard.head_tail(8, rank, 2) for rank in range(2)]
     plan = exchange(mask, shards, shards)

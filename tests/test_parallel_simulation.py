@@ -1,4 +1,4 @@
-"""The model of many ranks: its counts are those of `exchange`, its times those of cases that are known."""
+"""The model of many ranks: its counts equal `exchange`'s, its times the times of known cases."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_two_processes(score: str, mask: str, extras: str, dtype: str, placement
 
 @pairs(mask=("none", "Causal", "SlidingWindow-both"), way=("ring", "queries"), extras=("", "sink"))
 def test_all_statistics_of_merged_parts(mask: str, way: str, extras: str) -> None:
-    """Means and variances too, whose counts of keys are those of intervals."""
+    """Means and variances too, whose counts of keys come from intervals."""
     call, found = run(2, "scaled_dot", mask, extras, "float64", PLACEMENTS[1], **WAYS[way])
     call.check(found)
 
@@ -458,9 +458,9 @@ def test_normalizers_are_those_of_one_device(
 def check_normalizer(
     normalizer: Any, score: str, mask: str, extras: str, ranks: int, placement: Any, mode: str
 ) -> None:
-    """Output, gradients and statistics are those of one device."""
+    """Output, gradients and statistics equal a call on one device."""
     call = make_call(score, mask, "float64", extras)
-    # Log-sum-exp and entropy are those of the softmax.
+    # Log-sum-exp and entropy belong to the softmax.
     call = dataclasses.replace(call, seeds={"out": call.seeds["out"]})
     _, found = run(ranks, score, mask, extras, "float64", placement, call, mode=mode, normalizer=normalizer)
     wanted = {name: array(x) for name, x in call.torch(normalizer=normalizer).items() if x is not None}

@@ -190,7 +190,7 @@ def test_a_bias_per_key_is_coverage_or_a_prior() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", SOME)
 def test_prepared_keys_have_the_dtype_of_the_keys(name: str, dtype: torch.dtype) -> None:
-    """Also where the parameters have another; the rounding is that of a linear layer."""
+    """Also where the parameters have another; the rounding is a linear layer's."""
     leaves = {key: torch.tensor(x).to(torch.float32) for key, x in _leaves(name).items()}
     query, key, value = (leaves[x].to(dtype) for x in ("query", "key", "value"))
     score = _score(name, leaves)

@@ -374,7 +374,7 @@ def test_parameters_are_documented_and_no_others(name: str) -> None:
     hidden = name.startswith(("attnscore.layers.flax", "attnscore.layers.keras"))
     function = function.__init__ if hidden else function
     parameters = {p for p in inspect.signature(function).parameters if p not in ("self", "args")}
-    # Where the arguments are those of a sibling, its name in the text sends the reader there.
+    # Where a sibling has the same arguments, its name in the text sends the reader there.
     elsewhere = re.search(r"[Pp]arameters.* (are|is) (those|that) of `\w+`|as in `\w+`|As in `\w+`", _doc(name))
     found = documented_parameters(name)
     if name.startswith("attnscore.layers"):

@@ -109,7 +109,7 @@ def test_no_queries_or_no_keys(n: int, m: int, mask: Any, kernel: str) -> None:
 @pytest.mark.parametrize("kernel", ["streaming", "native"])
 @pytest.mark.parametrize("score", ["additive", "gaussian", "capped"])
 def test_scores(score: str, kernel: str) -> None:
-    """The gradient of the bias is that of the scores after the cap."""
+    """The bias has the gradient of the scores after the cap."""
     scores = {
         "additive": ats.Additive(np.linspace(-1, 1, 5)),
         "gaussian": ats.Gaussian(1.5),

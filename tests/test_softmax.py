@@ -121,7 +121,7 @@ def test_scores_of_minus_infinity(framework: str) -> None:
 
 
 def test_gradient() -> None:
-    """Rows of zeros get gradient zero, NaN in hidden scores included; the others that of the Jacobian."""
+    """Rows of zeros get gradient zero, NaN in hidden scores included; the other rows the Jacobian's."""
     torch.manual_seed(0)
     scores = torch.randn(2, 3, 5, dtype=torch.float64)
     scores[1] = torch.nan

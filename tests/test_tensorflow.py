@@ -292,7 +292,7 @@ def test_a_mask_that_turns_out_not_to_fit(name: str, how: str, monkeypatch: pyte
     slow=[("nothing", "streaming"), ("lengths", "native")],
 )
 def test_a_bias_of_unknown_shape(knows: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any axis of it may turn out to be broadcast, that of heads too; its gradient then has that shape."""
+    """Any axis of it may turn out to be broadcast, the axis of heads too; its gradient then has that shape."""
     monkeypatch.undo()
     monkeypatch.setattr("attnscore.base.thresholds.LONGEST_KEY_TILE", 4)
     if how == "native" and not (works := ats.available()["kernels"]["native"]):

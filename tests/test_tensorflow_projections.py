@@ -60,7 +60,7 @@ def gradients(score: str, arrays: Arrays) -> Arrays:
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("score", SCORES)
 def test_gradients(score: str, is_known: bool) -> None:
-    """Those of an eager call without such rows, in a graph that knows all sizes and in one that does not."""
+    """They equal an eager call's without such rows, in a graph that knows all sizes and in one that does not."""
     arrays = draw(score)
     own = {"query", "key", "value"}
     specs = {

@@ -99,8 +99,8 @@ CUSTOM: dict[str, Any] = {
     "distance": own.Student(torch.tensor([0.1, 0.2])),
     "channels": own.SmoothDistance(torch.ones(2, 64), torch.tensor(0.4)),
 }
-# Most spills at dimension 64 on any of the architectures, by score and dtype; `test_custom_scores` has those of the
-# gradient of keys of a product on Hopper, whose tile was the fastest on an H200 all the same.
+# Most spills at dimension 64 on any of the architectures, by score and dtype; `test_custom_scores` has the spills
+# of the gradient of keys of a product on Hopper, whose tile was the fastest on an H200 all the same.
 CUSTOM_SPILLS = {
     ("product", "float32"): 12, ("distance", "float32"): 16, ("channels", "float32"): 20,
     ("channels", "bfloat16"): 3,

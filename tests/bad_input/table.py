@@ -65,7 +65,7 @@ class Maker:
         return (torch if self.framework == "numpy" else np).ones(shape)
 
     def named(self, word: str) -> str:
-        """A word of a row: MINE is this framework, OTHER that of `other`."""
+        """A word of a row: MINE is this framework, OTHER the framework of `other`."""
         return {"MINE": self.framework, "OTHER": "torch" if self.framework == "numpy" else "numpy"}.get(word, word)
 
     @staticmethod

@@ -337,7 +337,7 @@ def draw_call(c: Choice, v: np.random.Generator, dtype: str, extra_dtype: str, *
     scale = c.weighted({1.0: 6.0, 0.1: 1.0, 4.0: 1.0})
     query = array(axis(heads) if group == 1 else heads, n, dim, is_query=True)
     key, value = array(kv_heads, m, key_dim), array(axis(kv_heads), m, value_dim)
-    # The axes of the output are those of all three together.
+    # The output has the axes of all three together.
     shapes = [(1,) * (axes - x.ndim) + x.shape for x in (query, key, value)]
     lead = tuple(max(s[i] for s in shapes) if 0 not in [s[i] for s in shapes] else 0 for i in range(len(lead)))
     if axes >= 4:

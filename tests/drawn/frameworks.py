@@ -78,7 +78,7 @@ def named(case: Case, result: Any) -> Named:
 
 
 class Attend:
-    """`attend` of a case as a function of arrays by name and of those of its mask; mask objects stay where they may."""
+    """`attend` of a case as a function of arrays by name and of its mask's arrays; mask objects stay where they may."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -106,7 +106,7 @@ class Attend:
 
 
 class NumPy:
-    """NumPy, whose gradients are those of `attend_vjp`."""
+    """NumPy, whose gradients come from `attend_vjp`."""
 
     name = "numpy"
 
@@ -341,7 +341,7 @@ def torch_strided(x: Any, kind: int) -> Any:
 
 
 def arrays_for(case: Case, framework: Any, call: Call, planted: Any) -> tuple[Named, list[Any], Named]:
-    """Return the arrays of a call, those of its masks, and the incoming gradients, of the framework."""
+    """Return the arrays of a call, its masks' arrays, and the incoming gradients, of the framework."""
     of_call = planted["arrays"] if planted else call.arrays
     seeds = planted["seeds"] if planted else call.seeds
     rng = np.random.default_rng(case.array_kind)

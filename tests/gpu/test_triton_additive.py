@@ -120,7 +120,7 @@ def test_any_number_of_channels(channels: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [24, 37])
 def test_intervals_of_a_tile_that_overlap(length: int) -> None:
-    """Queries before position 21 have one interval, those of the same tile behind it two over the same keys."""
+    """Queries before position 21 have one interval, later queries of the same tile two over the same keys."""
     arrays = _arrays(1.0, 3, (length, length))
     mask = ats.KeyRange(0, 1) | ats.SlidingWindow(left=19, right=0)
     found = _results(arrays, "tanh", "triton", torch.float32, mask=mask)

@@ -157,7 +157,7 @@ def scores_of(dim: int, heads: int) -> dict[str, Any]:
 def test_odd_sizes(sizes: tuple[int, int], dims: tuple[int, int], kind: str) -> None:
     """With heads of its own for each, and a mask whose last query tile counts as whole though it is not.
 
-    Products, distances and values are about 1 in any dimension, and no logarithm is that of a number near 0: of one
+    Products, distances and values are about 1 in any dimension, and no logarithm is of a number near 0: of one
     key the gradients are 0, and their rounding errors are of the size of the scores and derivatives.
     """
     arrays = _arrays(sizes, dims, (2, 2))
@@ -308,7 +308,7 @@ def test_a_parameter_of_another_shape() -> None:
 def test_what_the_functions_return(functions: Any, expected: str) -> None:
     with pytest.raises(Exception, match=r".") as found:
         attended(own.Given(TritonTile("product", *functions))).sum().backward()
-    # The compiler's own error, or the cause of that of the function around it.
+    # The compiler's own error, or the cause of the error of the function around it.
     error: BaseException | None = found.value
     while error is not None and re.search(expected, str(error)) is None:
         error = error.__cause__

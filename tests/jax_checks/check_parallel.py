@@ -182,9 +182,9 @@ def test_normalizers_are_those_of_one_device(
 
 
 def check_normalizer(normalizer: Any, score: str, mask: str, devices: int, placement: Any, mode: str) -> None:
-    """Output, gradients and statistics are those of one device."""
+    """Output, gradients and statistics equal a call on one device."""
     call = make_call(score, mask, "float64", "bias")
-    # Log-sum-exp and entropy are those of the softmax.
+    # Log-sum-exp and entropy belong to the softmax.
     call = dataclasses.replace(call, seeds={"out": call.seeds["out"]})
     found = results(call, score, mask, devices, placement, {"mode": mode, "normalizer": normalizer})
     wanted = call.jax(jit=True, normalizer=normalizer)
@@ -202,7 +202,7 @@ def arrays(length: int = 24, heads: int = 4, kv_heads: int = 4) -> tuple[jax.Arr
 
 
 def compare(devices: int, given: tuple[jax.Array, ...], shards: Any, **options: Any) -> None:
-    """Output and gradients are those of one device; `options` with "mode" go to the devices."""
+    """Output and gradients equal a call on one device; `options` with "mode" go to the devices."""
     mode = options.pop("mode", "auto")
 
     def divided(*given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What wrong input of the Keras layers gets, on this process's backend: the words are those of the PyTorch layers."""
+"""Errors for wrong input of the Keras layers, on this process's backend: with the words of the PyTorch layers."""
 
 from __future__ import annotations
 

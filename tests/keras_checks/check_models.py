@@ -101,7 +101,7 @@ class TestMasksOfAnEmbedding:
         assert np.array_equal(SHOWN(layer.attention_weights) > 0, wanted.repeat(2, 1))
 
     def test_go_on_to_the_next_layer(self) -> None:
-        """The mask of the queries is that of the output; one layer after another sees it."""
+        """The output has the mask of the queries; one layer after another sees it."""
         first, second = BilinearAttention(), BilinearAttention()
         i = keras.Input((None,), dtype="int32")
         x = keras.layers.Embedding(10, 6, mask_zero=True)(i)
@@ -418,7 +418,7 @@ class Learned(keras.layers.Layer):
 
 @pytest.mark.slow
 def test_variables_of_a_layer_of_the_users_own_learn() -> None:
-    """Eagerly, in a model that is trained, and the values are those of the arrays that they hold."""
+    """Eagerly, in a model that is trained, and with the values of the arrays that they hold."""
     layer = Learned()
     found = layer(X)
     read = [backends.variable_value(x) for x in (layer.query, layer.w_v, layer.bias, layer.sink)]

@@ -49,7 +49,7 @@ def _torch_rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> 
 @pytest.mark.parametrize("shape", [(BATCH, 4, QUERIES, KEYS), (4, 1, QUERIES + KEYS - 1)], ids=["pairs", "relative"])
 @pytest.mark.parametrize("case", quick(("heads, capped sum",), among=TEMPLATES, on_jax=("heads, capped sum",)))
 def test_numbers_and_gradients_are_pytorchs(case: Case, shape: tuple[int, ...]) -> None:
-    """Those of every parameter, with a bias."""
+    """Gradients of every parameter, with a bias."""
     theirs, ours = counterparts(case)
     bias = np.random.default_rng(1).normal(size=shape)
     leaves = [x.requires_grad_() for x in case.inputs()]

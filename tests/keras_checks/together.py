@@ -42,7 +42,7 @@ def arrays(*tensors: Any) -> tuple[np.ndarray, ...]:
 
 
 def as_given(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a PyTorch layer as those of a Keras layer, arrays as NumPy's."""
+    """Arguments of a PyTorch layer for a Keras layer, arrays as NumPy's."""
     return {("attention_mask" if name == "mask" else name): _as_numpy(x) for name, x in given.items()}
 
 
