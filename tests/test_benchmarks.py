@@ -687,8 +687,8 @@ def test_the_report_of_many_shapes() -> None:
     )  # fmt: skip
     assert "Many small shapes" not in reports.page({"new": document([])}, [])
     assert reports.faster_baselines(found) == [
-        "small shapes, PyTorch, 1 thread: fastest formula in the caller's framework, in 1 of 3 measurements, "
-        "up to 2.00 times faster"
+        "small shapes, PyTorch, 1 thread: fastest formula in the caller's framework is faster in 1 of 3 measurements, "
+        "at most 2.00 times as fast"
     ]
     assert reports.missed(found) == ["small-torch against fastest formula in the caller's framework, 1 thread"]
 
@@ -775,7 +775,7 @@ def test_the_report_says_where_a_baseline_is_faster_and_what_misses() -> None:
     }
     found = document([GOOD_ROW, {**GOOD_ROW, **slower, "threads": 2}, {**GOOD_ROW, **absent}])
     assert reports.faster_baselines(found) == [
-        "scaled dot, 2 threads: torch scaled_dot_product_attention, 2.00 times faster"
+        "scaled dot: torch scaled_dot_product_attention is 2.00 (2 threads) times as fast"
     ]
     assert reports.missed(found) == ["dot against torch scaled_dot_product_attention, 2 threads"]
     rows = screen_rows(found, "Speed")
@@ -816,7 +816,7 @@ def test_the_page_of_all_machines() -> None:
     assert "|  | against | old | new |" in text
     assert "| scaled dot, forward | torch scaled_dot_product_attention | 1.5 | 0.5 |" in text
     assert "| old | 2026-01-01, `abc1234` |" in text and "| new | 2026-02-02 |" in text
-    assert "- new: scaled dot, 2 threads: torch scaled_dot_product_attention, 2.00 times faster" in text
+    assert "- new: scaled dot: torch scaled_dot_product_attention is 2.00 (2 threads) times as fast" in text
     (axis,) = charts.overview(documents).axes
     marks = [line for line in axis.lines if line.get_marker() != "None"]
     assert len({tuple(line.get_ydata()) for line in marks}) == 2, "no mark hides another"

@@ -205,19 +205,24 @@ def seconds(s: float) -> str:
 
 def faster_baselines(document: Row) -> list[str]:
     """Say where a baseline takes less time than we do, one sentence each."""
-    sentences = []
+    times_of_case: dict[tuple[str, str], list[str]] = {}
     for row in rows_of_kind(document, "time"):
         if row["status"] != "measured" or not BASELINES[row["baseline"]].is_alternative:
             continue
         times = 1 / times_as_fast(row)[0]
         if times > 1:
-            sentences.append(f"{row['what']}, {_threads(row)}: {_title(row['baseline'])}, {times:.2f} times faster")
+            by_threads = times_of_case.setdefault((row["what"], _title(row["baseline"])), [])
+            by_threads.append(f"{times:.2f} ({_threads(row)})")
+    sentences = [
+        f"{what}: {baseline} is {' and '.join(by_threads)} times as fast"
+        for (what, baseline), by_threads in times_of_case.items()
+    ]
     for row in rows_of_kind(document, "shapes"):
         slower = sum(point["ratio"] < 1 for point in row["points"])
         if slower:
             sentences.append(
-                f"{row['what']}, {_threads(row)}: {_title(row['baseline'])}, in {slower} of {len(row['points'])} "
-                f"measurements, up to {1 / row['worst']['ratio']:.2f} times faster"
+                f"{row['what']}, {_threads(row)}: {_title(row['baseline'])} is faster in {slower} of "
+                f"{len(row['points'])} measurements, at most {1 / row['worst']['ratio']:.2f} times as fast"
             )
     return sentences
 
@@ -266,7 +271,7 @@ def page(documents: Mapping[str, Row], charts: Sequence[tuple[str, str]]) -> str
         [name, measured(document), document["machine"]["cpu"], " ".join(document["machine"]["flags"])]
         for name, document in documents.items()
     ]
-    parts += ["### The machines", _markdown(["machine", "measured", "CPU", "instructions"], machines)]
+    parts += ["### The machines", _markdown(["machine", "measured", "CPU", "instruction sets of the CPU"], machines)]
     return "\n\n".join(parts)
 
 
