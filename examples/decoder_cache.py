@@ -1,8 +1,8 @@
 """A decoder with a cache: rotary embedding, grouped heads, a sliding window with sinks, step by step.
 
 Two blocks with random weights generate 300 tokens after a prompt. Each step projects one token and attends to the 4
-sinks and the last 64 positions, which is all that the caches hold. At the end one pass over the whole sequence, with
-the same window as a mask, gives the same logits.
+sinks and the last 64 positions; the caches hold no other positions. At the end one pass over the whole sequence, with
+sinks and window as a mask, gives the same logits.
 """
 
 import torch
@@ -26,7 +26,7 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each on normalised input and added to it."""
+    """Attention and a feed-forward layer; each gets normalised inputs, and its output is added to the inputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Train additive attention in Flax to write CamelCase names in snake_case, and plot its weights.
 
-An encoder reads ``HttpError``, padded to 16 characters; a decoder writes ``http_error``. Its state is the query:
-attention finds the characters to read next. ``--quick`` trains for a few steps.
+An encoder reads ``HttpError``, padded to 16 characters; a decoder writes ``http_error``. The state of
+the decoder is the query: attention finds the characters to read next. ``--quick`` trains for a few steps.
 """
 
 import sys
@@ -47,7 +47,7 @@ def next_letters(model, source, source_lens, given):
     return model(source, source_lens, given).argmax(-1)
 
 
-def write(model, words):  # it is given what it wrote itself
+def write(model, words):  # each character follows those that the model wrote
     given = np.full_like(words.given, BEGIN)
     for i in range(given.shape[1] - 1):
         given[:, i + 1] = next_letters(model, words.source, words.source_lens, given)[:, i]
@@ -67,7 +67,7 @@ model.eval()
 given = write(model, test)
 right = np.mean([decode(row[1:]) == decode(target) for row, target in zip(given, test.target, strict=True)])
 print(f"names of the test set written without a fault: {right:.0%}")
-model(test.source, test.source_lens, given)  # not inside jit, which keeps nothing
+model(test.source, test.source_lens, given)  # outside of jit, inside which no weights are kept
 weights = model.attention.attention_weights
 print("weight on padding:", float((weights * (test.source == PAD)[:, None]).sum()))
 row = test.source_lens.argmax()

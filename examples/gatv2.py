@@ -1,8 +1,8 @@
-"""Two GATv2 layers find the communities of a graph, of which eight nodes each are labelled.
+"""Two GATv2 layers find the communities of a graph, in each of which eight nodes are labelled.
 
 A node attends to its neighbours: additive attention with leaky_relu, and the edges as a mask in compressed sparse rows.
-Time and memory grow with the edges. The first layer's output for one node is computed once more by hand. ``--quick``:
-a smaller graph.
+Time and memory are linear in the number of edges. The first layer's output for one node is checked by hand.
+``--quick`` takes a smaller graph.
 """
 
 import sys
@@ -17,7 +17,7 @@ NODES, COMMUNITIES, DEGREE = 400 if "--quick" in sys.argv else 4000, 4, 12
 torch.set_num_threads(1)  # at these sizes two threads mostly wait for each other
 torch.manual_seed(0)
 
-# Three edges of four stay within the community of a node; the last one joins it to itself.
+# Three quarters of a node's edges stay within its community; the last edge joins the node to itself.
 community = torch.arange(NODES) % COMMUNITIES
 inside = torch.randint(NODES // COMMUNITIES, (NODES, DEGREE)) * COMMUNITIES + community[:, None]
 anywhere = torch.randint(NODES, (NODES, DEGREE))

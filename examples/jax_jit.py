@@ -1,6 +1,6 @@
 """`attend` in place of D2L's attention inside `jax.jit`: the same numbers, without the matrix of scores.
 
-Arrays are (batch, length, heads, dim), as JAX's users have them. Lengths are traced: one program serves all batches.
+Arrays are (batch, length, heads, dim), as in JAX's own function. Lengths are traced: one program serves all batches.
 """
 
 import jax
@@ -10,7 +10,7 @@ import attnscore as ats
 
 
 def textbook(query, key, value, lens):
-    """Scaled dot product of padded sequences, each position seeing those before it."""
+    """Scaled dot product of padded sequences; a position attends to itself and to earlier positions."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
     positions = jnp.arange(key.shape[1])
     seen = (positions <= positions[:, None]) & (positions < lens[:, None, None, None])
@@ -23,7 +23,7 @@ def ours(query, key, value, lens):
 
 
 def step(attention):
-    """A training step's work: a loss and its gradients, compiled."""
+    """Return a compiled function that computes a loss and its gradients."""
     return jax.jit(jax.value_and_grad(lambda arrays, lens: (attention(*arrays, lens) ** 2).mean()))
 
 

@@ -1,6 +1,6 @@
-"""Train a Keras model to write CamelCase names in snake_case, and plot what its attention looks at.
+"""Train a Keras model to write CamelCase names in snake_case, and plot its weights.
 
-The names are from the sources of Python's standard library. An encoder reads the padded letters, the state of a decoder
+The names are from the sources of Python's standard library. An encoder reads the padded letters. The state of a decoder
 is the query of ``AdditiveAttention``. The masks that exclude padding come from the embeddings automatically.
 It runs on any of Keras's backends: ``KERAS_BACKEND=torch python keras_alignment.py``. ``--quick`` trains for seconds.
 """
@@ -41,7 +41,7 @@ model.compile(keras.optimizers.Adam(0.005), loss)
 
 
 def right(pairs):
-    """Share of the names that come out without a mistake: the likeliest letter at every place is the right one."""
+    """Return the share of names in which the most probable letter is right at every place."""
     guess = model.predict([pairs.source, pairs.given], batch_size=256, verbose=0).argmax(-1)
     return np.mean([decode(a) == decode(b) for a, b in zip(guess, pairs.target, strict=True)])
 
@@ -51,7 +51,7 @@ for epoch in range(1 if QUICK else 8):
     rows = model.fit([train.source, train.given], train.target, batch_size=64, epochs=1, verbose=0)
     print(f"epoch {epoch + 1}: loss {rows.history['loss'][0]:.3f}, {right(test):.0%} of new names right")
 
-# A plain call keeps what the weights are computed from; those inside fit and predict keep nothing.
+# Only an eager call keeps its weights; calls inside fit and predict keep nothing.
 model([test.source[:4], test.given[:4]])
 weights = keras.ops.convert_to_numpy(attention.attention_weights)
 padding = test.source[:4, None] == 0

@@ -1,7 +1,7 @@
 """Kernel regression on a million points, with a bandwidth that is learned by gradient descent.
 
-Training points are keys, their noisy values the values: attention with a Gaussian score. No array of all pairs is made,
-forward or backward, so memory beyond the data stays small. ``--quick``: 20,000 points.
+This is attention with a Gaussian score: training points are the keys, their noisy targets the values. Forward and
+backward make no array of all pairs, so memory beyond the data stays small. ``--quick`` takes 20,000 points.
 """
 
 import sys
@@ -15,7 +15,7 @@ POINTS = 20_000 if "--quick" in sys.argv else 1_000_000
 
 
 def truth(x):
-    """The function behind the noise."""
+    """Return the targets without noise."""
     return (3 * x).sin() + x
 
 

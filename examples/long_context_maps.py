@@ -1,7 +1,7 @@
 """Attention over a long context, without its matrix: a sink, a window along the diagonal, documents on a few topics.
 
-Makes queries and keys that hold these three, and finds them again. 8192 tokens by default; give another number for more
-(131072 take about a minute on two cores), and a second argument for a picture:
+The program makes queries and keys with these three patterns and finds the patterns again. It takes 8192 tokens, or the
+number in its first argument (131072 take about a minute on two cores); a second argument names a picture:
 ``python examples/long_context_maps.py 131072 map.png``.
 """
 
@@ -30,7 +30,7 @@ def made_up_head(tokens, documents=24, topics=6, seed=0):
 
 
 def main(tokens, picture=None):
-    """Print what was put in, as it is found again."""
+    """Print each pattern of the inputs as the maps show it."""
     query, key, topic = made_up_head(tokens)
     causal = {"mask": ats.Causal()}
 

@@ -1,6 +1,6 @@
 """Long sequences: memory grows with the length, not with its square; fully masked tiles are not computed.
 
-Prints, for forward and backward, the memory that the process added, and what one float32 matrix of scores would take.
+It prints the memory that forward and backward add to the process, and the size of one float32 matrix of scores.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ def peak_mb():
 
 
 def forget_peak():
-    """Let the largest size start again from the present one. Only Linux can; elsewhere later rows show too little."""
+    """Reset the largest size to the present one. Only Linux can; on other systems later rows show too little."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def run(name, length, score="scaled_dot", mask=None, dim=16):
-    """Attend over `length` tokens, forward and backward, and print what it took."""
+    """Attend over `length` tokens, forward and backward, and print the added memory."""
     query, key, value = (torch.randn(1, length, dim, requires_grad=True) for _ in range(3))
     plan = ats.explain(query, key, value, score=score, mask=mask).plan
     forget_peak()
@@ -42,7 +42,7 @@ def run(name, length, score="scaled_dot", mask=None, dim=16):
 torch.set_num_threads(1)  # at these sizes two threads mostly wait for each other
 torch.manual_seed(0)
 small = torch.randn(1, 64, 16, requires_grad=True)
-ats.attend(small, small, small).sum().backward()  # what torch loads at its first backward is not counted
+ats.attend(small, small, small).sum().backward()  # loads torch's libraries before the measurements
 print(f"{'':<22}{'tokens':>8}{'added':>12}{'one matrix':>12}{'skipped':>10}")
 run("causal", 4096, mask=ats.Causal())
 run("causal", 8192, mask=ats.Causal())

@@ -1,7 +1,7 @@
-"""When torch's fused attention keeps the whole matrix: peak memory of one forward on the CPU, against `attend`.
+"""Which calls of torch's fused attention make the whole matrix: peak memory of a forward on the CPU, against `attend`.
 
-torch takes its O(n) path for some calls only and says nothing when it takes the other one. Linux only: the peak is
-reset through /proc.
+torch takes its O(n) path for some calls only, without a warning for other calls. Linux only, because the peak is reset
+through /proc.
 """
 
 import resource
@@ -27,7 +27,7 @@ causal = torch.ones(length, length, dtype=torch.bool).tril()
 
 
 def added(function, *arrays, **options):
-    """Memory that a call adds at its peak, in MB."""
+    """Return the memory that a call adds at its peak, in MB."""
     PEAK.write_text("5")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     function(*arrays, **options)
@@ -44,7 +44,7 @@ cases = {
     "3 axes": (flat, {}, {}),
     "causal and padding": (full, {"attn_mask": causal & seen}, {"mask": ats.Causal(), "valid_lens": lens}),
 }
-ats.attend(*full), F.scaled_dot_product_attention(*full)  # what is loaded at the first call does not count
+ats.attend(*full), F.scaled_dot_product_attention(*full)  # loads libraries before the measurements
 print(f"{length} tokens, one head; a float32 matrix of scores takes {matrix:.0f} MB")
 print(f"{'':<24}{'torch':>10}{'attend':>10}")
 for name, (arrays, theirs, ours) in cases.items():

@@ -1,7 +1,7 @@
 """Train additive attention in MXNet to write CamelCase names in snake_case, and plot its weights.
 
-An encoder reads ``HttpError``, padded to 16 characters; a decoder writes ``http_error``. Its state is the query:
-attention finds the characters to read next. ``--quick`` trains for a few steps.
+An encoder reads ``HttpError``, padded to 16 characters; a decoder writes ``http_error``. The state of
+the decoder is the query: attention finds the characters to read next. ``--quick`` trains for a few steps.
 """
 
 import sys
@@ -37,7 +37,7 @@ def arrays(words):
     return [np.array(x) for x in words]  # float32, lengths too: MXNet's way
 
 
-def write(model, words):  # it is given what it wrote itself
+def write(model, words):  # each character follows those that the model wrote
     given = onp.full_like(words.given, BEGIN)
     for i in range(given.shape[1] - 1):
         scores = model(*arrays([words.source, words.source_lens, given]))

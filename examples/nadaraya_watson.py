@@ -1,7 +1,7 @@
 """Nadaraya-Watson regression is attention pooling with a Gaussian score; the bandwidth is chosen by a mask.
 
-Training points are the keys, their noisy values the values, and the requested points the queries. Leaving each
-point out of its own prediction is a mask, so choosing the bandwidth by cross-validation is one call per candidate.
+Training points are the keys, their noisy targets the values, and new points the queries. A mask leaves each point out
+of its own prediction, so cross-validation of the bandwidth is one call per candidate.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ import attnscore as ats
 
 
 def truth(x):
-    """The function behind the noise."""
+    """Return the targets without noise."""
     return 2 * np.sin(x) + x**0.8
 
 

@@ -1,8 +1,8 @@
 """A custom score: one class with one method, trained in PyTorch.
 
-The score is minus a weighted city-block distance, a(q, k) = -sum_d rate_d |q_d - k_d|. Nothing but `tile` is
-written: the streaming kernel runs it, and PyTorch's autodiff gives its gradient tile by tile. Data are made with
-known rates, and training finds them again.
+The score is minus a weighted city-block distance, a(q, k) = -sum_d rate_d |q_d - k_d|. The class has
+only the method `tile`: the streaming kernel calls it, and PyTorch's autodiff gives its gradient tile by tile. The data
+are made with known rates, and training finds these rates again.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ for step in range(151):
 found = log_rate.detach().exp()
 print("true rates:", true_rate.numpy(), "- found:", bool(torch.allclose(found, true_rate, rtol=0.02)))
 
-# Masks, soft caps, statistics and the rest work with it like with any built-in score.
+# Masks, soft caps and statistics work as with a built-in score.
 capped = ats.SoftCap(CityBlock(log_rate.detach()), cap=5.0)
 _, stats = ats.attend(query, key, value, score=capped, valid_lens=[80, 40, 20, 1], return_stats=True)
 print("effective keys with 80, 40, 20 and 1 valid keys:", stats.effective_keys().mean(-1).numpy().round(1))

@@ -1,7 +1,7 @@
 """A pointer network sorts: given a number, it points at the next larger one of a list of any length.
 
-The output distribution is the attention weights themselves: no values, no vocabulary, one additive score with a bias.
-Padding and places that were chosen are masked, so every answer is a permutation. ``--quick`` trains for seconds.
+The attention weights are the output distribution: no values, no vocabulary, one additive score with a bias. Padding and
+places that were already chosen are masked, so every answer is a permutation. ``--quick`` trains for seconds.
 """
 
 import sys

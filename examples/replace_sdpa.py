@@ -1,6 +1,6 @@
 """`attend` in the place of torch's scaled_dot_product_attention: the same arguments, outputs and gradients.
 
-Then the differences: NaN in a masked value does not propagate, and weights and statistics are available on request.
+Then it shows what differs: NaN in a masked value does not propagate, and weights and statistics come on request.
 """
 
 import torch
@@ -20,7 +20,7 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
 
 
 def gradients(function, arrays, **options):
-    """Output and gradients of the sum of its squares."""
+    """Return the output, and the gradients of the sum of squares of the output."""
     leaves = [x.detach().requires_grad_() for x in arrays]
     out = function(*leaves, **options)
     return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)

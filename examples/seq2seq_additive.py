@@ -1,7 +1,7 @@
 """Sequence to sequence with additive attention: read a date as people write it, and write it as 2026-11-25.
 
 An encoder reads the letters; the state of a decoder is the query of every step, and the keys are projected once for all
-steps. The alignment is learned; it is plotted into seq2seq_additive.png. ``--quick`` trains for seconds.
+steps. The model learns the alignment; seq2seq_additive.png shows it. ``--quick`` trains for seconds.
 """
 
 import calendar
@@ -26,7 +26,7 @@ def codes(texts, width):
 
 
 def dates(count):
-    """Return dates as they are read, how many letters each has, and as they are to be written."""
+    """Return the dates in free form, their numbers of letters, and the dates as YYYY-MM-DD."""
     numbers = zip(
         *(torch.randint(*ends, (count,)).tolist() for ends in ((1950, 2050), (12,), (1, 29), (3,))), strict=True
     )
@@ -71,7 +71,7 @@ for _ in range(STEPS):
     optimiser.step()
 with torch.no_grad():
     source, lens, target = dates(200)
-    logits, alignment = model(source, lens)  # it reads what it wrote itself
+    logits, alignment = model(source, lens)  # without targets it reads its own letters
 padding = (torch.arange(18) >= lens[:, None, None]).expand_as(alignment)
 print(f"{(logits.argmax(-1) == target).all(-1).double().mean():.0%} of new dates right")
 print(f"weight on padding: {alignment[padding].sum():.1f}")

@@ -1,10 +1,10 @@
-"""Train a small transformer on sequences that no process holds whole; the losses are those of one process.
+"""Train a small transformer on sequences that no process holds whole; the losses equal a run in one process.
 
     python examples/sequence_over_processes.py
     torchrun --nproc-per-node 4 examples/sequence_over_processes.py
 
-Each process has some of the first and of the last tokens: under the causal mask, all then have the same work. Attention
-alone looks at other tokens: it takes the group. The task: which symbol came `lag` positions before?
+Each process holds some of the first and some of the last tokens, so under the causal mask all have the same work. Only
+attention reads other tokens, so only attention takes the group. The task: which symbol came `lag` positions before?
 """
 
 import os
@@ -39,7 +39,7 @@ def rotary(queries, keys, positions):
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each added to what it is given."""
+    """Attention and two linear layers; the output of each is added to its input."""
 
     def __init__(self):
         super().__init__()
@@ -61,10 +61,10 @@ optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 for step in range(60):
     tokens = torch.randint(symbols, (8, length), generator=torch.Generator().manual_seed(step))
     target = tokens.roll(lag, 1)
-    target[:, :lag] = -100  # nothing came before: not counted
+    target[:, :lag] = -100  # no earlier symbol: the loss does not count these
     own, own_target = (shards[rank].take(x, axis=1) for x in (tokens, target))
     total = nn.functional.cross_entropy(model(own).flatten(0, 1), own_target.flatten(), reduction="sum")
-    # DistributedDataParallel takes the mean over the processes, so that each gives its share times their number.
+    # DistributedDataParallel takes the mean over the processes, so each multiplies its loss by their number.
     loss = total * ranks / (target >= 0).sum()
     optimizer.zero_grad()
     loss.backward()
@@ -75,5 +75,5 @@ for step in range(60):
         if rank == 0:
             print(f"step {step + 1}: loss {loss.item():.4f}")
 if ranks > 1:
-    dist.barrier()  # gloo's threads let go of the last tensors while Python runs: at its end they would abort
+    dist.barrier()  # gloo's threads must free the last tensors before Python ends, or they abort
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Watch a head fail: as queries grow, logits grow, the softmax saturates, and no gradient comes back to the scores.
 
-The statistics come from the pass that computes the output. The last rows show three ways to keep the head alive.
+The statistics come from the pass that computes the output. The last rows show three remedies.
 """
 
 import torch
@@ -11,13 +11,13 @@ torch.set_num_threads(1)  # at these sizes two threads mostly wait for each othe
 torch.manual_seed(0)
 heads, length, dim = 4, 256, 64
 query, key, value, probe = (torch.randn(1, heads, length, dim) for _ in range(4))
-# The first queries have so few keys that they are saturated by nature; the second half is shown.
+# The first queries have few keys, so they are saturated by nature: only the second half is shown.
 late = slice(length // 2, None)
 
 
 def row(name, growth, score):
-    """Print what one forward and backward say about a head whose queries have grown."""
-    nothing = torch.zeros(heads, length, length, requires_grad=True)  # its gradient is that of the scores
+    """Print statistics and gradient of a head whose queries are multiplied by `growth`."""
+    nothing = torch.zeros(heads, length, length, requires_grad=True)  # its gradient is the gradient of the scores
     out, stats = ats.attend(growth * query, key, value, score=score, bias=nothing, mask=ats.Causal(), return_stats=True)
     (out * probe).sum().backward()
     numbers = (

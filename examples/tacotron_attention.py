@@ -1,8 +1,8 @@
-"""Location-sensitive attention (Tacotron 2): a decoder that reads every symbol once, in order, as long as it lasts.
+"""Location-sensitive attention (Tacotron 2): a decoder that reads every symbol once, in order, for all its frames.
 
-Symbols last 2 to 4 frames each, and some are the same, so only the place of the last step says which one is next. The
-keys are prepared once for a batch; in each step the convolved weights of the steps before are added to them as a term
-of the additive score. Without that term the decoder does not know where it is. ``--quick`` trains for seconds.
+A symbol lasts 2 to 4 frames and may occur again, so only the place of the last step tells which symbol is next. The
+keys are prepared once for a batch. In each step the weights of earlier steps are convolved and added to the keys as a
+term of the additive score. Without this term the decoder does not know where it is. ``--quick`` trains for seconds.
 """
 
 import sys
@@ -34,7 +34,7 @@ class Decoder(nn.Module):
         memory = self.embedding(symbols)
         prepared = ats.prepare_keys(ats.Additive(self.w_v, self.W_q, self.W_k), memory)  # once for all frames
         state = memory.new_zeros(len(symbols), WIDTH)
-        # It begins before the first symbol: all weight on it, and none of the sum.
+        # Before the first step all weight is on the first symbol, and the sum of earlier weights is 0.
         weights = functional.one_hot(torch.zeros(len(symbols), 1, dtype=torch.int64), LENGTH).to(memory.dtype)
         total, logits, alignment = torch.zeros_like(weights), [], []
         for frame in range(is_last.shape[1]):

@@ -25,12 +25,12 @@ optimizer, score = tf.keras.optimizers.Adam(4e-3), ats.Additive(p["w_v"], p["W_q
 
 
 def encode(source):
-    """What stands at each character and near it."""
+    """Return features of each character and its neighbours."""
     return tf.tanh(tf.nn.conv1d(tf.gather(p["letters"], source) + p["places"], p["near"], 1, "SAME"))
 
 
 def states(given):
-    """A gated recurrent unit over what has been written."""
+    """Return the states of a gated recurrent unit over the characters written so far."""
     state, found = tf.zeros((tf.shape(given)[0], width)), []
     for x in tf.unstack(tf.gather(p["written"], given) @ p["into"], axis=1):
         reset, update, new = tf.split(x, 3, -1)
@@ -43,7 +43,7 @@ def states(given):
 
 @tf.function
 def next_letters(source, lens, given):
-    """Scores of the character that follows each of those given."""
+    """Return the logits of the next character after each character in `given`."""
     memory, state = encode(source), states(given)
     context = ats.attend(state, memory, memory, valid_lens=lens, score=score)
     return tf.concat([state, context], -1) @ p["out"]

@@ -1,7 +1,7 @@
 """Pairs of words to learn from: CamelCase names and the same names in snake_case.
 
-They are real names, from the sources of Python's own standard library, which are wherever Python is. Other examples
-train a sequence-to-sequence model on them: reading ``HttpError`` it writes ``http_error``, character by character.
+They are real names from the sources of Python's standard library, which every Python has. Other examples train a
+sequence-to-sequence model on them: it reads ``HttpError`` and writes ``http_error``, character by character.
 """
 
 import re
@@ -17,24 +17,24 @@ VOCABULARY = "·<>_" + LETTERS + LETTERS.upper()  # the first three stand for pa
 
 
 class Pairs(NamedTuple):
-    """Words and what becomes of them: whole numbers (int32), padded with PAD."""
+    """Names and their targets, as whole numbers (int32) padded with PAD."""
 
     source: np.ndarray  # (pairs, longest): CamelCase
     source_lens: np.ndarray  # (pairs,)
-    given: np.ndarray  # (pairs, longest target): BEGIN and the target: what a decoder has seen before each step
-    target: np.ndarray  # (pairs, longest target): snake_case and END: what it is to write at that step
+    given: np.ndarray  # (pairs, longest target): BEGIN and the target, which a decoder reads before each step
+    target: np.ndarray  # (pairs, longest target): snake_case and END, which it has to write in that step
     target_lens: np.ndarray  # (pairs,), END counted
 
 
 def text_pairs(longest: int = 16, held_out: int = 256, seed: int = 0) -> tuple[Pairs, Pairs]:
-    """Pairs to train on and pairs to test on, shuffled: names of at most `longest` characters in CamelCase."""
+    """Return shuffled pairs for training and for tests, of at most `longest` characters in CamelCase."""
     found = sorted(name for name in snake_names() if len(camel(name)) <= longest)
     names = [found[i] for i in np.random.default_rng(seed).permutation(len(found))]
     return as_arrays(names[held_out:], longest), as_arrays(names[:held_out], longest)
 
 
 def snake_names() -> set[str]:
-    """Names of two words or more; those written in CamelCase are taken apart."""
+    """Return names of two words or more in snake_case; CamelCase names are converted."""
     names: set[str] = set()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -68,7 +68,7 @@ def encode(text: str) -> list[int]:
 
 
 def decode(row: np.ndarray) -> str:
-    """The text in a row of whole numbers, up to END or padding."""
+    """Return the text of a row of whole numbers, up to END or padding."""
     return re.split("[·>]", "".join(VOCABULARY[i] for i in row))[0]
 
 

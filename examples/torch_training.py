@@ -1,8 +1,8 @@
 """Train additive attention to align two languages that share no vector space.
 
-Each sentence is a shuffled list of symbols. Queries are the symbols in one language (vectors of length 12), keys
-the same symbols in another order and another language (length 8), padded with noise. The layer has to learn which key
-translates which query; with one-hot positions as values its output is a pointer into the sentence.
+Each sentence is a shuffled list of symbols. Queries are symbols in one language (vectors of size 12). Keys are the
+same symbols in another order and another language (size 8), padded with noise. The layer has to learn which key
+translates which query. The values are one-hot positions, so the output is a pointer into the sentence.
 """
 
 import torch
@@ -17,7 +17,7 @@ positions = torch.eye(longest).expand(batch, -1, -1)
 
 
 def sentences():
-    """A batch: queries, keys with noise after the last symbol, lengths, and the position for each query."""
+    """Return a batch: queries, keys with noise after the last symbol, lengths, and the right position of each query."""
     lens = torch.randint(3, longest + 1, (batch,))
     order = torch.stack([torch.randperm(symbols)[:longest] for _ in range(batch)])
     target = torch.stack([torch.randperm(int(n))[:3] for n in lens])  # three queries a sentence
@@ -27,7 +27,7 @@ def sentences():
 
 
 def test():
-    """Share of queries whose largest weight is on the right key, and the weight on padding."""
+    """Return the share of queries with the largest weight on the right key, and the weight on padding."""
     layer.eval()
     queries, keys, lens, target = sentences()
     layer(queries, keys, positions, lens)
