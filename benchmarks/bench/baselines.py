@@ -328,7 +328,7 @@ BASELINES = {
     "keras": Baseline("keras.ops.dot_product_attention", keras, lacks=_FORWARD),
     "keras-layer": Baseline("keras.layers.Attention, AdditiveAttention", keras_layer, lacks=("bilinear", "gaussian")),
     "keras-multi-head": Baseline("keras.layers.MultiHeadAttention", only_in_models),
-    "formula": Baseline("fastest formula in the caller's framework", formula),
+    "formula": Baseline("fastest formula", formula),
     "without": Baseline("the same call without it", without, is_alternative=False),
     "reading": Baseline("reading keys and values once", reading, is_alternative=False),
 }

@@ -267,11 +267,8 @@ def page(documents: Mapping[str, Row], charts: Sequence[tuple[str, str]]) -> str
         parts += [f"![{description}]({file})" for description, file in charts[1:]]
     slower = [f"- {name}: {sentence}" for name, x in documents.items() for sentence in faster_baselines(_calls(x))]
     parts += ["### Where a baseline is faster", "\n".join(slower) or "Nowhere."]
-    machines = [
-        [name, measured(document), document["machine"]["cpu"], " ".join(document["machine"]["flags"])]
-        for name, document in documents.items()
-    ]
-    parts += ["### The machines", _markdown(["machine", "measured", "CPU", "instruction sets of the CPU"], machines)]
+    machines = [[name, measured(document), document["machine"]["cpu"]] for name, document in documents.items()]
+    parts += ["### The machines", _markdown(["machine", "measured", "CPU"], machines)]
     return "\n\n".join(parts)
 
 
