@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,10 +104,7 @@ def register(name: str = "attnscore", *, observer: Observer | None = None) -> st
         text = message("transformers", "version 5 or later", "none here", hint=hint)
         raise FrameworkError(text) from error
 
-    def forward(*arguments: Any, **options: Any) -> Any:
-        return attention_forward(*arguments, observer=observer, **options)
-
-    AttentionInterface.register(name, forward)
+    AttentionInterface.register(name, partial(attention_forward, observer=observer))
     AttentionMaskInterface.register(name, attention_mask)
     return name
 

@@ -107,26 +107,31 @@ def attention_mask(
 
     boolean = _takes_booleans(type(others.get("config")))
     pattern = mask_function or masking_utils.causal_mask_function
+    others |= {"use_vmap": use_vmap, "device": device}
+    if q_length == 1 or not boolean:
+        make = masking_utils.sdpa_mask if boolean else masking_utils.eager_mask
+        if boolean:
+            # As small as the padding; generate() gives the same to a model that it compiles.
+            others["allow_is_causal_skip"] = allow_is_causal_skip
+        plain: Tensor | None = make(
+            batch_size, q_length, kv_length, q_offset, kv_offset, pattern, attention_mask,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, **others,
+        )  # fmt: skip
+        return plain
     if isinstance(q_offset, Tensor) and not masking_utils.is_tracing(q_offset):
         # The cache updates it in place. Reading it from a device would synchronise.
         q_offset = int(q_offset) if q_offset.is_cpu else q_offset.clone()
 
-    def made(bidirectional_skip: bool = False, **options: Any) -> Tensor | None:
-        make = masking_utils.sdpa_mask if boolean else masking_utils.eager_mask
-        arguments = batch_size, q_length, kv_length, q_offset, kv_offset, pattern, attention_mask
-        options |= {"allow_is_bidirectional_skip": bidirectional_skip, "use_vmap": use_vmap, "device": device}
-        dense: Tensor | None = make(*arguments, **options, **others)
+    def made() -> Tensor | None:
+        dense: Tensor | None = masking_utils.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, pattern, attention_mask,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **others,
+        )  # fmt: skip
         return dense
-
-    if not boolean:
-        return made(allow_is_bidirectional_skip)
 
     tensors: list[Tensor | None] = [x for x in (q_offset, attention_mask) if isinstance(x, Tensor)]
     if any(map(masking_utils.is_tracing, tensors or [None])):
-        return made(allow_is_causal_skip=False)
-    if q_length == 1:
-        # As small as the padding; generate() gives the same to a model that it compiles.
-        return made(allow_is_bidirectional_skip, allow_is_causal_skip=allow_is_causal_skip)
+        return made()
     place = _Place(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     parts, complete = _parts(pattern, place)
     if not complete:
@@ -137,9 +142,7 @@ def attention_mask(
     if not parts and allow_is_bidirectional_skip:
         return None
     structure = reduce(lambda a, b: a & b, parts) if parts else ats.SlidingWindow(align="top_left")
-    mask: Tensor = StructuredMask(
-        structure, lambda: made(allow_is_causal_skip=False), (batch_size, 1, q_length, kv_length), device
-    )
+    mask: Tensor = StructuredMask(structure, made, (batch_size, 1, q_length, kv_length), device)
     return mask
 
 
