@@ -87,10 +87,22 @@ def main() -> None:
     print(f"| dtype (rounding) | kernel | {' | '.join(parts)} |")
     print("|---" * (2 + len(parts)) + "|")
     for dtype, epsilon in EPSILONS.items():
+        rows: list[tuple[list[str], list[str]]] = []
         for kernel in KERNELS:
             found = errors(kernel, dtype)
             cells = [f"{found[part][0]:.1e} ({found[part][1]})" if part in found else "" for part in parts]
-            print(f"| {dtype} ({epsilon:.1e}) | {kernel} | {' | '.join(cells)} |", flush=True)
+            # A row has all kernels with equal errors; a kernel without a backward has no errors of gradients.
+            same = (
+                names
+                for names, shown in rows
+                if all(cell in ("", other) for cell, other in zip(cells, shown, strict=True))
+            )
+            if names := next(same, None):
+                names.append(kernel)
+            else:
+                rows.append(([kernel], cells))
+        for names, cells in rows:
+            print(f"| {dtype} ({epsilon:.1e}) | {', '.join(names)} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

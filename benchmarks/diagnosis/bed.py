@@ -273,8 +273,8 @@ def measure(options: Options, processes: int, say: Callable[[str], None]) -> Rep
 
 
 def by_fault(report: Report) -> list[str]:
-    """Return a table of the kinds of faults."""
-    lines = ["| fault | runs | named | in two sampled steps | right cause | recovers |", "|---|---|---|---|---|---|"]
+    """Return a table of the kinds of faults; a row has all kinds with the same counts."""
+    rows: dict[str, list[str]] = {}
     kinds = dict.fromkeys(each.fault.name.rpartition(",")[0] for each in report.outcomes)
     for kind in kinds:
         of_kind = [each for each in report.outcomes if each.fault.name.rpartition(",")[0] == kind]
@@ -286,8 +286,12 @@ def by_fault(report: Report) -> list[str]:
             sum(each.cause in each.fault.causes for each in of_kind),
             sum(healed) if healed else "",
         ]
-        lines.append(f"| {kind} | {' | '.join(map(str, counts))} |")
-    return lines
+        rows.setdefault(" | ".join(map(str, counts)), []).append(kind)
+    return [
+        "| faults | runs of each | named | in two sampled steps | right cause | recovers |",
+        "|---|---|---|---|---|---|",
+        *(f"| {', '.join(kinds)} | {counts} |" for counts, kinds in rows.items()),
+    ]
 
 
 def main(arguments: list[str]) -> int:
