@@ -574,9 +574,10 @@ def table(examined: list[Row]) -> str:
         f"| refused, with the reason | {classes['refused']} | {'; '.join(refusals(examined))} |",
         f"| keep their own attention: transformers' interface is not used | {classes['not used']} |"
         f" {', '.join(names['not used'])} |",
-        f"| not checked: eager attention does not run with inputs made by name | {classes['not run']} |"
+        "| not checked: eager attention does not run with the inputs that the script makes from the names of arguments"
+        f" | {classes['not run']} |"
         f" {len(names['not run'])} others |",
-        f"| not checked: no small model by the names of the settings | {classes['unbuilt']} |"
+        f"| not checked: the script cannot make a small model from the names of the settings | {classes['unbuilt']} |"
         f" {len(names['unbuilt'])} others |",
     ]
     if classes["fault"]:
