@@ -679,16 +679,14 @@ def test_the_report_of_many_shapes() -> None:
     found = document([SHAPES_ROW])
     text = reports.page({"new": found}, [("all", "all.png"), ("Ratios of all small shapes", "shapes.png")])
     assert (
-        "| PyTorch | fastest formula | new | 1.59 | 0.50 |  |  |\n\n"
-        "![Ratios of all small shapes](shapes.png)" in text
+        "| PyTorch | fastest formula | new | 1.59 | 0.50 |  |  |\n\n![Ratios of all small shapes](shapes.png)" in text
     )
     assert screen_rows(found, "Many small shapes")[0][4:8] == (
         "3", "1.59", "0.50: additive (2,1,10) h 8, backward", f"{SHAPES_ROW['below']} of 3",
     )  # fmt: skip
     assert "Many small shapes" not in reports.page({"new": document([])}, [])
     assert reports.faster_baselines(found) == [
-        "small shapes, PyTorch, 1 thread: fastest formula is faster in 1 of 3 measurements, "
-        "at most 2.00 times as fast"
+        "small shapes, PyTorch, 1 thread: fastest formula is faster in 1 of 3 measurements, at most 2.00 times as fast"
     ]
     assert reports.missed(found) == ["small-torch against fastest formula, 1 thread"]
 
