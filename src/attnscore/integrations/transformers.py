@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +103,10 @@ def register(name: str = "attnscore", *, observer: Observer | None = None) -> st
         text = message("transformers", "version 5 or later", "none here", hint=hint)
         raise FrameworkError(text) from error
 
-    AttentionInterface.register(name, partial(attention_forward, observer=observer))
+    def forward(*arguments: Any, **options: Any) -> Any:
+        return attention_forward(*arguments, observer=observer, **options)
+
+    AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, attention_mask)
     return name
 
