@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,17 @@ def test_arrays_of_heads_beside_lengths() -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(N, M), (N, 1), (1,), (), (HEADS, 1, N + M - 1)], ids=repr)
+@pytest.mark.parametrize("framework", [np.asarray, torch.asarray])
+def test_biases_of_files(framework: Callable[[np.ndarray], object], shape: tuple[int, ...], tmp_path: Path) -> None:
+    """They are read into arrays of the framework of the query, whatever axes are broadcast."""
+    bias = RNG.standard_normal(shape)
+    np.save(tmp_path / "bias.npy", bias)
+    expected = ats.attend(QUERY, KEY, VALUE, bias=bias, kernel="dense")
+    for file in (bias, np.load(tmp_path / "bias.npy", mmap_mode="r"), Recorded(bias)):
+        close(attend_chunks(framework(QUERY), KEY, VALUE, chunk=8, bias=file), expected)
+
+
 def test_means_with_a_bias_that_masks_are_refused() -> None:
     """How many keys it leaves is not known of a part."""
     bias = np.array([[0, -np.inf, 0, 0]])
@@ -153,7 +165,7 @@ class Recorded:
         self.x, self.shape, self.dtype, self.read = x, x.shape, x.dtype, []
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        self.read += range(*index[-2].indices(self.shape[-2]))
+        self.read += [i for part in index[-2:-1] for i in range(*part.indices(self.shape[-2]))]
         return self.x[index]
 
 

@@ -174,10 +174,12 @@ class _Parts:
     def bias_of(self, key_range: Range, like: Array) -> Array | None:
         """Return the bias of a chunk, in memory."""
         bias, shape = self.bias, self.layout.score_shape
-        if bias is None or bias.shape[-1] == 1:
-            return bias
-        stop = key_range[1] + shape.query_len - 1 if shape.is_relative(tuple(bias.shape)) else key_range[1]
-        return _read(self.ops, bias, -1, (key_range[0], stop), like)
+        if bias is None:
+            return None
+        start, stop = (0, 1) if bias.shape[-1:] == (1,) else key_range
+        if shape.is_relative(tuple(bias.shape)):
+            stop += shape.query_len - 1  # one number for each relative offset, key minus query, in rising order
+        return _read(self.ops, bias, -1, (start, stop), like)
 
     def counts_of(self, problem: Problem, like: Array) -> Array | None:
         """Return the number of unmasked keys of each query in a chunk, where a statistic needs it."""
