@@ -111,108 +111,111 @@ std::vector<RowArrays>& owners(Value RowArrays::*, Problem&, std::vector<RowArra
     return rows;
 }
 
+// How to set this field of one owner, and move it for all.
 template <auto field>
-constexpr Pointer to{[](Problem& p, std::vector<RowArrays>& rows, size_t owner, const MatrixCursor& cursor,
-                        const Shape& index) { set_part(owners(field, p, rows)[owner].*field, cursor, index); },
-                     [](Problem& p, std::vector<RowArrays>& rows, ptrdiff_t by) {
-                         auto& all = owners(field, p, rows);
-                         for (auto& owner : all) move_part(owner.*field, by);
-                     }};
+constexpr Pointer pointer_to{[](Problem& p, std::vector<RowArrays>& rows, size_t owner, const MatrixCursor& cursor,
+                                const Shape& index) { set_part(owners(field, p, rows)[owner].*field, cursor, index); },
+                             [](Problem& p, std::vector<RowArrays>& rows, ptrdiff_t by) {
+                                 auto& all = owners(field, p, rows);
+                                 for (auto& owner : all) move_part(owner.*field, by);
+                             }};
 
 template <Statistic statistic>
-constexpr Pointer to_statistic{[](Problem&, std::vector<RowArrays>& rows, size_t owner, const MatrixCursor& cursor,
-                                  const Shape& index) { set_part(rows[owner].at(statistic), cursor, index); },
-                               [](Problem&, std::vector<RowArrays>& rows, ptrdiff_t by) {
-                                   for (RowArrays& row : rows) move_part(row.at(statistic), by);
-                               }};
+constexpr Pointer pointer_to_statistic{
+    [](Problem&, std::vector<RowArrays>& rows, size_t owner, const MatrixCursor& cursor, const Shape& index) {
+        set_part(rows[owner].at(statistic), cursor, index);
+    },
+    [](Problem&, std::vector<RowArrays>& rows, ptrdiff_t by) {
+        for (RowArrays& row : rows) move_part(row.at(statistic), by);
+    }};
 
 constexpr Axes kRow{Kind::exact, Size::query_len, Size::one};
 constexpr Axes kAllPairs{Kind::exact, Size::query_len, Size::key_len};
 constexpr Axes kPairs{Kind::broadcast, Size::query_len, Size::key_len};
 constexpr Axes kOut{Kind::exact, Size::query_len, Size::value_dim};
 constexpr Axes kStridedOut{Kind::strided, Size::query_len, Size::value_dim};
+constexpr Axes kValues{Kind::strided, Size::key_len, Size::value_dim};
+constexpr Axes kQueryBias{Kind::broadcast, Size::query_len, Size::one};
+constexpr Axes kKeyBias{Kind::broadcast, Size::key_len, Size::one};
+constexpr Axes kGradQuery{Kind::exact, Size::query_len, Size::dim};
+constexpr Axes kGradQueryBias{Kind::exact, Size::query_len};
+constexpr Axes kGradKey{Kind::groups, Size::key_len, Size::dim};
+constexpr Axes kGradValue{Kind::groups, Size::key_len, Size::value_dim};
+constexpr Axes kGradKeyBias{Kind::groups, Size::key_len};
 
 // The arrays of a call, in the order in which Python hands them over. XLA's order follows from it (ffi.cc).
 inline constexpr Field<Inputs> kInputs[] = {
-    {"query", &Inputs::query, Element::score, {Kind::strided, Size::query_len, Size::dim}, {to<&Head::query>}},
-    {"key", &Inputs::key, Element::score, {Kind::strided, Size::key_len, Size::dim}, {to<&Head::key>}},
-    {"value", &Inputs::value, Element::value, {Kind::strided, Size::key_len, Size::value_dim}, {to<&Head::value>}},
-    {"query_bias",
-     &Inputs::query_bias,
-     Element::sum,
-     {Kind::broadcast, Size::query_len, Size::one},
-     {to<&Head::query_bias>}},
-    {"key_bias", &Inputs::key_bias, Element::sum, {Kind::broadcast, Size::key_len, Size::one}, {to<&Head::key_bias>}},
-    {"bias", &Inputs::bias, Element::bias, {Kind::bias, Size::query_len, Size::key_len}, {to<&Head::bias>}},
-    {"mask", &Inputs::mask, Element::byte, kPairs, {to<&Head::mask>}},
-    {"query_ids", &Inputs::query_ids, Element::index, {Kind::batch, Size::query_len}, {to<&Head::query_ids>}},
-    {"key_ids", &Inputs::key_ids, Element::index, {Kind::batch, Size::key_len}, {to<&Head::key_ids>}},
-    {"start", &Inputs::start, Element::index, {Kind::bounds, Size::query_len}, {to<&Head::start>}},
-    {"stop", &Inputs::stop, Element::index, {Kind::bounds, Size::query_len}, {to<&Head::stop>}},
-    {"w_v", &Inputs::w_v, Element::sum, {Kind::heads, Size::dim}, {to<&Head::w_v>}},
-    {"sink", &Inputs::sink, Element::sum, {Kind::heads}, {to<&Head::sink>, to<&RowArrays::sink>}},
-    {"scales", &Inputs::scales, Element::sum, {Kind::heads}, {to<&Head::scale>}}};
+    {"query", &Inputs::query, Element::score, {Kind::strided, Size::query_len, Size::dim}, {pointer_to<&Head::query>}},
+    {"key", &Inputs::key, Element::score, {Kind::strided, Size::key_len, Size::dim}, {pointer_to<&Head::key>}},
+    {"value", &Inputs::value, Element::value, kValues, {pointer_to<&Head::value>}},
+    {"query_bias", &Inputs::query_bias, Element::sum, kQueryBias, {pointer_to<&Head::query_bias>}},
+    {"key_bias", &Inputs::key_bias, Element::sum, kKeyBias, {pointer_to<&Head::key_bias>}},
+    {"bias", &Inputs::bias, Element::bias, {Kind::bias, Size::query_len, Size::key_len}, {pointer_to<&Head::bias>}},
+    {"mask", &Inputs::mask, Element::byte, kPairs, {pointer_to<&Head::mask>}},
+    {"query_ids", &Inputs::query_ids, Element::index, {Kind::batch, Size::query_len}, {pointer_to<&Head::query_ids>}},
+    {"key_ids", &Inputs::key_ids, Element::index, {Kind::batch, Size::key_len}, {pointer_to<&Head::key_ids>}},
+    {"start", &Inputs::start, Element::index, {Kind::bounds, Size::query_len}, {pointer_to<&Head::start>}},
+    {"stop", &Inputs::stop, Element::index, {Kind::bounds, Size::query_len}, {pointer_to<&Head::stop>}},
+    {"w_v", &Inputs::w_v, Element::sum, {Kind::heads, Size::dim}, {pointer_to<&Head::w_v>}},
+    {"sink", &Inputs::sink, Element::sum, {Kind::heads}, {pointer_to<&Head::sink>, pointer_to<&RowArrays::sink>}},
+    {"scales", &Inputs::scales, Element::sum, {Kind::heads}, {pointer_to<&Head::scale>}}};
 inline constexpr Field<ForwardArrays> kForwardArrays[] = {
-    {"out", &ForwardArrays::out, Element::value, kOut, {to<&Head::out>}},
-    {"row_max", &ForwardArrays::row_max, Element::sum, kRow, {to<&RowArrays::row_max>}},
-    {"log_denom", &ForwardArrays::log_denom, Element::sum, kRow, {to<&RowArrays::log_denom>}},
-    {"scores", &ForwardArrays::saved_scores, Element::sum, kAllPairs, {to<&Head::saved_scores>}},
-    {"attention_scores", &ForwardArrays::attention_scores, Element::sum, kAllPairs, {to<&Head::matrix>}},
-    {"attention_weights", &ForwardArrays::attention_weights, Element::sum, kAllPairs, {to<&Head::matrix>}},
+    {"out", &ForwardArrays::out, Element::value, kOut, {pointer_to<&Head::out>}},
+    {"row_max", &ForwardArrays::row_max, Element::sum, kRow, {pointer_to<&RowArrays::row_max>}},
+    {"log_denom", &ForwardArrays::log_denom, Element::sum, kRow, {pointer_to<&RowArrays::log_denom>}},
+    {"scores", &ForwardArrays::saved_scores, Element::sum, kAllPairs, {pointer_to<&Head::saved_scores>}},
+    {"attention_scores", &ForwardArrays::attention_scores, Element::sum, kAllPairs, {pointer_to<&Head::matrix>}},
+    {"attention_weights", &ForwardArrays::attention_weights, Element::sum, kAllPairs, {pointer_to<&Head::matrix>}},
 #define ATTNSCORE_FIELD(name, needed) \
-    {#name, &ForwardArrays::name, Element::sum, kRow, {to_statistic<Statistic::name>}},
+    {#name, &ForwardArrays::name, Element::sum, kRow, {pointer_to_statistic<Statistic::name>}},
     ATTNSCORE_STATISTICS(ATTNSCORE_FIELD)};
 inline constexpr Field<BackwardArrays> kForwardResults[] = {
-    {"out", &BackwardArrays::out, Element::value, kStridedOut, {to<&RowArrays::out>}},
-    {"row_max", &BackwardArrays::row_max, Element::sum, kRow, {to<&Head::row_max>, to<&RowArrays::row_max>}},
-    {"log_denom", &BackwardArrays::log_denom, Element::sum, kRow, {to<&RowArrays::log_denom>}},
-    {"entropy", &BackwardArrays::entropy, Element::sum, kRow, {to<&Head::entropy>}},
-    {"scores", &BackwardArrays::saved_scores, Element::sum, kAllPairs, {to<&Head::saved_scores>}},
+    {"out", &BackwardArrays::out, Element::value, kStridedOut, {pointer_to<&RowArrays::out>}},
+    {"row_max",
+     &BackwardArrays::row_max,
+     Element::sum,
+     kRow,
+     {pointer_to<&Head::row_max>, pointer_to<&RowArrays::row_max>}},
+    {"log_denom", &BackwardArrays::log_denom, Element::sum, kRow, {pointer_to<&RowArrays::log_denom>}},
+    {"entropy", &BackwardArrays::entropy, Element::sum, kRow, {pointer_to<&Head::entropy>}},
+    {"scores", &BackwardArrays::saved_scores, Element::sum, kAllPairs, {pointer_to<&Head::saved_scores>}},
     {"attention_weights",
      &BackwardArrays::attention_weights,
      Element::sum,
      kAllPairs,
-     {to<&RowArrays::attention_weights>}},
-    {"grad_out", &BackwardArrays::grad_out, Element::grad, kStridedOut, {to<&Head::grad_out>}},
-    {"grad_log_sum_exp", &BackwardArrays::grad_log_sum_exp, Element::sum, kRow, {to<&RowArrays::grad_log_sum_exp>}},
-    {"grad_entropy", &BackwardArrays::grad_entropy, Element::sum, kRow, {to<&Head::grad_entropy>}},
-    {"grad_attention_scores", &BackwardArrays::grad_attention_scores, Element::sum, kPairs, {to<&Head::grad_matrix>}},
+     {pointer_to<&RowArrays::attention_weights>}},
+    {"grad_out", &BackwardArrays::grad_out, Element::grad, kStridedOut, {pointer_to<&Head::grad_out>}},
+    {"grad_log_sum_exp",
+     &BackwardArrays::grad_log_sum_exp,
+     Element::sum,
+     kRow,
+     {pointer_to<&RowArrays::grad_log_sum_exp>}},
+    {"grad_entropy", &BackwardArrays::grad_entropy, Element::sum, kRow, {pointer_to<&Head::grad_entropy>}},
+    {"grad_attention_scores",
+     &BackwardArrays::grad_attention_scores,
+     Element::sum,
+     kPairs,
+     {pointer_to<&Head::grad_matrix>}},
     {"grad_attention_weights",
      &BackwardArrays::grad_attention_weights,
      Element::sum,
      kPairs,
-     {to<&Head::grad_matrix>}}};
+     {pointer_to<&Head::grad_matrix>}}};
 // Each is named like its input, with "grad_" in front.
 inline constexpr Field<BackwardArrays> kGradients[] = {
-    {"grad_query",
-     &BackwardArrays::grad_query,
-     Element::sum,
-     {Kind::exact, Size::query_len, Size::dim},
-     {to<&Head::grad_query>}},
-    {"grad_key",
-     &BackwardArrays::grad_key,
-     Element::sum,
-     {Kind::groups, Size::key_len, Size::dim},
-     {to<&Group::grad_key>}},
-    {"grad_value",
-     &BackwardArrays::grad_value,
-     Element::sum,
-     {Kind::groups, Size::key_len, Size::value_dim},
-     {to<&Group::grad_value>}},
+    {"grad_query", &BackwardArrays::grad_query, Element::sum, kGradQuery, {pointer_to<&Head::grad_query>}},
+    {"grad_key", &BackwardArrays::grad_key, Element::sum, kGradKey, {pointer_to<&Group::grad_key>}},
+    {"grad_value", &BackwardArrays::grad_value, Element::sum, kGradValue, {pointer_to<&Group::grad_value>}},
     {"grad_query_bias",
      &BackwardArrays::grad_query_bias,
      Element::sum,
-     {Kind::exact, Size::query_len},
-     {to<&Head::grad_query_bias>}},
-    {"grad_key_bias",
-     &BackwardArrays::grad_key_bias,
-     Element::sum,
-     {Kind::groups, Size::key_len},
-     {to<&Group::grad_key_bias>}},
-    {"grad_bias", &BackwardArrays::grad_bias, Element::sum, {Kind::bias_gradient}, {to<&BiasGroup::grad_bias>}},
-    {"grad_w_v", &BackwardArrays::grad_w_v, Element::sum, {Kind::groups, Size::dim}, {to<&Group::grad_w_v>}},
-    {"grad_sink", &BackwardArrays::grad_sink, Element::sum, {Kind::exact}, {to<&RowArrays::grad_sink>}},
-    {"grad_scales", &BackwardArrays::grad_scales, Element::sum, {Kind::exact}, {to<&Head::grad_scale>}}};
+     kGradQueryBias,
+     {pointer_to<&Head::grad_query_bias>}},
+    {"grad_key_bias", &BackwardArrays::grad_key_bias, Element::sum, kGradKeyBias, {pointer_to<&Group::grad_key_bias>}},
+    {"grad_bias", &BackwardArrays::grad_bias, Element::sum, {Kind::bias_gradient}, {pointer_to<&BiasGroup::grad_bias>}},
+    {"grad_w_v", &BackwardArrays::grad_w_v, Element::sum, {Kind::groups, Size::dim}, {pointer_to<&Group::grad_w_v>}},
+    {"grad_sink", &BackwardArrays::grad_sink, Element::sum, {Kind::exact}, {pointer_to<&RowArrays::grad_sink>}},
+    {"grad_scales", &BackwardArrays::grad_scales, Element::sum, {Kind::exact}, {pointer_to<&Head::grad_scale>}}};
 
 constexpr size_t kFirstStatistic = std::size(kForwardArrays) - kStatistics;
 

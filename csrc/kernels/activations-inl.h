@@ -120,10 +120,10 @@ struct SiluTerm {
     V<T> value(V<T> z) const { return z / (exp_of<T>(-z) + T(1)); }
     void value_and_gradient(V<T> g, V<T> z, V<T>& dz, V<T>& value) const {
         // 1 - gate loses its digits for large z, where the gate is almost 1: both are computed from exp(-|z|).
-        const V<T> e = exp_of<T>(select<T>(z < T(0), z, -z)), most = T(1) / (e + T(1)), rest = e * most;
-        const V<T> gate = select<T>(z < T(0), rest, most), y = z * gate;
+        const V<T> e = exp_of<T>(select<T>(z < T(0), z, -z)), larger = T(1) / (e + T(1)), smaller = e * larger;
+        const V<T> gate = select<T>(z < T(0), smaller, larger), y = z * gate;
         value = g * y;
-        dz = g * fused<T>(y, select<T>(z < T(0), most, rest), gate);
+        dz = g * fused<T>(y, select<T>(z < T(0), larger, smaller), gate);
     }
 };
 

@@ -20,9 +20,9 @@
 
 // to += from, row by row.
 template <class T>
-void add_rows(T* to, int64_t cols, const T* from, int64_t width, int64_t count) {
+void add_rows(T* to, int64_t cols, const T* from, int64_t from_stride, int64_t count) {
     for (int64_t i = 0; i < count; i++)
-        for (int64_t j = 0; j < cols; j++) to[i * cols + j] += from[i * width + j];
+        for (int64_t j = 0; j < cols; j++) to[i * cols + j] += from[i * from_stride + j];
 }
 
 // The sum of a row of a tile, where masked pairs hold zeros.

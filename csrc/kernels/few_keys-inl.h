@@ -73,10 +73,10 @@ struct ShortScores {
     }
 
     // Compute the scores of all pairs, before biases and masks. `squares`: where squared distances are kept, or null.
-    void fill(T* s, const View<T>& query, const StoredRows<T>& keys, const Interleaved<T>& other,
+    void fill(T* s, const View<T>& query, const StoredRows<T>& keys, const Interleaved<T>& interleaved,
               T* squares = nullptr) const {
-        if (problem.form != Form::distance) return multiply(Product<T>{}, s, query, keys, problem.dim, other);
-        multiply(SquaredDistance<T>{}, s, query, keys, problem.dim, other);
+        if (problem.form != Form::distance) return multiply(Product<T>{}, s, query, keys, problem.dim, interleaved);
+        multiply(SquaredDistance<T>{}, s, query, keys, problem.dim, interleaved);
         if (squares) std::copy_n(s, rows * kTileKeys, squares);
         const T factor = -scale_of<T>(problem, head);
         for (int64_t i = 0; i < rows; i++)
@@ -84,12 +84,13 @@ struct ShortScores {
     }
 
     // Compute the sums of terms of all rows with all keys or values of `cols` numbers. As everywhere, few rows go key
-    // by key, and `other` has its turns between the keys.
+    // by key, and `interleaved` does its work between the keys.
     template <class Terms>
     void multiply(const Terms& terms, T* s, const View<T>& queries, const StoredRows<T>& keys, int64_t cols,
-                  const Interleaved<T>& other) const {
+                  const Interleaved<T>& interleaved) const {
         const int64_t width = padded(cols, L);
-        if (few_rows) return few_rows_gemm(terms, s, queries.data, queries.stride, rows, keys, count, width, other);
+        if (few_rows)
+            return few_rows_gemm(terms, s, queries.data, queries.stride, rows, keys, count, width, interleaved);
         T* transposed = arena.take<T>(width * kTileKeys);
         transpose_tile(transposed, View<T>{as<T>(keys.data), keys.stride}, width, count);
         gemm(terms, s, kTileKeys, queries.data, queries.stride, 1, transposed, kTileKeys, rows, padded(count, L), cols,

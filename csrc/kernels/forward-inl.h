@@ -87,9 +87,9 @@ class ForwardTask {
                 prefetch_row(head_.value, problem_.value_dtype, next_prefetch, last_key, problem_.value_dim);
             }
             step_->first = panel * kMR, step_->size = std::min(end * kMR, queries_.count) - step_->first;
-            const Interleaved<T> other = values_.prefetched();
+            const Interleaved<T> interleaved = values_.prefetched();
             scores_(step_scores_, step_->bits, queries_, additive_query_, {panel, end}, *tile_,
-                    few_rows_ ? &other : nullptr, bf16_ ? &*bf16_ : nullptr, false);
+                    few_rows_ ? &interleaved : nullptr, bf16_ ? &*bf16_ : nullptr, false);
             finish_pv();
             if (problem_.matrix != MatrixOutput::none)
                 store_scores(problem_, queries_, step_->first, step_->size, step_scores_, key, key_count);

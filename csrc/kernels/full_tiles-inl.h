@@ -70,10 +70,10 @@ class FullTiles {
         return {values, kTileKeys, softmax_.width, tile(weights_, i), softmax_.out, queries_.count};
     }
 
-    // Compute the scores of tile i, whose keys begin at `key`; `other` has its turns between the keys.
-    void fill_scores(int64_t i, int64_t key, const Interleaved<T>& other) const {
+    // Compute the scores of tile i, whose keys begin at `key`; `interleaved` does its work between the keys.
+    void fill_scores(int64_t i, int64_t key, const Interleaved<T>& interleaved) const {
         few_rows_gemm(Product<T>{}, tile(scores_, i), queries_.query, queries_.width, queries_.count,
-                      stored_rows<T>(head_.key, key_dtype_, key), kTileKeys, queries_.width, other);
+                      stored_rows<T>(head_.key, key_dtype_, key), kTileKeys, queries_.width, interleaved);
     }
 
     // Compute the weights of tile i, whose keys begin at `key`. Where it raises the lazy maximum of a row, the tiles

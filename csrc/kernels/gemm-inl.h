@@ -65,9 +65,9 @@ __attribute__((always_inline)) inline void rank1_update(V<T> (*sum)[N], const E*
     for (int j = 0; j < N; j++) line[j] = Terms::read(b + j * Vector<T>::lanes);
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++) {
-        const auto own = Terms::broadcast(a[i * row]);
+        const auto a_i = Terms::broadcast(a[i * row]);
 #pragma GCC unroll 8
-        for (int j = 0; j < N; j++) sum[i][j] = Terms::add(sum[i][j], own, line[j]);
+        for (int j = 0; j < N; j++) sum[i][j] = Terms::add(sum[i][j], a_i, line[j]);
     }
 }
 
@@ -127,7 +127,7 @@ void gemm(const Terms& terms, T* c, int64_t ldc, const E* a, int64_t row, int64_
           int64_t m, int64_t n, int64_t k, bool add) {
     constexpr int L = Vector<T>::lanes;
     int64_t p = 0;
-    do {
+    do {  // at least once: k = 0 stores zeros
         const int64_t count = std::min(Terms::kMaxTerms, k - p);
         int64_t j = 0;
         for (; j + kNR * L <= n; j += kNR * L)
@@ -145,20 +145,20 @@ template <int R, int N, class T>
 inline void difference_micro_kernel(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* x, int64_t ldx,
                                     const T* b, int64_t ldb, int64_t k, bool add) {
     constexpr int L = Vector<T>::lanes;
-    V<T> sum[R][N], own[R][N];
+    V<T> sum[R][N], x_vectors[R][N];
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < N; j++) {
             sum[i][j] = add ? load(c + i * ldc + j * L) : V<T>{};
-            own[i][j] = load(x + i * ldx + j * L);
+            x_vectors[i][j] = load(x + i * ldx + j * L);
         }
     for (int64_t p = 0; p < k; p++)
 #pragma GCC unroll 8
         for (int i = 0; i < R; i++) {
             const T factor = a[i * row + p * col];
 #pragma GCC unroll 8
-            for (int j = 0; j < N; j++) sum[i][j] += factor * (own[i][j] - load(b + p * ldb + j * L));
+            for (int j = 0; j < N; j++) sum[i][j] += factor * (x_vectors[i][j] - load(b + p * ldb + j * L));
         }
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
@@ -263,10 +263,10 @@ struct Interleaved {
 constexpr int64_t kFewRows = 4;
 
 // The sums of the terms of up to kFewRows rows, `stride` apart, with each of the 64 rows of a tile (0 behind `count`):
-// s[i * kTileKeys + j]. `other` has its turns between the keys.
+// s[i * kTileKeys + j]. `interleaved` does its work between the keys.
 template <class Terms, class T = typename Terms::Sum>
 void few_rows_gemm(const Terms& terms, T* s, const T* q, int64_t stride, int64_t rows, const StoredRows<T>& keys,
-                   int64_t count, int64_t width, const Interleaved<T>& other);
+                   int64_t count, int64_t width, const Interleaved<T>& interleaved);
 
 // C[j] (+)= sum over few rows i of A[i][j] B[i], or with `differences` of A[i][j] (X[j] - B[i]): gradients of `count`
 // keys, which are written once, in the order of memory.

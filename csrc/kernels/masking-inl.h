@@ -79,10 +79,10 @@ inline uint64_t nonzero_bits(const char* bytes, int64_t stride, int64_t count) {
 }
 
 // Bits of the ids that equal the id of a row, if that is not negative.
-inline uint64_t equal_bits(int64_t own, const int64_t* ids, int64_t stride, int64_t count) {
-    if (own < 0) return 0;
+inline uint64_t equal_bits(int64_t id, const int64_t* ids, int64_t stride, int64_t count) {
+    if (id < 0) return 0;
     uint64_t bits = 0;
-    for (int64_t j = 0; j < count; j++) bits |= uint64_t(ids[j * stride] == own) << j;
+    for (int64_t j = 0; j < count; j++) bits |= uint64_t(ids[j * stride] == id) << j;
     return bits;
 }
 
@@ -100,9 +100,9 @@ inline uint64_t unmasked_bits(const Problem& problem, const Head& head, int64_t 
         bits &= nonzero_bits(head.mask.data + row * head.mask.row_stride + key * head.mask.col_stride,
                              head.mask.col_stride, count);
     if (bits && head.query_ids.data) {
-        const int64_t own = as<int64_t>(head.query_ids.data)[row * head.query_ids.row_stride];
+        const int64_t query_id = as<int64_t>(head.query_ids.data)[row * head.query_ids.row_stride];
         const int64_t stride = head.key_ids.row_stride;
-        bits &= equal_bits(own, as<int64_t>(head.key_ids.data) + key * stride, stride, count);
+        bits &= equal_bits(query_id, as<int64_t>(head.key_ids.data) + key * stride, stride, count);
     }
     return bits;
 }
@@ -150,9 +150,9 @@ struct Dropout {
         uint64_t bits = 0;
 #if defined(__AVX512F__)
         const __m512i least = _mm512_set1_epi32(static_cast<int>(threshold)),
-                      own = _mm512_set1_epi32(static_cast<int>(stream));
+                      streams = _mm512_set1_epi32(static_cast<int>(stream));
         for (int j = 0; j < 4; j++) {
-            __m512i x = _mm512_add_epi32(own, _mm512_loadu_si512(key_hash + j * 16));
+            __m512i x = _mm512_add_epi32(streams, _mm512_loadu_si512(key_hash + j * 16));
             x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(0x7FEB352D));
             x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)),
                                    _mm512_set1_epi32(static_cast<int>(0x846CA68Bu)));
@@ -161,9 +161,9 @@ struct Dropout {
         }
 #elif defined(__AVX2__)
         const __m256i least = _mm256_set1_epi32(static_cast<int>(threshold)),
-                      own = _mm256_set1_epi32(static_cast<int>(stream));
+                      streams = _mm256_set1_epi32(static_cast<int>(stream));
         for (int j = 0; j < kTileKeys; j += 8) {
-            __m256i x = _mm256_add_epi32(own, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key_hash + j)));
+            __m256i x = _mm256_add_epi32(streams, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key_hash + j)));
             x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)), _mm256_set1_epi32(0x7FEB352D));
             x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 15)),
                                    _mm256_set1_epi32(static_cast<int>(0x846CA68Bu)));
@@ -172,9 +172,9 @@ struct Dropout {
             bits |= static_cast<uint64_t>(_mm256_movemask_ps((__m256)kept)) << j;
         }
 #elif defined(__aarch64__)
-        const uint32x4_t least = vdupq_n_u32(static_cast<uint32_t>(threshold)), own = vdupq_n_u32(stream);
+        const uint32x4_t least = vdupq_n_u32(static_cast<uint32_t>(threshold)), streams = vdupq_n_u32(stream);
         const auto kept = [&](int j) {  // four keys
-            uint32x4_t x = vaddq_u32(own, vld1q_u32(key_hash + j));
+            uint32x4_t x = vaddq_u32(streams, vld1q_u32(key_hash + j));
             x = vmulq_n_u32(veorq_u32(x, vshrq_n_u32(x, 16)), 0x7FEB352Du);
             x = vmulq_n_u32(veorq_u32(x, vshrq_n_u32(x, 15)), 0x846CA68Bu);
             return vmovn_u32(vcgeq_u32(veorq_u32(x, vshrq_n_u32(x, 16)), least));

@@ -56,14 +56,14 @@ void read_panels(T* to, const Matrix& b, int64_t row, int64_t terms, int64_t col
     if (width <= columns) return read_block(to, width, b, row, terms, col, cols);
     for (int64_t k = 0; k < terms; k++)
         for (int64_t j = 0; j < width; j += columns) {
-            const int64_t own = std::min(columns, width - j);
-            T* line = to + j * terms + k * own;
-            if (b.col_stride != 1 || j + own > cols) {
-                read_block(line, own, b, row + k, 1, col + j, std::min(own, cols - j));
+            const int64_t block_cols = std::min(columns, width - j);
+            T* line = to + j * terms + k * block_cols;
+            if (b.col_stride != 1 || j + block_cols > cols) {
+                read_block(line, block_cols, b, row + k, 1, col + j, std::min(block_cols, cols - j));
                 continue;
             }
             const T* from = as<T>(b.data) + (row + k) * b.row_stride + col + j;
-            for (int64_t l = 0; l < own; l += L) store(line + l, load(from + l));
+            for (int64_t l = 0; l < block_cols; l += L) store(line + l, load(from + l));
         }
 }
 

@@ -5,7 +5,7 @@ namespace attnscore::ATTNSCORE_TARGET {
 
 #include "kernels/gemm-inl.h"
 
-// The sums by lanes of the terms of R rows, `stride` apart, with one row `b`, in parts of kMaxTerms; memory after `b`
+// Sum in lanes the terms of R rows `a`, `stride` apart, with one row `b`, at most kMaxTerms at a time; memory after `b`
 // is prefetched. The terms of a row are added in one order whatever R is, because the backward may join other rows
 // than the forward did.
 template <int R, class Terms, class E, class T = typename Terms::Sum>
@@ -41,11 +41,11 @@ __attribute__((always_inline)) inline std::array<V<T>, R> lanes_of_terms(const T
     }
 }
 
-// `few_rows_gemm` of R rows. Reading memory takes all the time there, so each key is read once for all rows. `other`
-// has its turn after each 2 KB of keys, so that memory does not idle between keys and values.
+// `few_rows_gemm` of R rows. Reading memory takes all the time there, so each key is read once for all rows. After each
+// 2 KB of keys `interleaved` does its part, so that memory does not idle between keys and values.
 template <int R, class Terms, class E, class T = typename Terms::Sum>
 void few_rows_kernel(T* s, const T* q, int64_t stride, const View<E>& keys, int64_t count, int64_t width,
-                     const Interleaved<T>& other) {
+                     const Interleaved<T>& interleaved) {
     constexpr int L = Vector<T>::lanes;
     const int64_t turn_keys = 2048 / (std::max<int64_t>(width, 1) * static_cast<int64_t>(sizeof(E)));
     const int keys_per_turn = std::clamp<int>(std::bit_floor(static_cast<uint64_t>(turn_keys)), 1, L);
@@ -57,11 +57,11 @@ void few_rows_kernel(T* s, const T* q, int64_t stride, const View<E>& keys, int6
                 const auto lanes = lanes_of_terms<R, Terms>(q, stride, keys.row(i + u), width);
                 for (int r = 0; r < R; r++) sum[r][u] = lanes[r];
             }
-            other.run(i + first, i + first + keys_per_turn);
+            interleaved.run(i + first, i + first + keys_per_turn);
         }
         for (int r = 0; r < R; r++) store(s + r * kTileKeys + i, reduce_sums<T>(sum[r]));
     }
-    other.run(vector_count, other.count);
+    interleaved.run(vector_count, interleaved.count);
     for (int64_t i = vector_count; i < count; i++) {
         const auto lanes = lanes_of_terms<R, Terms>(q, stride, keys.row(i), width);
         for (int r = 0; r < R; r++) s[r * kTileKeys + i] = reduce_sum<T>(lanes[r]);
@@ -71,10 +71,10 @@ void few_rows_kernel(T* s, const T* q, int64_t stride, const View<E>& keys, int6
 
 template <class Terms, class T>
 void few_rows_gemm(const Terms&, T* s, const T* q, int64_t stride, int64_t rows, const StoredRows<T>& keys,
-                   int64_t count, int64_t width, const Interleaved<T>& other) {
+                   int64_t count, int64_t width, const Interleaved<T>& interleaved) {
     keys.with_view([&](const auto& view) {
         with_constant_rows<kFewRows>(
-            rows, [&](auto R) { few_rows_kernel<R, Terms>(s, q, stride, view, count, width, other); });
+            rows, [&](auto R) { few_rows_kernel<R, Terms>(s, q, stride, view, count, width, interleaved); });
     });
 }
 

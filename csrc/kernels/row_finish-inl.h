@@ -80,11 +80,11 @@ struct FinishedRows {
         const V<T> old = row_max;
         row_max = safe(nan_max<T>(max, sink));
         factor = select<T>(denom == 0, V<T>{}, exp_of<T>(max - row_max));
-        const V<T> own = exp_of<T>(sink - row_max);
-        all_denom = denom * factor + own;
+        const V<T> sink_exp = exp_of<T>(sink - row_max);
+        all_denom = denom * factor + sink_exp;
         // sum e (s - new) = e^(old - new) (sum e (s - old) + (old - new) sum e)
         all_sum_exp_logit = select<T>(factor == 0, V<T>{}, factor * (sum_exp_logit + (old - row_max) * denom)) +
-                            select<T>(own == 0, V<T>{}, own * (sink - row_max));
+                            select<T>(sink_exp == 0, V<T>{}, sink_exp * (sink - row_max));
     }
 };
 

@@ -10,8 +10,8 @@ template <class T>
 T product_of_nonzero(const T* x, const T* y, int64_t count) {
     V<T> sum{};
     for (int64_t j = 0; j < count; j += Vector<T>::lanes) {
-        const V<T> own = load_first(x + j, count - j);
-        sum += select<T>(own == T(0), V<T>{}, own * load_first(y + j, count - j));
+        const V<T> x_j = load_first(x + j, count - j);
+        sum += select<T>(x_j == T(0), V<T>{}, x_j * load_first(y + j, count - j));
     }
     return reduce_sum<T>(sum);
 }

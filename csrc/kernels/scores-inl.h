@@ -61,12 +61,12 @@ class Scores {
 
     // Compute the scores s[i * kTileKeys + j] of the rows of micro-panels, -inf where masked, in as many vectors as
     // `width_of` the tile, and the bits of the unmasked keys of each row.
-    // `other`: not null where the rows are too few to transpose the keys; the work to do between these.
+    // `interleaved`: not null where the rows are too few to transpose the keys; the work to do between these.
     // `bf16`: not null where products are taken in bfloat16.
     // `saves`: keep the slopes of the caps for gradients, and squared distances where the head has its own scale.
     void operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
                     const typename Additive<T>::Query& additive_query, Span panels, const KeyTile<T>& tile,
-                    const Interleaved<T>* other, const Bf16Dot* bf16, bool saves) const;
+                    const Interleaved<T>* interleaved, const Bf16Dot* bf16, bool saves) const;
 
     const T* cap_slopes() const { return cap_slopes_; }
     const T* squares() const { return squares_; }
@@ -74,7 +74,7 @@ class Scores {
    private:
     template <class Terms>
     void products(const Terms& terms, T* s, const T* query, int64_t width, int64_t size, const KeyTile<T>& tile,
-                  const Interleaved<T>* other) const;
+                  const Interleaved<T>* interleaved) const;
     void additive_scores(T* s, uint64_t* bits, const QueryTile<T>& queries,
                          const typename Additive<T>::Query& additive_query, int64_t first, int64_t size,
                          const KeyTile<T>& tile) const;

@@ -8,7 +8,7 @@ namespace attnscore::ATTNSCORE_TARGET {
 template <class T>
 void Scores<T>::operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
                            const typename Additive<T>::Query& additive_query, Span panels, const KeyTile<T>& tile,
-                           const Interleaved<T>* other, const Bf16Dot* bf16, bool saves) const {
+                           const Interleaved<T>* interleaved, const Bf16Dot* bf16, bool saves) const {
     constexpr int L = Vector<T>::lanes;
     const int64_t first = panels.first * kMR, size = std::min(panels.last * kMR, queries.count) - first;
     const T* query = queries.query + first * queries.width;
@@ -17,7 +17,7 @@ void Scores<T>::operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
     if (problem_.form == Form::additive) {
         additive_scores(s, bits, queries, additive_query, first, size, tile);
     } else if (problem_.form == Form::distance) {
-        products(SquaredDistance<T>{}, s, query, queries.width, size, tile, other);
+        products(SquaredDistance<T>{}, s, query, queries.width, size, tile, interleaved);
         if (saves && queries.head[first]->scale) std::copy_n(s, size * kTileKeys, squares_);
         for (int64_t i = 0; i < size; i++) {
             const T scale = -scale_of<T>(problem_, *queries.head[first + i]);
@@ -26,7 +26,7 @@ void Scores<T>::operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
     } else if (bf16) {
         if constexpr (sizeof(T) == 4) bf16->qk(s, first, size, columns);
     } else {
-        products(Product<T>{}, s, query, queries.width, size, tile, other);
+        products(Product<T>{}, s, query, queries.width, size, tile, interleaved);
     }
     const int vectors = width_of<T>(tile.count);
     // Products alone, and no masked pair.
@@ -73,13 +73,13 @@ void Scores<T>::operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
 template <class T>
 template <class Terms>
 void Scores<T>::products(const Terms& terms, T* s, const T* query, int64_t width, int64_t size, const KeyTile<T>& tile,
-                         const Interleaved<T>* other) const {
-    if (!other) {
+                         const Interleaved<T>* interleaved) const {
+    if (!interleaved) {
         gemm(terms, s, kTileKeys, query, width, 1, tile.transposed, kTileKeys, size,
              padded(tile.count, Vector<T>::lanes), problem_.dim, false);
         return;
     }
-    few_rows_gemm(terms, s, query, width, size, tile.stored, tile.count, width, *other);
+    few_rows_gemm(terms, s, query, width, size, tile.stored, tile.count, width, *interleaved);
 }
 
 // Compute, save or read additive scores of rows of one head. The two directions may cut keys into different tiles,

@@ -52,7 +52,7 @@ inline void in_register([[maybe_unused]] V<T>& v) {
 }
 
 template <class T>
-inline V<T> load(const T* p) {
+inline V<T> load(const T* p) {  // at any alignment, as `store`
     V<T> v;
     std::memcpy(&v, p, sizeof v);
     return v;
@@ -304,7 +304,7 @@ inline void dispatch_width(int64_t key_count, const F& f) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// exp: 2^n e^r with |r| <= ln 2 / 2. NaN stays NaN.
+// exp: 2^n e^r with |r| <= ln 2 / 2. NaN stays NaN. tail(r) = (e^r - 1 - r) / r^2.
 
 template <class T>
 struct Exp;
