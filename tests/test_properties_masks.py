@@ -15,7 +15,7 @@ from attnscore import backends
 from attnscore.base import thresholds
 from attnscore.base.layout import ScoreShape
 from attnscore.kernels import tiling
-from attnscore.masks import IntervalSet, split
+from attnscore.masks import IntervalSet, split_intervals
 from attnscore.masks.intervals import MAX_INTERVALS
 from strategies import HostArray, fits, law, leaves, masks
 
@@ -114,7 +114,7 @@ def test_more_pieces_than_the_most_are_none() -> None:
     assert keys.interval_set(3, 4 * MAX_INTERVALS) is None and (~keys).interval_set(3, 4 * MAX_INTERVALS) is None
     assert few.interval_set(3, 4 * MAX_INTERVALS) is None  # its parts are not known
     few = ats.KeyPadding(np.arange(4 * MAX_INTERVALS)[None] < 2 * MAX_INTERVALS) & keys
-    assert split(few, 3, 4 * MAX_INTERVALS, 1)[0] is not None
+    assert split_intervals(few, 3, 4 * MAX_INTERVALS, 1)[0] is not None
     alternate = ats.KeyPadding(np.arange(2 * MAX_INTERVALS)[None] % 2 == 0)
     found = alternate.interval_set(3, 2 * MAX_INTERVALS)
     assert found is not None and found.count == MAX_INTERVALS
@@ -122,7 +122,7 @@ def test_more_pieces_than_the_most_are_none() -> None:
     assert whole is not None and whole.count == MAX_INTERVALS
     # Kept for the tiles as far as it goes.
     both = ats.KeyRange(0, 20) & (ats.KeyRange(1, 5) | ats.KeyRange(8, 30)) & ~ats.KeyRange(10, 12)
-    interval_set, rest = split(both, 2, 40, 1)
+    interval_set, rest = split_intervals(both, 2, 40, 1)
     assert rest is None and interval_set is not None and interval_set.count == 3
 
 
@@ -152,7 +152,7 @@ def test_single_masks_are_intervals(drawn: Any) -> None:
 @given(some())
 def test_pieces_and_rest_equal_the_array(drawn: Any) -> None:
     sizes, (mask,) = drawn
-    interval_set, rest = split(mask, *sizes)
+    interval_set, rest = split_intervals(mask, *sizes)
     whole = np.ones((sizes[2], sizes[0], sizes[1]), bool)
     if interval_set is not None:
         whole &= from_pieces(interval_set, sizes)

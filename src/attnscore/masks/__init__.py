@@ -1,7 +1,7 @@
 """Masks: which keys a query may attend."""
 
 from attnscore.masks.arguments import as_mask
-from attnscore.masks.base import And, IntervalMask, Mask, Not, Or, parts_of, split
+from attnscore.masks.base import And, IntervalMask, Mask, Not, Or, parts_of, split_intervals
 from attnscore.masks.builtin import (
     BUILTIN,
     Causal,
@@ -45,5 +45,5 @@ __all__ = [
     "as_mask",
     "parts_of",
     "cached_mask",
-    "split",
+    "split_intervals",
 ]

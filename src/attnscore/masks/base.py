@@ -72,9 +72,9 @@ class Mask(ABC):
     def interval_set_at(self, rows: HostArray, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         """Return the intervals of the queries `rows` alone, (interval, batch or 1, rows), or None."""
         interval_set = self.interval_set(query_len, key_len, batch)
-        return (
-            None if interval_set is None else IntervalSet(interval_set.start[..., rows], interval_set.stop[..., rows])
-        )
+        if interval_set is None:
+            return None
+        return IntervalSet(interval_set.start[..., rows], interval_set.stop[..., rows])
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         """Raise MaskError when the mask does not fit `score_shape`; by default, when its `shapes` do not."""
@@ -139,7 +139,7 @@ class Mask(ABC):
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every concrete mask is a dataclass
         defaults = {field.name: field.default for field in fields}
         changed = {name: x for name, x in self._fields().items() if x is not defaults[name]}
-        return f"{type(self).__name__}({', '.join(f'{name}={_show(x)}' for name, x in changed.items())})"
+        return f"{type(self).__name__}({', '.join(f'{name}={_field_repr(x)}' for name, x in changed.items())})"
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays of the mask and of its parts, under the names that messages use."""
@@ -374,13 +374,12 @@ class Not(CompoundMask, _RowwiseMask):
         return f"~{_wrap(self.mask, (And, Or))}"
 
 
-def split(
+def split_intervals(
     mask: Mask, query_len: int, key_len: int, batch: int, rows: HostArray | None = None
 ) -> tuple[IntervalSet | None, Mask | None]:
-    """Return intervals, and the remaining mask, that are ANDed in `mask`; either may be None.
+    """Split a mask into intervals, by which tiles are skipped, and the remaining mask, which is evaluated by block.
 
-    The intervals of some parts bound the tiles even when the remaining parts, which kernels evaluate by block, have
-    none. `rows` selects queries; None: all.
+    Their AND is `mask`; either may be None, which masks nothing. `rows` selects queries; None: all.
     """
     common: IntervalSet | None = None
     remaining: list[Mask] = []
@@ -451,8 +450,8 @@ def _wrap(mask: Mask, kinds: type[Mask] | tuple[type[Mask], ...]) -> str:
     return f"({mask!r})" if isinstance(mask, kinds) else repr(mask)
 
 
-def _show(x: object) -> str:
-    """Return the repr of a field: arrays of more than 8 entries by shape and dtype."""
+def _field_repr(x: object) -> str:
+    """Return a field as the mask's repr shows it: an array of more than 8 entries by shape and dtype."""
     shape = getattr(x, "shape", None)
     if shape is None:
         return repr(x)

@@ -20,7 +20,7 @@ from attnscore.backends.base import Array, Backend
 from attnscore.base import thresholds
 from attnscore.base.cache import BoundedCache
 from attnscore.base.layout import ScoreShape, entries_of, is_unknown
-from attnscore.masks.base import And, IntervalSetMask, Mask, inside, split
+from attnscore.masks.base import And, IntervalSetMask, Mask, inside, split_intervals
 from attnscore.masks.builtin import BUILTIN, Dense
 from attnscore.masks.index_values import by_row
 from attnscore.masks.intervals import IntervalSet
@@ -87,10 +87,8 @@ def cached_mask(mask: Mask, ops: Backend, score_shape: ScoreShape, check: Callab
 
 def _find_cached(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask | None:
     """Return the cached mask of the same values, or `mask` where they are no intervals; None: it has no signature."""
-    if (
-        score_shape.batch * score_shape.query_len > thresholds.CACHED_MASK_ROWS
-        or (signature := _signature(mask)) is None
-    ):
+    has_many_rows = score_shape.batch * score_shape.query_len > thresholds.CACHED_MASK_ROWS
+    if has_many_rows or (signature := _signature(mask)) is None:
         return None
 
     def compute() -> CachedMask | None:
@@ -103,7 +101,7 @@ def _find_cached(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], No
 
 def intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
     """Return a checked mask as its intervals; None where these do not express it, or are too many."""
-    intervals, remaining_mask = split(mask, score_shape.query_len, score_shape.key_len, score_shape.batch)
+    intervals, remaining_mask = split_intervals(mask, score_shape.query_len, score_shape.key_len, score_shape.batch)
     if intervals is None or remaining_mask is not None or intervals.start.size > _max_intervals(score_shape):
         return None
     start, stop = intervals.ends
@@ -112,11 +110,8 @@ def intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
 
 def _max_intervals(score_shape: ScoreShape) -> int:
     """Return the largest number of intervals of a cached mask, which is its weight in the cache."""
-    return (
-        thresholds.CACHED_MASK_INTERVALS
-        if score_shape.batch * score_shape.query_len <= thresholds.CACHED_MASK_INTERVALS
-        else thresholds.CACHED_MASK_ROWS
-    )
+    limit = thresholds.CACHED_MASK_INTERVALS
+    return limit if score_shape.batch * score_shape.query_len <= limit else thresholds.CACHED_MASK_ROWS
 
 
 def _prepare_for_call(mask: Mask, ops: Backend, score_shape: ScoreShape) -> Mask:

@@ -1,7 +1,7 @@
 """Masks as kernels read them: a few intervals a query, one boolean array, one document id a position.
 
-- A mask is an AND of parts. Intervals come first (`attnscore.masks.split`). Of the rest, arrays, key padding and
-  document ids are direct operands; all other parts are evaluated by blocks of queries (`evaluate`).
+- A mask is an AND of parts. Intervals come first (`attnscore.masks.split_intervals`). Of the rest, arrays, key padding
+  and document ids are direct operands; all other parts are evaluated by blocks of queries (`evaluate`).
 - Nothing here knows a kernel: the functions take the backend, the `ScoreShape`, and `like`, an array on the device.
 """
 

@@ -18,7 +18,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.base import thresholds
 from attnscore.base.layout import ScoreShape
-from attnscore.masks import BUILTIN, Mask, Neighbours, parts_of, split
+from attnscore.masks import BUILTIN, Mask, Neighbours, parts_of, split_intervals
 from attnscore.masks.base import all_of, atoms_of
 from attnscore.masks.intervals import HostArray, IntervalSet
 from attnscore.masks.neighbour_table import NeighbourTable
@@ -59,7 +59,7 @@ class Pairs:
         """Return the pairs of some queries."""
         intervals, remaining = None, None
         if self.mask is not None:
-            intervals, remaining = split(self.mask, self.query_len, self.key_len, self.batch, rows)
+            intervals, remaining = split_intervals(self.mask, self.query_len, self.key_len, self.batch, rows)
         if intervals is None:
             zero = np.zeros((1, 1, len(rows)), np.int64)
             intervals = IntervalSet(zero, zero + self.key_len)

@@ -85,8 +85,9 @@ def result_of(arrays: Mapping[str, Array]) -> Result:
 def state_of(ops: Backend, result: Result, count: Array | None = None) -> RowState:
     """Return the state of the online softmax after the keys of a part, from the result over them without a sink.
 
-    In place of the output is the total, from which `online_softmax.finish` makes the share of the keys. `count`,
-    the number of unmasked keys of each query, is required with `mean_score` and `var_score`.
+    `out` holds the total, which `finish` turns into the keys' share of the softmax (1 without a sink). A caller that
+    merges outputs by `online_softmax.merge` sets `out` to the output of the part times the total instead. `count`, the
+    number of unmasked keys of each query, is required with `mean_score` and `var_score`.
     """
     log_denom, total = result.log_denom, ops.exp(result.log_denom)
     rows = {**result.statistics, "log_denom": log_denom, "total": total, "count": count}

@@ -23,7 +23,7 @@ from attnscore.backends.base import accumulator
 from attnscore.base.layout import ScoreShape
 from attnscore.kernels import Kernel, tiling
 from attnscore.kernels.tiling import TilePlan
-from attnscore.masks import Dense, Mask, ValidLens, split
+from attnscore.masks import Dense, Mask, ValidLens, split_intervals
 from attnscore.masks.base import all_of
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.pairs import Range
@@ -261,7 +261,7 @@ class MergedCall(ShardedCall):
         if moments := [name for name in COUNTED if name in problem.statistics]:
             mask, no_queries, shape = problem.mask, np.zeros(0, np.int64), sequence_shape
             sizes = (shape.query_len, shape.key_len, shape.batch)
-            remaining_mask = None if mask is None else split(mask, *sizes, no_queries)[1]
+            remaining_mask = None if mask is None else split_intervals(mask, *sizes, no_queries)[1]
             if remaining_mask is not None or problem.bias is not None:
                 reasons.append(f"{' and '.join(moments)} under a bias, or a mask that is no intervals of keys")
         return tuple(reasons)
@@ -502,7 +502,9 @@ class PassQueries(MergedCall):
 
     def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
         mask, shape = super().mask_of(rows, cols), self.sequence_shape
-        intervals, remaining_mask = (None, None) if mask is None else split(mask, len(rows), len(cols), shape.batch)
+        if mask is None:
+            return None
+        intervals, remaining_mask = split_intervals(mask, len(rows), len(cols), shape.batch)
         if intervals is None or not intervals.start[intervals.start < intervals.stop].any():
             return mask
         # With intervals a kernel begins its tiles at the first attended key, which differs between ranks.

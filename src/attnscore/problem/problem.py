@@ -17,7 +17,7 @@ from attnscore.backends.base import FLOATING, Array, Backend, accumulator
 from attnscore.base.arguments import check_held, check_number, did_you_mean, is_number, is_whole, shown
 from attnscore.base.layout import AxisLayout, ScoreShape, Shape, broadcast, check_bias_shape, is_unknown, may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message, with_shapes
-from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split
+from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split_intervals
 from attnscore.problem import normalizers, relative
 from attnscore.problem.dropout import Dropout, check_dropout
 from attnscore.problem.normalizers import Normalizer
@@ -66,7 +66,7 @@ class Problem:
             return None, None
         if is_unknown(self.score_shape.query_len) or is_unknown(self.score_shape.key_len):
             return None, self.mask
-        return split(self.mask, self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
+        return split_intervals(self.mask, self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
 
     def operands(self) -> dict[str, Array]:
         """Return the arrays that get a gradient, by name: the arrays of the form, then value, bias and sink."""
