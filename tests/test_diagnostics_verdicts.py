@@ -114,6 +114,11 @@ def test_a_fault_is_named_with_its_head_step_and_cause(what: str) -> None:
     assert recorded(sums(**numbers)).failing() == [("a.0", 1)]
 
 
+def test_the_words_of_values_that_are_alike() -> None:
+    (verdict, *_) = recorded(*[sums()] * 5, *[sums(value_spread={1: 1e-7})] * 3).verdicts()
+    assert verdict.words == "the variance of the values is 1e-07 of their mean square"
+
+
 def test_the_old_name_of_a_sign_warns_and_works() -> None:
     numbers, _ = FAULTS["dead"]
     (verdict, *_) = recorded(*[sums()] * 5, *[sums(**numbers)] * 3).verdicts()

@@ -295,7 +295,7 @@ _NUMBERS = (
         case(
             f"bandwidth {bandwidth!r}",
             ArgumentError,
-            f"bandwidth|a number above 0|{bandwidth!r}",
+            f"bandwidth|a finite number above 0|{bandwidth!r}",
             lambda x, bandwidth=bandwidth: x.attend(score=ats.Gaussian(bandwidth)),
         )
         for bandwidth in (0, 0.0, -1.0, 1e-300, _NAN, "wide", None, True, 1j)
@@ -303,7 +303,7 @@ _NUMBERS = (
     case(
         "a bandwidth of 0 among others",
         ArgumentError,
-        "bandwidth|a number above 0|0.0",
+        "bandwidth|finite numbers above 0|0.0",
         lambda x: x.heads(2, 2, score=ats.Gaussian(x.array([1.0, 0.0]))),
     ),
     case(
@@ -359,7 +359,7 @@ _NUMBERS = (
             case(
                 f"a learned {name} of 0",
                 ArgumentError,
-                f"{name}|a number above 0|0.0",
+                f"{name}|finite numbers above 0|0.0",
                 lambda x, wrapper=wrapper: x.heads(2, 2, score=wrapper("dot", x.array([1.0, 0.0]))),
             ),
             case(

@@ -122,7 +122,7 @@ class Wrapper(Score):
 
     score: Any
     parameter: ClassVar[str]
-    """Name of the field that is a number above 0, or an array () or (heads,) of such."""
+    """Name of the field that is a finite number above 0, or an array () or (heads,) of such."""
     operations_per_score: ClassVar[int]
 
     @final
@@ -153,7 +153,7 @@ class Wrapper(Score):
         if not backends.is_array(x):
             check_positive(name, x)
         else:
-            require_positive(name, x)
+            check_all_positive(name, x)
             if len(x.shape) > 1:
                 raise ShapeError(message(name, "a number, () or (heads,)", tuple(x.shape)))
             # Gradients of arrays are returned by name.
@@ -264,7 +264,7 @@ def describe(score: Any) -> str:
     return f"{type(score).__name__}({', '.join(parts)})"
 
 
-def require_same_dim(name: str, dim: int, key_dim: int) -> None:
+def check_same_dim(name: str, dim: int, key_dim: int) -> None:
     """Raise ShapeError unless query and key have the same dimension."""
     if dim != key_dim:
         expected = f"vectors of the dimension of query ({dim}) for the {name} score"
@@ -272,17 +272,16 @@ def require_same_dim(name: str, dim: int, key_dim: int) -> None:
         raise ShapeError(message("key", expected, key_dim, hint=hint))
 
 
-def require_positive(name: str, x: Any) -> None:
+def check_all_positive(name: str, x: Any) -> None:
     """Raise ArgumentError unless a number, or every entry of an array that the host can read, is finite and above 0."""
-    expected = "a number above 0"
     if not backends.is_array(x):
-        check_positive(name, x, expected)
+        check_positive(name, x)
         return
     values = backends.host(x)
     if values is not None and values.dtype.name == "bfloat16":
         values = values.astype(np.float32)  # ml_dtypes registers it with kind "V"
     if values is not None and (values.dtype.kind not in "iuf" or not ((values > 0) & np.isfinite(values)).all()):
-        raise ArgumentError(message(name, expected, f"{values.reshape(-1)[:8].tolist()}"))
+        raise ArgumentError(message(name, "finite numbers above 0", f"{values.reshape(-1)[:8].tolist()}"))
 
 
 def with_dtype(ops: Backend, score: Any, dtype: str) -> Any:

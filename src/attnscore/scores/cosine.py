@@ -9,7 +9,7 @@ from typing import Any, final
 
 from attnscore.backends.base import Array, Backend
 from attnscore.base.arguments import check_flag, check_number, is_number
-from attnscore.scores.base import Score, require_same_dim, widen, with_nonfinite_rows_isolated
+from attnscore.scores.base import Score, check_same_dim, widen, with_nonfinite_rows_isolated
 from attnscore.scores.forms import Form
 from attnscore.scores.scaled_dot import ScaledDot
 
@@ -68,7 +68,7 @@ class Cosine(Score):
 
     def check(self, dim: int, key_dim: int) -> None:
         check_flag("unit_keys", self.unit_keys)
-        require_same_dim("cosine", dim, key_dim)
+        check_same_dim("cosine", dim, key_dim)
         ScaledDot(self.scale).check(dim, key_dim)
 
     def signature(self) -> tuple[Hashable, tuple[Array, ...]] | None:

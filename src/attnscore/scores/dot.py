@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from attnscore.backends.base import Array, Backend
-from attnscore.scores.base import Score, require_same_dim
+from attnscore.scores.base import Score, check_same_dim
 from attnscore.scores.forms import Form, InnerForm
 
 
@@ -37,4 +37,4 @@ class Dot(Score):
         return Dot, ()
 
     def check(self, dim: int, key_dim: int) -> None:
-        require_same_dim("dot", dim, key_dim)
+        check_same_dim("dot", dim, key_dim)

@@ -21,10 +21,10 @@ from attnscore.base.layout import broadcast, is_unknown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.base import (
     Score,
+    check_all_positive,
+    check_same_dim,
     learned,
     per_head,
-    require_positive,
-    require_same_dim,
     widen,
     with_nonfinite_rows_isolated,
 )
@@ -62,9 +62,9 @@ class Gaussian(Score):
 
     def __post_init__(self) -> None:
         if is_number(self.bandwidth):
-            require_positive("bandwidth", self.bandwidth)
+            check_all_positive("bandwidth", self.bandwidth)
             if self.bandwidth * self.bandwidth == 0:
-                raise ArgumentError(message("bandwidth", "a number above 0 whose square is too", self.bandwidth))
+                raise ArgumentError(message("bandwidth", "a finite number above 0 whose square is too", self.bandwidth))
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         query, key = self._in_bandwidths(ops, query, key)
@@ -89,8 +89,8 @@ class Gaussian(Score):
         return DistanceForm(query, key, self._scale(ops, query, key))
 
     def check(self, dim: int, key_dim: int) -> None:
-        require_same_dim("Gaussian", dim, key_dim)
-        require_positive("bandwidth", self.bandwidth)
+        check_same_dim("Gaussian", dim, key_dim)
+        check_all_positive("bandwidth", self.bandwidth)
         shape = tuple(getattr(self.bandwidth, "shape", ()))
         if len(shape) > 2 or (len(shape) == 2 and shape[1] != dim):
             expected = f"a number, () or (heads,), or (1, dim) or (heads, dim) with dim = {dim}"

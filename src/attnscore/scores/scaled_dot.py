@@ -16,7 +16,7 @@ from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base.arguments import check_held, check_number, is_number, shown
 from attnscore.base.layout import broadcast, may_equal
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.scores.base import Score, require_same_dim, widen, with_nonfinite_rows_isolated
+from attnscore.scores.base import Score, check_same_dim, widen, with_nonfinite_rows_isolated
 from attnscore.scores.forms import Form, InnerForm
 
 
@@ -63,7 +63,7 @@ class ScaledDot(Score):
         return InnerForm(query, with_nonfinite_rows_isolated(ops, key, lambda x: x * ops.matrix_transpose(scale)))
 
     def check(self, dim: int, key_dim: int) -> None:
-        require_same_dim("scaled dot product", dim, key_dim)
+        check_same_dim("scaled dot product", dim, key_dim)
         if self.scale is None or backends.is_array(self.scale):
             return
         if not is_number(self.scale):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from attnscore.backends.base import Array, Backend
-from attnscore.scores.base import Score, require_same_dim, widen
+from attnscore.scores.base import Score, check_same_dim, widen
 from attnscore.scores.forms import Form, InnerForm
 
 
@@ -38,7 +38,7 @@ class Sum(Score):
         return InnerForm(ops.concat((sums[0], ones[0]), -1), ops.concat((ones[1], sums[1]), -1))
 
     def check(self, dim: int, key_dim: int) -> None:
-        require_same_dim("sum", dim, key_dim)
+        check_same_dim("sum", dim, key_dim)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         return (query_len + key_len) * dim + query_len * key_len

@@ -160,7 +160,7 @@ def describe(period: Period, now: Mapping[str, float], limit: Thresholds) -> str
         ),
         "dead": f"variance of the logits {variance:.2g}: it averages",
         "no use of the query": f"queries give a logit a variance of {numbers['query_variance']:.2g} at most",
-        "values alike": f"all but {numbers['value_spread']:.2g} of the values' squares is their mean",
+        "values alike": f"the variance of the values is {numbers['value_spread']:.2g} of their mean square",
         "sink in every head": f"{100 * numbers['first_key']:.1f} % of the weight is on the first key",
         "another scale": f"q.k times {times_usual}, where layers of the same kind have about 1/sqrt(d)",
         "sharp": (

@@ -97,7 +97,7 @@ class Thresholds:
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-                raise ArgumentError(message(each.name, "a number above 0", repr(value)))
+                raise ArgumentError(message(each.name, "a finite number above 0", repr(value)))
             if each.name not in unbounded and value > 1:
                 raise ArgumentError(message(each.name, "a share, at most 1", repr(value)))
             if each.name in factors and value <= 1:

@@ -39,7 +39,6 @@ class JaxWatch(StagedWatch):
         self.is_linen = _is_linen(model)
         self.framework = "linen" if self.is_linen else "nnx"
         self.key = _key_of(model)
-        self._first = ""  # the module whose calls are the steps
 
     def _start_observing(self) -> None:
         watches = _running()
