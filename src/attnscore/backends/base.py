@@ -506,9 +506,9 @@ class Backend(ABC):
     def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
         """Return ``x @ matrix`` in C order, without warnings, and NaN for rows of `x` that are not finite.
 
-        None where that takes more than one product, as of other dtypes and layouts: `scores.base.projected` then does
-        it. `threads` is the number for the native module, if it computes the product. The result is NumPy's where that
-        takes less time, as a planned call reads memory.
+        None where non-finite rows have to be isolated first, by `scores.base.projected`: `x` may have some, and the
+        native module, which isolates them itself on `threads` threads, does not take these dtypes and layouts. Where a
+        NumPy array takes less time, the result is one, because a planned call reads memory.
         """
         return self.in_c_order(self.matmul(x, matrix)) if self.known_finite(x) else None
 

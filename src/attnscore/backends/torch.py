@@ -164,7 +164,7 @@ class TorchBackend(Backend):
             return False
         has_tangents, is_transformed = private.dual_levels._current_level >= 0, private.are_transforms_active()
         for x in arrays:
-            # Other keys: on a device, negated or conjugated, wrapped by a transform, fake, sparse, nested.
+            # Other dispatch keys than a plain CPU tensor's: device, negated, conjugated, wrapped, fake, sparse, nested.
             if type(x) not in _PLAIN or not private.has_plain_keys(x):
                 return False
             # Inside a transform, tensors that require a gradient are wrapped when their memory is taken.

@@ -22,9 +22,9 @@ LONGEST_KEY_TILE = 128
 MATRIX_VALUES = 2**20
 
 # Up to these sizes TensorFlow's own operations take less time in a graph than a callback to the native kernel
-# (csrc/TUNING.md), of which the smallest call takes 150 us (Zen 5, 2026-11-28): numbers of query, key and value
+# (csrc/TUNING.md), of which the smallest call takes 150 us (Zen 5, 2026-11-28): elements of query, key and value
 # together; pairs times dimension of a score that is a matrix product; values of a score that holds several a pair.
-ONE_TILE_NUMBERS = 5 * 2**17
+ONE_TILE_ELEMENTS = 5 * 2**17
 ONE_TILE_PRODUCTS = 2**21
 ONE_TILE_VALUES = 2**18
 # Range of pairs times dimension in which a distance is computed there as a product. Where that is not accurate, its
@@ -37,12 +37,12 @@ ONE_TILE_DISTANCE = 2**16, 2**20
 # counts as no work to share: dot (64, 1, 10), d 64: 1.08, 0.84 | 1.40, 1.35; Gaussian (64, 1, 10), d 256: 1.61, 0.80
 # | 4.1, 1.7; additive (32, 1, 4), h 32: 1.22, 0.90 | 1.72, 1.31. From here on: dot (128, 1, 12), d 32: 0.60, 0.69 |
 # 0.54, 0.81; (256, 1, 8), d 64: 0.49, 0.64 | 1.10, 1.02; additive (256, 1, 10), h 64: 0.57, 0.49 | 1.15, 0.70.
-# Memory limits both from FEW_KEYS_NUMBERS in all keys on: dot (256, 1, 16), d 512: 1.8, 0.85 | 2.1, 1.0.
+# Memory limits both from FEW_KEYS_ELEMENTS in all keys on: dot (256, 1, 16), d 512: 1.8, 0.85 | 2.1, 1.0.
 # Zen 5, 2026-11-28: dot (128, 1, 12), d 32: 0.59, 0.70 | 0.72, 0.75; additive (256, 1, 16), h 64: 0.69, 0.47 | 1.34,
 # 0.75; (64, 1, 10), h 256: 1.14, 0.68 | 2.8, 1.11.
 FEW_KEYS = 16
 FEW_KEYS_ROWS = 128
-FEW_KEYS_NUMBERS = 2**19
+FEW_KEYS_ELEMENTS = 2**19
 # Pairs times dimension of a call that stays on its thread, by the number of queries. Below: dot (1, 1, 1), d 16: 0.81,
 # 0.98 | 0.78, 1.00; additive (1, 2, 1), h 16: 0.80, 0.99 | 0.79, 0.95; but dot (2, 1, 10), d 8: 0.85, 0.40 | 1.5, 0.98;
 # (1, 2, 2), d 16: 1.08, 1.25 | 1.06, 0.57.

@@ -106,16 +106,15 @@ class OneTile(_Formula):
     def reasons_not_automatic(self, problem: Problem) -> tuple[str, ...]:
         if not problem.ops.has_slow_callbacks or not _has_scores_and_mask_alone(problem):
             return ("no small call of a graph",)
-        numbers = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
-        pairs, per_pair = (
-            math.prod(problem.score_shape.rows) * problem.score_shape.key_len,
-            problem.form.values_per_pair(),
-        )
+        elements = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
+        pairs = math.prod(problem.score_shape.rows) * problem.score_shape.key_len
+        per_pair = problem.form.values_per_pair()
+        # One value a pair: the score is a matrix product.
         if per_pair == 1 or _expands_square(problem):
             is_small = pairs * problem.form.query.shape[-1] <= thresholds.ONE_TILE_PRODUCTS
         else:
             is_small = pairs * per_pair <= thresholds.ONE_TILE_VALUES
-        if is_small and pairs <= thresholds.TILE_SCORES and numbers <= thresholds.ONE_TILE_NUMBERS:
+        if is_small and pairs <= thresholds.TILE_SCORES and elements <= thresholds.ONE_TILE_ELEMENTS:
             return ()
         return ("a call for which the callback to the native kernel takes less time",)
 
@@ -284,9 +283,9 @@ def _by_expanded_square(ops: Backend, form: DistanceForm) -> tuple[Array, Array,
     query, key, scale = form.query, form.key, form.scale
     norms = [ops.sum(x * x, axis=-1, keepdims=True) for x in (query, key)]
     squared = norms[0] + ops.matrix_transpose(norms[1]) - 2 * ops.matmul(query, ops.matrix_transpose(key))
-    # NaN counts. No ~(x < limit), which TensorFlow's optimizer makes x >= limit. A factor of scores may be negative.
-    counts = [ops.where(abs(scale) * x < INNER_LIMIT, 0.0, 1.0) for x in norms]
-    large = sum(ops.sum(x, axis=tuple(range(len(x.shape)))) for x in counts)
+    # NaN is too large. No ~(x < limit), which TensorFlow's optimizer makes x >= limit. The scale may be negative.
+    is_too_large = [ops.where(abs(scale) * x < INNER_LIMIT, 0.0, 1.0) for x in norms]
+    too_large_count = sum(ops.sum(x, axis=tuple(range(len(x.shape)))) for x in is_too_large)
 
     def vjp(grad: Array) -> dict[str, Array]:
         # Forward: squared_ij = sum_c (q_ic - k_jc)^2
@@ -298,7 +297,7 @@ def _by_expanded_square(ops: Backend, form: DistanceForm) -> tuple[Array, Array,
         }
         return {**gradients, "scale": -grad * squared}
 
-    return -scale * squared, ops.equal(large, 0.0), vjp
+    return -scale * squared, ops.equal(too_large_count, 0.0), vjp
 
 
 # Few keys
@@ -337,9 +336,8 @@ class FewKeys(_Formula):
         gradients = {**scores_vjp(grad_scores), "value": _times(ops, unmasked, weights, grad_out)}
         if query_len > 1:
             for name in ("key", "value"):
-                gradients[name] = ops.sum(
-                    ops.reshape(gradients[name], (-1, query_len, *gradients[name].shape[1:])), axis=1
-                )
+                by_query = ops.reshape(gradients[name], (-1, query_len, *gradients[name].shape[1:]))
+                gradients[name] = ops.sum(by_query, axis=1)
         return {name: ops.reshape(gradients[name], x.shape) for name, x in problem.operands().items()}
 
 
@@ -359,9 +357,9 @@ def _has_few_keys(problem: Problem) -> bool:
         math.prod(x.shape[:-1]) > 1 for x in shared
     ):
         return False
-    numbers = math.prod(form.key.shape)
-    is_tiny = numbers * query_len <= thresholds.FEW_KEYS_TINY.get(query_len, 0)
-    are_many = math.prod(matrices) >= thresholds.FEW_KEYS_ROWS and numbers <= thresholds.FEW_KEYS_NUMBERS
+    elements = math.prod(form.key.shape)
+    is_tiny = elements * query_len <= thresholds.FEW_KEYS_TINY.get(query_len, 0)
+    are_many = math.prod(matrices) >= thresholds.FEW_KEYS_ROWS and elements <= thresholds.FEW_KEYS_ELEMENTS
     return (is_tiny or (query_len == 1 and are_many)) and problem.ops.fuses(*problem.operands().values())
 
 

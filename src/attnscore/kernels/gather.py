@@ -432,9 +432,8 @@ class _GatheredCall:
         def read(block: _Block) -> Array:
             values = pairs(block)
             has_edge = self.ops.asarray(block.has_edge, values)
-            return self.ops.where(
-                self.ops.reshape(has_edge, (has_edge.shape[0], *ones, has_edge.shape[1])), values, 0.0
-            )
+            has_edge = self.ops.reshape(has_edge, (has_edge.shape[0], *ones, has_edge.shape[1]))
+            return self.ops.where(has_edge, values, 0.0)
 
         return read
 
@@ -443,7 +442,7 @@ class _GatheredCall:
         ops, lead, size = self.ops, tuple(x.shape[:-2]), x.shape[-2] * x.shape[-1]
         rows = _rows_first(ops, ops.reshape(x, (*lead, size, 1)))
         return lambda block: ops.in_c_order(
-            ops.matrix_transpose(self._entries(rows, self._pair_ids(x, block), lead, 1))
+            ops.matrix_transpose(self._entries(rows, self._flat_indices(x, block), lead, 1))
         )
 
     def _entries(self, rows: Array, indices: HostArray, lead: tuple[int, ...], width: int) -> Array:
@@ -451,8 +450,8 @@ class _GatheredCall:
         x = self.ops.reshape(_take(self.ops, rows, indices.reshape(-1)), (*indices.shape, math.prod(lead), width))
         return self.ops.reshape(self.ops.swap_axes(x, 1, 2), (len(indices), *lead, indices.shape[1], width))
 
-    def _pair_ids(self, x: Array, block: _Block) -> HostArray:
-        """Return where the pairs of a block are in the last two axes of `x`, taken as one; broadcast axes are 1."""
+    def _flat_indices(self, x: Array, block: _Block) -> HostArray:
+        """Return the index of each pair in the flattened last two axes of `x`; an axis of length 1 is broadcast."""
         keys, rows = self._keys(block), self.table.rows[block.slots] if block.slots.size else block.slots
         if self.score_shape.is_relative(tuple(x.shape)):
             return keys - rows + self.score_shape.query_len - 1
@@ -500,7 +499,7 @@ class _GatheredCall:
     def join_pairs(self, parts: Sequence[Array], like: Array) -> Array:
         """Return an array of pairs, of the shape of `like` but for its leading axes, as the sum over the blocks."""
         size = like.shape[-2] * like.shape[-1]
-        sums = _Sums.of(self._edge_ids(lambda block: self._pair_ids(like, block)), size, self.blocks, self.limit)
+        sums = _Sums.of(self._edge_ids(lambda block: self._flat_indices(like, block)), size, self.blocks, self.limit)
         totals = self._sum_entries([self.ops.matrix_transpose(x) for x in parts], sums)
         return self.ops.reshape(totals, (*totals.shape[:-2], *like.shape[-2:]))
 

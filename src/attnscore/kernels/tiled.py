@@ -252,16 +252,16 @@ class _RowContext:
     delta: Array
     """dout . out + dweights . weights - dlse, so that ds = p (dp - delta): FlashAttention's D, less dlse."""
 
-    def normalizer_vjp(self, ops: Backend, p: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
-        """Return the gradient of the scores of a tile, from `grad_p`, the gradient of its weights `p`.
+    def normalizer_vjp(self, ops: Backend, slopes: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
+        """Return the gradient of the scores of a tile, from `grad_p`, the gradient of its weights.
 
-        For another normalizer than the softmax, `p` are the slopes of the weights, and `log_p` is not read.
+        `slopes` are the derivatives of the normalizer: p for the softmax, which alone has `log_p` and an entropy.
         """
         # Forward: p = exp(scores - row_max - log_denom), H = -sum p log p
-        grad = p * (grad_p - _slice(ops, self.delta, -2, rows))
+        grad = slopes * (grad_p - _slice(ops, self.delta, -2, rows))
         if self.grads.entropy is None:
             return grad
-        minus_grad_of_entropy = p * (ops.where(p == 0, 0.0, log_p) + _slice(ops, self.entropy, -2, rows))
+        minus_grad_of_entropy = slopes * (ops.where(slopes == 0, 0.0, log_p) + _slice(ops, self.entropy, -2, rows))
         return grad - minus_grad_of_entropy * _slice(ops, self.grads.entropy, -2, rows)
 
 
@@ -305,8 +305,8 @@ def _delta_of_softmax(inputs: _Inputs, tiles: TilePlan, result: Result, grads: R
 def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> Array:
     """Return delta of every query for another normalizer than the softmax: the gradient through the threshold.
 
-    The threshold keeps the sum of the weights, so ds_j = w'_j (dp_j - sum w' dp / sum w'), where w' is the derivative
-    of a weight by its score (for the softmax, the weight). The sums take a pass over the key tiles.
+    The threshold holds the sum of the weights at 1, so ds_j = w'_j (dp_j - sum w' dp / sum w'), where w' is the
+    derivative of a weight by its score (for the softmax, the weight). The sums take a pass over the key tiles.
     """
     problem, ops = inputs.problem, inputs.problem.ops
     normalizer = cast(Normalizer, problem.normalizer)

@@ -67,7 +67,7 @@ def _stack() -> Iterator[FrameType]:
 
 def host_callback(
     function: Callable[..., Sequence[np.ndarray[Any, Any]]],
-    results: Sequence[tuple[tuple[Any, ...], str]],
+    results: Sequence[tuple[tuple[Any, ...], str]],  # shape and dtype of each
     arrays: Sequence[Array],
     otherwise: Callable[..., tuple[Array, ...]],
 ) -> tuple[Array, ...]:
@@ -82,10 +82,10 @@ def host_callback(
             outputs = tf.numpy_function(function, arrays, dtypes, stateful=False)
         return [tf.ensure_shape(x, shape) for x, shape in zip(outputs, shapes, strict=True)]
 
-    def anywhere() -> list[Array]:
+    def elsewhere() -> list[Array]:
         return [tf.cast(x, dtype) for x, dtype in zip(otherwise(*arrays), dtypes, strict=True)]
 
-    outputs = _case(_runs_here(arrays[0]), [anywhere, here])
+    outputs = _case(_runs_here(arrays[0]), [elsewhere, here])  # 0, 1 of `_runs_here`
     for x, shape in zip(outputs, shapes, strict=True):
         x.set_shape(shape)
     return tuple(outputs)
@@ -118,7 +118,7 @@ def _register_gradient(function: Callable[..., tuple[Array, ...]], shapes: Seque
 
 
 def _runs_here(x: Array) -> Array:
-    """Return 1 where the graph runs on a CPU in the process that traced it, 0 anywhere else.
+    """Return 1 where the graph runs on a CPU in the process that traced it, 0 elsewhere.
 
     The call is declared stateless, because TensorFlow drops derivatives at stateful calls.
     """
@@ -129,7 +129,7 @@ def _runs_here(x: Array) -> Array:
 
 @functools.cache
 def _runs_here_function(dtype: tf.DType) -> Any:
-    """Return a function of one tensor that gives 1 on a CPU of this process, and 0 anywhere else."""
+    """Return a function of one tensor that gives 1 on a CPU of this process, and 0 elsewhere."""
     name = _process_mark()
 
     def runs_here(x: Array) -> Array:

@@ -168,12 +168,11 @@ class _Chunks:
 
         if dropout is not None:
             dropout = ChunkDropout(dropout.probability, dropout.seed, start, problem.score_shape.query_len)
+        score_shape = dataclasses.replace(problem.score_shape, query_len=size)
         # `query` stays: the lowered form has it, and outside a gradient hook it may belong to another tape.
         chunk_problem = dataclasses.replace(
             problem,
-            layout=dataclasses.replace(
-                problem.layout, score_shape=dataclasses.replace(problem.score_shape, query_len=size)
-            ),
+            layout=dataclasses.replace(problem.layout, score_shape=score_shape),
             form=problem.form.part(rows_of_operand),
             bias=None if problem.bias is None else self._bias_of_chunk(problem.bias, start, size),
             mask=None,

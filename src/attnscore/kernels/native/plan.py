@@ -554,7 +554,8 @@ class NativeOp(DifferentiableOp):
         if ops.needs_grad(*arrays, *incoming) or not call.are_as_planned([*arrays, *outputs], incoming):
             grads_by_name = dict(zip(call.differentiable, grads, strict=True))
             return tuple(self._recompute_gradients(arrays, grads_by_name, requested))
-        return tuple(call.backward(arrays, self.mask, (*outputs, *self.saved, *grads), self.seed, requested))
+        inputs = (*outputs, *self.saved, *grads)  # in the order of `backward_inputs`
+        return tuple(call.backward(arrays, self.mask, inputs, self.seed, requested))
 
     def _mask(self) -> Any:
         """Return the mask of the call as `build_problem` takes it."""

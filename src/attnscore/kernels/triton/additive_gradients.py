@@ -128,7 +128,8 @@ def _sums(
     """Add ds act', ds act and ds of the positions start <= k < stop of the other side to the sums of a tile.
 
     `ds` points at the gradients of position `start`; the next position's are `step` numbers on. With 1 or 2 terms to a
-    division, `a` and `other` are exponentials; with 0 they are the sides themselves.
+    division, `a` and `other` are exponentials, and r = 1 / (a b + 1) and r (1 - r) stand for act and act', which
+    `side_gradient` makes of the sums; with 0 they are the sides themselves.
     """
     inside = (c < channels)[None, :]
     first = tl.zeros_like(c).to(tl.int64) + start

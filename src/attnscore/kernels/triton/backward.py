@@ -416,7 +416,7 @@ def d_parameter(
 ):  # fmt: skip
     """Sum the gradient of a custom score's parameter number `PARAMETER` over the pairs of a tile of queries.
 
-    `partial_sums` are (matrix, query tile, dim) of a sum over channels, else (matrix, query tile).
+    `partial_sums` is (matrix, query tile, dim) where the score is a sum over channels, else (matrix, query tile).
     """
     inputs = with_types(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)

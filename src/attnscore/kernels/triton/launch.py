@@ -530,9 +530,9 @@ class _Backward:
         """Compute the gradients that have an axis of keys."""
         operands, tile = self.operands, self.operands.tile("d_key")
         _, keys, dim, value_dim, heads, groups = operands.sizes
-        key_operands = ("key", "value", "key_bias")
-        shared = all(self.arrays[name].shape[-3] == 1 for name in key_operands if name in self.arrays)
-        lead = (*self.problem.score_shape.lead, heads, 1 if shared else groups)
+        key_operands = (self.arrays[name] for name in ("key", "value", "key_bias") if name in self.arrays)
+        group_shares_keys = all(x.shape[-3] == 1 for x in key_operands)  # one program then sums over the group
+        lead = (*self.problem.score_shape.lead, heads, 1 if group_shares_keys else groups)
         grad_key = self.gradient("key", (*lead, keys, dim))
         grad_value = self.gradient("value", (*lead, keys, value_dim))
         grad_key_bias = None
@@ -556,9 +556,9 @@ class _Backward:
             key = "tiles of queries", count, operands.ends_key(tile)
             tiles = operands.intervals.table(operands.runner, key, query_tiles_by_key_tile)
         self.launch(
-            backward_kernels.d_key, (count, operands.matrices // groups if shared else operands.matrices), tile, inputs,
+            backward_kernels.d_key, (count, operands.matrices // (groups if group_shares_keys else 1)), tile, inputs,
             tiles, self.as_operand(grad_key, keys), self.as_operand(grad_value, keys), grad_key_bias,
-            SHARED=shared, **self.score_constants,
+            SHARED=group_shares_keys, **self.score_constants,
         )  # fmt: skip
 
     def d_parameters(self) -> None:

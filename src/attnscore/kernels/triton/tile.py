@@ -69,10 +69,10 @@ else:
 
     @tl.core.builtin
     def with_types(x: Any, _semantic: Any = None) -> Any:
-        """Return an argument of a kernel with the types of its parts.
+        """Return an argument of a kernel whose tuple types agree with the types of their parts.
 
-        Triton 3.6 makes a stride of 1 a constant but does not update the types of the tuples around it. A loop
-        reads these types, and the stride became None.
+        Triton 3.6 specialises a stride of 1 to a constant but leaves the type of the enclosing tuple unchanged. A loop
+        reads that type, and the stride became None.
         """
         return _with_types(x)
 
