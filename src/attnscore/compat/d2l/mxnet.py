@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mxnet import np
 
 from attnscore.analysis.functional import masked_softmax
-from attnscore.compat.d2l.shared import (
-    ADDITIVE,
-    MULTI_HEAD,
-    OLD_ADDITIVE,
-    OLD_MULTI_HEAD,
-    check_shape,
-    named,
-    sequence_mask,
-)
+from attnscore.compat.d2l.shared import additive_attention, check_shape, multi_head_attention, sequence_mask
 from attnscore.layers import mxnet as layers
 from attnscore.layers.mxnet import DotProductAttention
 from attnscore.plotting.heatmaps import show_heatmaps
@@ -40,13 +30,5 @@ __all__ = [
 
 tensor, ones, zeros, normal = np.array, np.ones, np.zeros, np.random.normal
 rand, arange, eye, reshape = np.random.rand, np.arange, np.eye, np.reshape
-
-
-def AdditiveAttention(*arguments: Any, **options: Any) -> layers.AdditiveAttention:
-    """``AdditiveAttention(num_hiddens, dropout)``, or ``(key_size, query_size, num_hiddens, dropout)`` as before."""
-    return layers.AdditiveAttention(**named(arguments, options, ADDITIVE, OLD_ADDITIVE))
-
-
-def MultiHeadAttention(*arguments: Any, **options: Any) -> layers.MultiHeadAttention:
-    """``MultiHeadAttention(num_hiddens, num_heads, dropout, bias=False)``, or with the three sizes in front."""
-    return layers.MultiHeadAttention(**named(arguments, options, MULTI_HEAD, OLD_MULTI_HEAD))
+AdditiveAttention = additive_attention(layers.AdditiveAttention)
+MultiHeadAttention = multi_head_attention(layers.MultiHeadAttention)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from attnscore import backends
 
@@ -11,6 +11,28 @@ ADDITIVE = ("num_hiddens", "dropout")
 OLD_ADDITIVE = ("key_size", "query_size", "num_hiddens", "dropout")
 MULTI_HEAD = ("num_hiddens", "num_heads", "dropout", "bias")
 OLD_MULTI_HEAD = ("key_size", "query_size", "value_size", "num_hiddens", "num_heads", "dropout", "bias")
+
+Layer = TypeVar("Layer")
+
+
+def additive_attention(layer: Callable[..., Layer]) -> Callable[..., Layer]:
+    """Return the constructor of a framework's additive attention, with the arguments of both editions."""
+
+    def AdditiveAttention(*arguments: Any, **options: Any) -> Layer:
+        """``AdditiveAttention(num_hiddens, dropout)``, or ``(key_size, query_size, num_hiddens, dropout)`` before."""
+        return layer(**named(arguments, options, ADDITIVE, OLD_ADDITIVE))
+
+    return AdditiveAttention
+
+
+def multi_head_attention(layer: Callable[..., Layer]) -> Callable[..., Layer]:
+    """Return the constructor of a framework's multi-head attention, with the arguments of both editions."""
+
+    def MultiHeadAttention(*arguments: Any, **options: Any) -> Layer:
+        """``MultiHeadAttention(num_hiddens, num_heads, dropout, bias=False)``, or with the three sizes in front."""
+        return layer(**named(arguments, options, MULTI_HEAD, OLD_MULTI_HEAD))
+
+    return MultiHeadAttention
 
 
 def named(
