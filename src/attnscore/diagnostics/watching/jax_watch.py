@@ -158,50 +158,26 @@ def _call_model(root: Root, function: Any, arguments: tuple[Any, ...], options: 
 
 def _functions() -> list[tuple[Any, Callable[..., Any]]]:
     """Return the functions that are wrapped, and their wrappers."""
-    functions: list[tuple[Any, Callable[..., Any]]] = [
-        (jax.nn.dot_product_attention, _jax_attention),
-        (api.attend, _attend),
-    ]
+    makers: list[tuple[Any, Callable[..., Site]]]
+    makers = [(jax.nn.dot_product_attention, _jax_attention), (api.attend, sites.attended)]
     for name in ("flax.nnx", "flax.linen"):
         function = getattr(sys.modules.get(name), "dot_product_attention_weights", None)
         if function is not None:
-            functions.append((function, _flax_weights))
-    return functions
+            makers.append((function, _flax_weights))
+    return [(function, functools.partial(staged.record, VALUES, make_site)) for function, make_site in makers]
 
 
-def _jax_attention(original: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
-    arguments = dict(zip(("bias", "mask"), more, strict=False)) | options
-
-    def make_site() -> Site:
-        window = arguments.get("local_window_size")
-        window_sizes = (window, window) if isinstance(window, int) else window
-        arrays = {name: arguments.get(name) for name in ("bias", "mask")}
-        return sites.dot_product(
-            query,
-            key,
-            value,
-            **arrays,
-            query_lens=arguments.get("query_seq_lengths"),
-            key_lens=arguments.get("key_value_seq_lengths"),
-            scale=arguments.get("scale"),
-            is_causal=arguments.get("is_causal", False),
-            window=window_sizes,
-        )
-
-    return staged.record(VALUES, make_site, lambda: original(query, key, value, *more, **options))
+def _jax_attention(
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: Any = None,
+    is_causal: bool = False, query_seq_lengths: Any = None, key_value_seq_lengths: Any = None,
+    local_window_size: Any = None, **_: Any,
+) -> Site:  # fmt: skip
+    window = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+    arrays = {"bias": bias, "mask": mask, "query_lens": query_seq_lengths, "key_lens": key_value_seq_lengths}
+    return sites.dot_product(query, key, value, **arrays, scale=scale, is_causal=is_causal, window=window)
 
 
-def _flax_weights(original: Any, query: Any, key: Any, *more: Any, **options: Any) -> Any:
-    arguments = dict(zip(("bias", "mask"), more, strict=False)) | options
-    arrays = {name: arguments.get(name) for name in ("bias", "mask")}
-    return staged.record(
-        VALUES,
-        lambda: sites.dot_product(query, key, **arrays, is_causal=arguments.get("is_causal", False)),
-        lambda: original(query, key, *more, **options),
-    )
-
-
-def _attend(original: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
-    return staged.record(
-        VALUES, lambda: sites.attended(query, key, value, options), lambda: original(query, key, value, **options)
-    )
+def _flax_weights(
+    query: Any, key: Any, bias: Any = None, mask: Any = None, *_: Any, is_causal: bool = False, **__: Any
+) -> Site:
+    return sites.dot_product(query, key, bias=bias, mask=mask, is_causal=is_causal)

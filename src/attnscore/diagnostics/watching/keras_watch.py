@@ -81,18 +81,19 @@ class KerasWatch(StagedWatch):
     def _start_observing(self) -> None:
         methods, others = private.attention_methods()
         if len(_running()) == 1:
-            wrappers: dict[str, Callable[..., Any]] = {
-                "_compute_attention": _compute_attention,
-                "_apply_scores": _apply_scores,
-            }
+            makers: dict[str, Callable[..., Site]]
+            makers = {"_compute_attention": _compute_attention, "_apply_scores": _apply_scores}
             calls: list[tuple[str, Callable[..., Any]]] = [
                 ("__call__", _layer_call),
                 ("stateless_call", _stateless_call),
             ]
             _CALLS.bind_methods([(keras.layers.Layer, name, wrapper) for name, wrapper in calls])
-            _NAMES.bind_methods([(owner, name, wrappers[name]) for owner, name in methods])
+            _NAMES.bind_methods([(owner, name, _recording(makers[name])) for owner, name in methods])
             _NAMES.bind_functions(
-                [(keras.ops.dot_product_attention, _dot_product), (api.attend, _attend)],
+                [
+                    (keras.ops.dot_product_attention, _recording(_dot_product)),
+                    (api.attend, _recording(sites.attended)),
+                ],
                 but=("attnscore.diagnostics.watching.",),
             )
         for owner in others:
@@ -142,7 +143,7 @@ def _set_context() -> None:
         CONTEXT.set(tuple(watch.key for watch in staged.running()))
 
 
-# ------------------------------------------------------------------ calls, each wrapper with its original first
+# ------------------------------------------------------------------ calls of layers, the original first
 
 
 def _layer_call(original: Any, layer: Any, /, *arguments: Any, **options: Any) -> Any:
@@ -170,55 +171,36 @@ def _call_model(layer: Any, function: Callable[..., Any], arguments: tuple[Any, 
     return staged.call_model(VALUES, Root(key), function, (arguments, options), leaves, real)
 
 
+# ------------------------------------------------------------------ calls of attention functions
+
+
+def _recording(make_site: Callable[..., Site]) -> Callable[..., Any]:
+    """Return a wrapper that records calls of an attention function as sites."""
+    return functools.partial(staged.record, VALUES, make_site)
+
+
 def _compute_attention(
-    original: Any, layer: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *more: Any, **options: Any
-) -> Any:
-    def make_site() -> Site:
-        if len(query.shape) != 4:
-            raise NotRecorded(f"attention over {len(query.shape) - 3} axes")
-        mask = attention_mask
-        if mask is not None:
-            mask = keras.ops.cast(mask, "bool")
-            for _ in range(4 - len(mask.shape)):
-                mask = keras.ops.expand_dims(mask, -3)
-        is_causal = bool(options.get("use_causal_mask", False))
-        return sites.dot_product(query, key, value, mask=mask, is_causal=is_causal)
-
-    return staged.record(
-        VALUES, make_site, lambda: original(layer, query, key, value, attention_mask, *more, **options)
-    )
+    layer: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *_: Any, use_causal_mask: Any = False,
+    **__: Any,
+) -> Site:  # fmt: skip
+    if len(query.shape) != 4:
+        raise NotRecorded(f"attention over {len(query.shape) - 3} axes")
+    mask = attention_mask
+    if mask is not None:
+        mask = keras.ops.cast(mask, "bool")
+        for _axis in range(4 - len(mask.shape)):
+            mask = keras.ops.expand_dims(mask, -3)
+    return sites.dot_product(query, key, value, mask=mask, is_causal=bool(use_causal_mask))
 
 
-def _apply_scores(
-    original: Any, layer: Any, scores: Any, value: Any, scores_mask: Any = None, *more: Any, **options: Any
-) -> Any:
-    return staged.record(
-        VALUES,
-        lambda: sites.scores(scores, scores_mask),
-        lambda: original(layer, scores, value, scores_mask, *more, **options),
-    )
+def _apply_scores(layer: Any, scores: Any, value: Any, scores_mask: Any = None, *_: Any, **__: Any) -> Site:
+    return sites.scores(scores, scores_mask)
 
 
-def _dot_product(original: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
-    arguments = dict(zip(("bias", "mask", "scale", "is_causal"), more, strict=False)) | options
-
-    def make_site() -> Site:
-        if arguments.get("attn_logits_soft_cap") is not None:
-            raise NotRecorded("dot_product_attention with attn_logits_soft_cap")
-        return sites.dot_product(
-            query,
-            key,
-            value,
-            bias=arguments.get("bias"),
-            mask=arguments.get("mask"),
-            scale=arguments.get("scale"),
-            is_causal=bool(arguments.get("is_causal", False)),
-        )
-
-    return staged.record(VALUES, make_site, lambda: original(query, key, value, *more, **options))
-
-
-def _attend(original: Callable[..., Any], query: Any, key: Any, value: Any, **options: Any) -> Any:
-    return staged.record(
-        VALUES, lambda: sites.attended(query, key, value, options), lambda: original(query, key, value, **options)
-    )
+def _dot_product(
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, scale: Any = None, is_causal: Any = False,
+    flash_attention: Any = None, attn_logits_soft_cap: Any = None,
+) -> Site:  # fmt: skip
+    if attn_logits_soft_cap is not None:
+        raise NotRecorded("dot_product_attention with attn_logits_soft_cap")
+    return sites.dot_product(query, key, value, bias=bias, mask=mask, scale=scale, is_causal=bool(is_causal))

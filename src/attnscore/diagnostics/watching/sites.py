@@ -7,7 +7,7 @@ Requirements:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ def scores(x: Any, mask: Any = None) -> Site:
     return Site(arrays, build)
 
 
-def attended(query: Any, key: Any, value: Any, options: Mapping[str, Any]) -> Site:
+def attended(query: Any, key: Any, value: Any, **options: Any) -> Site:
     """Return a call of `attend`; raise NotRecorded where its weights have no statistics of a softmax."""
     if resolve(options.get("normalizer", "softmax")) is not None:
         raise NotRecorded(ONLY_SOFTMAX)

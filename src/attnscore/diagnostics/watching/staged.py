@@ -361,17 +361,19 @@ def call_model(
     return out
 
 
-def record(values: Values, make_site: Callable[[], Site], call: Callable[[], Any]) -> Any:
-    """Return the output of an attention call, and record it."""
+def record(
+    values: Values, make_site: Callable[..., Site], original: Callable[..., Any], /, *arguments: Any, **options: Any
+) -> Any:
+    """Call an attention function, and record the call as the site that `make_site` makes of its arguments."""
     if (root := HERE.root) is None:
-        return call()
+        return original(*arguments, **options)
     with recorded():
-        out = call()
+        out = original(*arguments, **options)
     if root.state is None and root.number == NOT_SAMPLED:
         return out
     name = root.call_name()
     try:
-        site = make_site()
+        site = make_site(*arguments, **options)
         if root.state is None and not any(map(values.is_abstract, site.arrays.values())):
             arrays = {name: values.numpy(x) for name, x in site.arrays.items()}
             receive(root.number, root.key, name, site.build, arrays, [x.ndim for x in arrays.values()])
