@@ -591,26 +591,17 @@ bool run_planned(Direction direction, ffi::RemainingArgs args, ffi::RemainingRet
     return entry.plan->run(args, rets, attributes);
 }
 
-ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) try {
-    if (run_planned(Direction::forward, args, rets, attributes)) return ffi::Error::Success();
-    const Call call(args, rets, attributes, result_names(Direction::forward));
+template <Direction direction>
+ffi::Error run_call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) try {
+    if (run_planned(direction, args, rets, attributes)) return ffi::Error::Success();
+    const Call call(args, rets, attributes, result_names(direction));
     const auto build = [&](Problem& p, const Shape& example) {
-        return build_forward(p, call.inputs(p, example), forward_arrays(call, p, example));
+        const Inputs in = call.inputs(p, example);
+        if constexpr (direction == Direction::forward) return build_forward(p, in, forward_arrays(call, p, example));
+        return build_backward(p, in, backward_arrays(call, p, example));
     };
-    return run_mapped(call, build, run_forward);
-} catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "attnscore: out of memory");
-} catch (const std::exception& error) {
-    return ffi::Error::InvalidArgument(error.what());
-}
-
-ffi::Error backward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) try {
-    if (run_planned(Direction::backward, args, rets, attributes)) return ffi::Error::Success();
-    const Call call(args, rets, attributes, result_names(Direction::backward));
+    if constexpr (direction == Direction::forward) return run_mapped(call, build, run_forward);
     call.clear_results();
-    const auto build = [&](Problem& p, const Shape& example) {
-        return build_backward(p, call.inputs(p, example), backward_arrays(call, p, example));
-    };
     return run_mapped(call, build, run_backward);
 } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "attnscore: out of memory");
@@ -618,8 +609,9 @@ ffi::Error backward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
     return ffi::Error::InvalidArgument(error.what());
 }
 
-XLA_FFI_DEFINE_HANDLER(forward_handler, forward, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER(backward_handler, backward, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+constexpr auto kForward = run_call<Direction::forward>, kBackward = run_call<Direction::backward>;
+XLA_FFI_DEFINE_HANDLER(forward_handler, kForward, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(backward_handler, kBackward, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace
 }  // namespace attnscore

@@ -1,7 +1,9 @@
 #include "api/python_arrays.h"
 
+#include <array>
 #include <atomic>
-#include <cstring>
+#include <string_view>
+#include <utility>
 
 namespace attnscore {
 namespace {
@@ -29,37 +31,20 @@ constexpr int kAligned = 0x100;
 const NumpyArray& numpy_array(const PyObject* object) { return *reinterpret_cast<const NumpyArray*>(object); }
 
 // Bytes of an element, by the letter of Python's struct module; 0 for a dtype that is not read here.
-int64_t size_of_letter(char letter) {
-    switch (letter) {
-        case '?':
-        case 'b':
-        case 'B':
-            return 1;
-        case 'h':
-        case 'H':
-        case 'e':
-            return 2;
-        case 'i':
-        case 'I':
-        case 'f':
-            return 4;
-        case 'l':
-        case 'L':
-            return sizeof(long);
-        case 'q':
-        case 'Q':
-        case 'd':
-            return 8;
-        default:
-            return 0;
-    }
-}
+constexpr auto kLetterSizes = [] {
+    constexpr std::pair<std::string_view, int64_t> sizes[] = {
+        {"?bB", 1}, {"hHe", 2}, {"iIf", 4}, {"lL", sizeof(long)}, {"qQd", 8}};
+    std::array<int64_t, 128> of_letter{};
+    for (const auto& [letters, size] : sizes)
+        for (const char letter : letters) of_letter[static_cast<size_t>(letter)] = size;
+    return of_letter;
+}();
 
 // Bytes of an element of a dtype.
 int64_t item_of(const NumpyDtype& dtype) {
-    constexpr int kOwnTypes =
-        24;  // NumPy's own dtypes; other libraries' dtypes have larger numbers and letters of their own
-    return dtype.number < kOwnTypes ? size_of_letter(dtype.letter) : 0;
+    // NumPy's own dtypes; other libraries' dtypes have larger numbers and letters of their own.
+    constexpr int kOwnTypes = 24;
+    return dtype.number < kOwnTypes ? kLetterSizes[dtype.letter & 0x7f] : 0;
 }
 
 // The memory of an array whose strides are in units of so many bytes.

@@ -134,20 +134,23 @@ constexpr Axes kAllPairs{Kind::exact, Size::query_len, Size::key_len};
 constexpr Axes kPairs{Kind::broadcast, Size::query_len, Size::key_len};
 constexpr Axes kOut{Kind::exact, Size::query_len, Size::value_dim};
 constexpr Axes kStridedOut{Kind::strided, Size::query_len, Size::value_dim};
-constexpr Axes kValues{Kind::strided, Size::key_len, Size::value_dim};
 constexpr Axes kQueryBias{Kind::broadcast, Size::query_len, Size::one};
 constexpr Axes kKeyBias{Kind::broadcast, Size::key_len, Size::one};
 constexpr Axes kGradQuery{Kind::exact, Size::query_len, Size::dim};
-constexpr Axes kGradQueryBias{Kind::exact, Size::query_len};
 constexpr Axes kGradKey{Kind::groups, Size::key_len, Size::dim};
 constexpr Axes kGradValue{Kind::groups, Size::key_len, Size::value_dim};
+constexpr Axes kGradQueryBias{Kind::exact, Size::query_len};
 constexpr Axes kGradKeyBias{Kind::groups, Size::key_len};
 
 // The arrays of a call, in the order in which Python hands them over. XLA's order follows from it (ffi.cc).
 inline constexpr Field<Inputs> kInputs[] = {
     {"query", &Inputs::query, Element::score, {Kind::strided, Size::query_len, Size::dim}, {pointer_to<&Head::query>}},
     {"key", &Inputs::key, Element::score, {Kind::strided, Size::key_len, Size::dim}, {pointer_to<&Head::key>}},
-    {"value", &Inputs::value, Element::value, kValues, {pointer_to<&Head::value>}},
+    {"value",
+     &Inputs::value,
+     Element::value,
+     {Kind::strided, Size::key_len, Size::value_dim},
+     {pointer_to<&Head::value>}},
     {"query_bias", &Inputs::query_bias, Element::sum, kQueryBias, {pointer_to<&Head::query_bias>}},
     {"key_bias", &Inputs::key_bias, Element::sum, kKeyBias, {pointer_to<&Head::key_bias>}},
     {"bias", &Inputs::bias, Element::bias, {Kind::bias, Size::query_len, Size::key_len}, {pointer_to<&Head::bias>}},
