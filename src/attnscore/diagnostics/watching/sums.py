@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import attnscore as ats
+from attnscore import backends
+from attnscore.backends.base import Backend
 from attnscore.errors import AttnscoreError
 
 Array = NDArray[np.float64]
@@ -117,21 +119,21 @@ def _in_blocks(call: HostCall | HostScores) -> Iterator[tuple[HostCall, slice]]:
         yield HostCall(query, key, {"score": "dot", "bias": bias}), rows
 
 
-def _counted(call: HostCall | HostScores, real: NDArray[np.bool_] | None) -> NDArray[np.bool_] | None:
+def _counted(call: HostCall | HostScores, real: NDArray[np.bool_] | None) -> Any:
     """Return the queries (batch, 1, query) that count: in self-attention, queries not at padding. None: all."""
     if isinstance(call, HostScores):
-        batch, lengths = call.scores.shape[0] if call.scores.ndim >= 3 else None, call.scores.shape[-2:]
-    else:
-        axis = -3 if call.options.get("head_axis") == -2 and call.key.ndim >= 4 else -2
-        batch, lengths = (
-            call.query.shape[0] if call.query.ndim >= 3 else None,
-            (
-                call.query.shape[axis],
-                call.key.shape[axis],
-            ),
-        )
-    fits = real is not None and lengths[0] == lengths[1] and real.shape == (batch, lengths[0])
-    return real[:, None] if real is not None and fits else None
+        return counted_queries(real, call.scores.shape[-2:], call.scores)
+    axis = -3 if call.options.get("head_axis") == -2 and call.key.ndim >= 4 else -2
+    return counted_queries(real, (call.query.shape[axis], call.key.shape[axis]), call.query)
+
+
+def counted_queries(real: Any, lengths: Sequence[int], like: Any) -> Any:
+    """Return the queries (batch, 1, query) that are tokens, of a call of so many queries and keys in self-attention.
+
+    `like` is an array with the batch on its first axis. None: all queries count.
+    """
+    fits = real is not None and like.ndim >= 3 and [*real.shape] == [like.shape[0], lengths[0]]
+    return real[:, None] if fits and lengths[0] == lengths[1] else None
 
 
 def _block_sums(
@@ -139,20 +141,25 @@ def _block_sums(
 ) -> dict[str, Array]:
     """Return the sums of a call over the queries (batch, 1, query) that are `counted`; None: all."""
     head_axis, key = call.options.get("head_axis", -3), call.key
-    marks = _marks(key, head_axis, real)
+    marks = marks_of(backends.load("numpy"), key, head_axis, real)
     value = np.broadcast_to(marks, (*key.shape[:-1], marks.shape[-1]))
     marked, stats = ats.attend(call.query, key, value, **call.options, return_stats=NEEDED)
-
-    def by_head(x: NDArray[Any]) -> NDArray[Any]:
-        """Reshape to (batch, head, query)."""
-        if head_axis == -2 and x.ndim >= 3:
-            x = np.swapaxes(x, -1, -2)
-        *lead, heads, queries = x.shape if x.ndim >= 3 else (*x.shape[:-1], 1, x.shape[-1])
-        return x.reshape(math.prod(lead), heads, queries)
-
     columns = [marked[..., column] for column in range(marked.shape[-1])]
-    numbers = [by_head(np.asarray(x)) for x in (*(getattr(stats, name) for name in NEEDED), *columns)]
+    numbers = [by_head(np.asarray(x), head_axis) for x in (*(getattr(stats, name) for name in NEEDED), *columns)]
     return add_up(numbers, counted, saturated_weight)
+
+
+def by_head(x: Any, head_axis: int, heads: int | None = None) -> Any:
+    """Reshape an array of any framework, with the queries' numbers, to (batch, head, query).
+
+    Where the model has `heads` heads and the array as many stacked as queries, each is a head of one query.
+    """
+    if head_axis == -2 and x.ndim >= 3:
+        x = x.swapaxes(-1, -2)
+    *lead, array_heads, queries = x.shape if x.ndim >= 3 else (*x.shape[:-1], 1, x.shape[-1])
+    if heads is not None and x.ndim >= 3 and heads == array_heads * queries:
+        return x.reshape(-1, heads, 1)
+    return x.reshape(math.prod(lead), array_heads, queries)
 
 
 def add_up(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, saturated_weight: float) -> dict[str, Array]:
@@ -254,16 +261,17 @@ def score_scale(score: Any, dim: int) -> float | None:
     return dim**-0.5 if scale is None else float(scale) if isinstance(scale, (int, float)) else None
 
 
-def _marks(key: NDArray[Any], head_axis: int, real: NDArray[np.bool_] | None) -> NDArray[Any]:
+def marks_of(ops: Backend, key: Any, head_axis: int, real: Any) -> Any:
     """Return values whose first feature is 1 on the first token, and whose second, if any, is 1 on padding."""
     per_head = head_axis == -2 and key.ndim >= 4
     length = key.shape[-3] if per_head else key.shape[-2]
-    if real is None or key.ndim < 3 or real.shape != (key.shape[0], length):
-        first = np.zeros((length, 1), key.dtype)
+    if real is None or key.ndim < 3 or tuple(real.shape) != (key.shape[0], length):
+        first = ops.zeros((length, 1), key)
         first[:1] = 1
         return first[:, None] if per_head else first
+    real = ops.asarray(real, key)
     first = real & (real.cumsum(-1) == 1)  # after the padding where that is on the left
-    marks = np.stack([first, ~real], -1).astype(key.dtype)  # (batch, key, 2)
+    marks = ops.astype(ops.concat([first[..., None], ~real[..., None]], -1), ops.dtype(key))  # (batch, key, 2)
     lead = (marks.shape[0], *([1] * (key.ndim - 3)))
     return marks.reshape(*lead[:-1], length, 1, 2) if per_head else marks.reshape(*lead, length, 2)
 

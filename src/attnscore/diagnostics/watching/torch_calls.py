@@ -13,7 +13,6 @@ Requirements:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +34,10 @@ from attnscore.diagnostics.watching.sums import (
     Array,
     Moments,
     add_up,
+    by_head,
+    counted_queries,
     input_sums,
+    marks_of,
     merged,
     score_scale,
 )
@@ -100,7 +102,7 @@ def output_and_sums(
     are short.
     """
     [(_, counted)] = _in_blocks(call, real)
-    value, marks = pooling.value, _marks(call.key, -3, real)
+    value, marks = pooling.value, marks_of(_OPS, call.key, -3, real)
     with torch.set_grad_enabled(pooling.is_recorded):
         if _pads_without_weight(call, marks):
             out, stats = ats.attend(call.query, call.key, value, **call.options, return_stats=NEEDED)
@@ -160,13 +162,13 @@ def _in_blocks(call: Call | Scores, real: Tensor | None) -> Iterator[tuple[Call,
         per_head = head_axis == -2 and call.key.ndim >= 4
         lengths = [x.shape[-3 if per_head else -2] for x in (call.query, call.key)]
         packed = call.heads is not None and call.query.ndim >= 4 and call.query.shape[head_axis] != call.heads
-        counted = call.counted if call.counted is not None else _tokens(real, lengths, call.query)
+        counted = call.counted if call.counted is not None else counted_queries(real, lengths, call.query)
         yield call, None if packed else counted
         return
     scores = call.scores.detach()
     *lead, queries, keys = scores.shape
     step = max(1, BLOCK // max(1, scores.numel() // max(1, queries)))
-    counted = _tokens(real, [queries, keys], scores)
+    counted = counted_queries(real, [queries, keys], scores)
     zeros = scores.new_zeros(()).expand(*lead, keys, 1)
     for start in range(0, queries, step):
         rows = slice(start, min(queries, start + step))
@@ -175,15 +177,10 @@ def _in_blocks(call: Call | Scores, real: Tensor | None) -> Iterator[tuple[Call,
         yield Call(query, zeros, {"score": "dot", "bias": bias}), None if counted is None else counted[..., rows]
 
 
-def _tokens(real: Tensor | None, lengths: list[int], like: Tensor) -> Tensor | None:
-    fits = real is not None and like.ndim >= 3 and [*real.shape] == [like.shape[0], lengths[0]]
-    return real[:, None] if real is not None and fits and lengths[0] == lengths[1] else None
-
-
 def _attended_marks(call: Call, real: Tensor | None) -> tuple[Tensor, ats.AttentionStats]:
     """Return the weights on the first key, and on padding, and the statistics."""
     key = call.key.detach()
-    marks = _marks(key, call.options.get("head_axis", -3), real)
+    marks = marks_of(_OPS, key, call.options.get("head_axis", -3), real)
     value = marks.expand(*key.shape[:-1], marks.shape[-1])
     found: tuple[Tensor, ats.AttentionStats]
     found = ats.attend(call.query.detach(), key, value, **call.options, return_stats=NEEDED)
@@ -195,19 +192,8 @@ def _sums(
 ) -> dict[str, Array]:
     """Return the sums of a call from the weights on its marked keys and its statistics."""
     head_axis = call.options.get("head_axis", -3)
-
-    def by_head(x: Tensor) -> Tensor:
-        """Reshape to (batch, head, query)."""
-        if head_axis == -2 and x.ndim >= 3:
-            x = x.transpose(-1, -2)
-        heads = x.shape[-2] if x.ndim >= 3 else 1
-        if call.heads is not None and x.ndim >= 3 and call.heads % heads == 0 and x.shape[-1] == call.heads // heads:
-            return x.reshape(-1, call.heads, 1)
-        lead = x.shape[:-2] if x.ndim >= 3 else x.shape[:-1]
-        return x.reshape(math.prod(lead), heads, x.shape[-1])
-
     fields = [
-        by_head(x.detach())
+        by_head(x.detach(), head_axis, call.heads)
         for x in (*(getattr(stats, name) for name in NEEDED), *marked.to(stats.log_sum_exp.dtype).unbind(-1))
     ]
     # In NumPy from here on: on a few thousand queries its calls cost a fraction of PyTorch's.
@@ -244,21 +230,6 @@ def _moments(x: Tensor, head_axis: int, heads: int) -> Moments | None:
     of_mean = (x.sum(-2) / x.shape[-2]).square().sum(-1)
     pair = torch.stack([square, (square - of_mean).clamp(min=0)]).cpu().numpy().astype(np.float64)
     return Moments(*np.repeat(pair, heads // array_heads, axis=-1))
-
-
-def _marks(key: Tensor, head_axis: int, real: Tensor | None) -> Tensor:
-    """Return values whose first feature is 1 on the first token, and whose second, if any, is 1 on padding."""
-    per_head = head_axis == -2 and key.ndim >= 4
-    length = key.shape[-3] if per_head else key.shape[-2]
-    if real is None or key.ndim < 3 or tuple(real.shape) != (key.shape[0], length):
-        first = torch.zeros(length, 1, dtype=key.dtype, device=key.device)
-        first[:1] = 1
-        return first[:, None] if per_head else first
-    real = real.to(key.device)
-    first = real & (real.cumsum(-1) == 1)  # after the padding where that is on the left
-    marks = torch.stack([first, ~real], -1).to(key.dtype)  # (batch, key, 2)
-    lead = (marks.shape[0], *([1] * (key.ndim - 3)))
-    return marks.reshape(*lead[:-1], length, 1, 2) if per_head else marks.reshape(*lead, length, 2)
 
 
 def sdpa_call(query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Call:
