@@ -33,9 +33,9 @@ _MAX_OPEN_RUNS = 64
 # Seconds that `stop` waits for programs that run.
 _LONGEST_WAIT = 1.0
 NOT_SAMPLED, NEWEST = -1, -2
+"""Numbers in the place of a run's: no watch samples the step; the run that has begun last."""
 # Arguments of models, (batch, token): 1 (True) at tokens.
 _REAL = ("attention_mask", "padding_mask", "input_mask", "mask")
-"""Numbers in the place of a run's: no watch samples the step; the run that has begun last."""
 
 
 Build: TypeAlias = Callable[[dict[str, NDArray[Any]]], HostCall | HostScores]

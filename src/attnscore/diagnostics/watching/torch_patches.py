@@ -111,8 +111,8 @@ def _install() -> None:
             _UNDO.append(functools.partial(mha.set_fastpath_enabled, mha.get_fastpath_enabled()))
             mha.set_fastpath_enabled(False)
         else:
-            for (function, names), wrapper in zip(fused, (_encoder_layer, _native_multi_head), strict=True):
-                functions.append((function, functools.partial(wrapper, names)))
+            for (function, names), make_call in zip(fused, (_encoder_layer_call, _native_multi_head_call), strict=True):
+                functions.append((function, functools.partial(_fused, names, make_call)))
         # Tables in torch's private modules are keyed by the originals, and our own modules need the originals too.
         _NAMES.bind_functions(functions, but=("torch._", "attnscore.diagnostics.watching."))
         _NAMES.bind_methods(_methods())
@@ -328,30 +328,27 @@ def _by_hand(watcher: TorchWatch, scores: Tensor, axis: int | None) -> Scores | 
     return Scores(with_head_axis(scores, heads))
 
 
-def _encoder_layer(names: Sequence[str], original: Any, *arguments: Any, **options: Any) -> Any:
-    def make_call() -> Call:
-        named = dict(zip(names, arguments, strict=False)) | options
-        x = named["src"]
-        if named["norm_first"]:
-            norm = named["norm_weight_1"], named["norm_bias_1"], named["eps"]
-            x = functional.layer_norm(x, (named["embed_dim"],), *norm)
-        return dataclasses.replace(_projected(x, x, named["num_heads"], named), within="self_attn")
-
-    _report(make_call)
+def _fused(
+    names: Sequence[str], make_call: Callable[[dict[str, Any]], Call], original: Any, *arguments: Any, **options: Any
+) -> Any:
+    """Report the attention of a fused function, which `make_call` makes of its arguments by name."""
+    _report(lambda: make_call(dict(zip(names, arguments, strict=False)) | options))
     return original(*arguments, **options)
 
 
-def _native_multi_head(names: Sequence[str], original: Any, *arguments: Any, **options: Any) -> Any:
-    def make_call() -> Call:
-        named = dict(zip(names, arguments, strict=False)) | options
-        return _projected(named["query"], named["key"], named["num_head"], named)
+def _encoder_layer_call(named: dict[str, Any]) -> Call:
+    x = named["src"]
+    if named["norm_first"]:
+        norm = named["norm_weight_1"], named["norm_bias_1"], named["eps"]
+        x = functional.layer_norm(x, (named["embed_dim"],), *norm)
+    return dataclasses.replace(_projected(x, x, named["num_heads"], named), within="self_attn")
 
-    _report(make_call)
-    return original(*arguments, **options)
+
+def _native_multi_head_call(named: dict[str, Any]) -> Call:
+    return _projected(named["query"], named["key"], named["num_head"], named)
 
 
 def _projected(query: Tensor, key: Tensor, heads: int, named: dict[str, Any]) -> Call:
-    """Return the attention of a fused function from its arguments by name."""
     weight, bias = named["qkv_weight"], named["qkv_bias"]
     return projected(query, key, named["embed_dim"], heads, weight, bias, named.get("mask"), named.get("mask_type"))
 
