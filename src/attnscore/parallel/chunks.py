@@ -156,7 +156,9 @@ class _Parts:
         """Return the chunks with a key that any query attends, or one empty chunk."""
         shape = self.layout.score_shape
         if chunk is None:
-            row_bytes = sum(math.prod(x.shape) * _size(x) for x in files.values()) // max(1, shape.key_len)
+            # Half precision is converted: a number takes at least 4 bytes in memory.
+            sizes = (math.prod(x.shape) * max(4, int(getattr(x.dtype, "itemsize", 4))) for x in files.values())
+            row_bytes = sum(sizes) // max(1, shape.key_len)
             chunk = max(1, thresholds.FILE_CHUNK_BYTES // max(1, row_bytes))
         elif check_count("chunk", chunk) < 1:
             raise ArgumentError(message("chunk", "a whole number of keys, 1 or more", chunk))
@@ -222,14 +224,6 @@ def _read(ops: Backend, x: Any, axis: int, key_range: Range, like: Array) -> Arr
         index[axis] = slice(*key_range)
     block = x[tuple(index)]
     if backends.of_type(type(x)) in (None, backends.load("numpy")):
-        block = ops.asarray(np.array(block, dtype=_in_memory(block.dtype)), like)
+        dtype = np.float32 if block.dtype == np.float16 else block.dtype
+        block = ops.asarray(np.array(block, dtype=dtype), like)
     return ops.astype(block, accumulator(ops.dtype(block)))
-
-
-def _in_memory(dtype: Any) -> Any:
-    return np.float32 if dtype == np.float16 else dtype
-
-
-def _size(x: Any) -> int:
-    """Return the bytes that one number of a file takes in memory."""
-    return max(4, int(getattr(x.dtype, "itemsize", 4)))

@@ -183,11 +183,14 @@ def explain(
         None: `key_dim` and `value_dim` as `dim`, `kv_heads` as `heads`.
     dtype : str
     mode : "auto", "gather", "ring" or "heads"
-        "auto" takes the mode in which the busiest rank sends the fewest bytes, of those that fit into `memory`.
+        "gather" fetches the keys that the rank's queries attend, at once; in a "ring" the keys of one rank after the
+        other pass by; "heads" gives each rank all rows of some heads. "auto" takes the mode in which the busiest rank
+        sends the fewest bytes, of those that fit into `memory`.
     gradient : "auto", "reduce", "queries" or "none"
-        How gradients of keys and values are summed. "auto" passes the queries where that sends fewer than half of the
-        bytes in the backward, as it computes the scores again; or where only that fits into `memory`. "none": there
-        is no backward.
+        "reduce" returns gradients of keys and values to their owners, summed in the dtype of sums. "queries" sends the
+        queries to the owners of the keys: the gradients then have the same bits on any number of ranks, and the scores
+        are computed a second time. "auto" passes the queries where that sends fewer than half of the bytes in the
+        backward, or where only that fits into `memory`. "none": there is no backward.
     memory : int, optional
         Bytes that a rank has for its arrays and the exchange; None is unbounded.
 

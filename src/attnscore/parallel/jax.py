@@ -69,9 +69,7 @@ def attend(
         Rows of the whole sequence on each device. None: consecutive parts of one length; `keys` None where
         `queries` is given: the same shards.
     mode : "auto", "gather", "ring" or "heads"
-        "gather" fetches the keys that the device's queries attend, at once; in a "ring" the keys of one device after
-        the other pass by; "heads" gives each device all rows of some heads. "auto" sends the fewest bytes, see
-        `attnscore.parallel.explain`.
+        How keys and queries meet, see `attnscore.parallel.explain`.
     memory : int, optional
         Bytes that a device has for its arrays and the exchange; "auto" then takes a mode that fits.
     mask, valid_lens

@@ -59,9 +59,8 @@ class Options:
     def own_problem(self, query: Any, key: Any, value: Any) -> Problem:
         """Return the problem of the rank's own rows, without a mask and without a bias."""
         problem, _ = build_problem(
-            query, key, value, score=self.score, sink=self.sink, dropout=self.dropout, seed=self.seed,
-            head_axis=self.head_axis, normalizer=self.normalizer,
-            statistics=self.return_stats, rowwise=True,
+            query, key, value, score=self.score, sink=self.sink, dropout=self.dropout, seed=self.seed, rowwise=True,
+            head_axis=self.head_axis, normalizer=self.normalizer, statistics=self.return_stats,
         )  # fmt: skip
         return problem
 

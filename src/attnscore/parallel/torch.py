@@ -89,10 +89,7 @@ def attend(
     mode : "auto", "gather", "ring" or "heads"
         How keys and queries meet, see `attnscore.parallel.explain`.
     gradient : "auto", "reduce" or "queries"
-        "reduce" returns gradients of keys and values to their owners, summed in the dtype of sums. "queries" sends the
-        queries to the owners of the keys: the gradients then have the same bits on any number of ranks, and the scores
-        are computed a second time. "auto" passes the queries where that sends fewer than half of the bytes in the
-        backward, or where only that fits into `memory`.
+        How gradients of keys and values are summed, see `attnscore.parallel.explain`.
     memory : int, optional
         Bytes that a rank has for its arrays and for the exchange; "auto" then takes a mode that fits.
     check : bool

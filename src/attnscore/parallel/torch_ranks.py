@@ -83,7 +83,7 @@ class Ranks:
         for name, x in arrays.items():
             plan, rows = plans[name], positions_first(plans[name].heads_of(x, self.rank))
             rows_needed = rows.new_empty((len(plan.needed), *rows.shape[1:]))
-            fetched[name] = positions_last(rows_needed)
+            fetched[name] = rows_needed.movedim(0, -2)
             packed: dict[tuple[Shard, int | None], Tensor] = {}
             for peer in self.peers:
                 if len(shard := plan.to_send[peer]):
@@ -221,11 +221,6 @@ def with_summed_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def positions_first(x: Tensor) -> Tensor:
     """View (..., position, dim) as (position, ..., dim)."""
     return x.movedim(-2, 0)
-
-
-def positions_last(x: Tensor) -> Tensor:
-    """View (position, ..., dim) as (..., position, dim)."""
-    return x.movedim(0, -2)
 
 
 def slice_ranges(x: Tensor, ranges: Sequence[Range], axis: int = -2) -> Tensor:
