@@ -66,14 +66,14 @@ struct Pointer {
     void (*move)(Problem&, std::vector<RowArrays>&, ptrdiff_t by) = nullptr;
 };
 
-// One array of a call: its name in messages, its place in the struct, its elements, its axes, the pointers into it.
+// One array of a call: its name in messages, its place in the struct, its axes, the pointers into it, its elements.
 template <class Arrays>
 struct Field {
     const char* name;
     Array Arrays::* array;
-    Element element;
     Axes axes;
     Pointer pointers[2];
+    Element element = Element::sum;
 };
 
 inline void set_part(Matrix& to, const MatrixCursor& cursor, const Shape& index) { to = cursor.at(index); }
@@ -134,91 +134,69 @@ constexpr Axes kAllPairs{Kind::exact, Size::query_len, Size::key_len};
 constexpr Axes kPairs{Kind::broadcast, Size::query_len, Size::key_len};
 constexpr Axes kOut{Kind::exact, Size::query_len, Size::value_dim};
 constexpr Axes kStridedOut{Kind::strided, Size::query_len, Size::value_dim};
-constexpr Axes kQueryBias{Kind::broadcast, Size::query_len, Size::one};
-constexpr Axes kKeyBias{Kind::broadcast, Size::key_len, Size::one};
-constexpr Axes kGradQuery{Kind::exact, Size::query_len, Size::dim};
-constexpr Axes kGradKey{Kind::groups, Size::key_len, Size::dim};
 constexpr Axes kGradValue{Kind::groups, Size::key_len, Size::value_dim};
-constexpr Axes kGradQueryBias{Kind::exact, Size::query_len};
-constexpr Axes kGradKeyBias{Kind::groups, Size::key_len};
 
 // The arrays of a call, in the order in which Python hands them over. XLA's order follows from it (ffi.cc).
 inline constexpr Field<Inputs> kInputs[] = {
-    {"query", &Inputs::query, Element::score, {Kind::strided, Size::query_len, Size::dim}, {pointer_to<&Head::query>}},
-    {"key", &Inputs::key, Element::score, {Kind::strided, Size::key_len, Size::dim}, {pointer_to<&Head::key>}},
+    {"query", &Inputs::query, {Kind::strided, Size::query_len, Size::dim}, {pointer_to<&Head::query>}, Element::score},
+    {"key", &Inputs::key, {Kind::strided, Size::key_len, Size::dim}, {pointer_to<&Head::key>}, Element::score},
     {"value",
      &Inputs::value,
-     Element::value,
      {Kind::strided, Size::key_len, Size::value_dim},
-     {pointer_to<&Head::value>}},
-    {"query_bias", &Inputs::query_bias, Element::sum, kQueryBias, {pointer_to<&Head::query_bias>}},
-    {"key_bias", &Inputs::key_bias, Element::sum, kKeyBias, {pointer_to<&Head::key_bias>}},
-    {"bias", &Inputs::bias, Element::bias, {Kind::bias, Size::query_len, Size::key_len}, {pointer_to<&Head::bias>}},
-    {"mask", &Inputs::mask, Element::byte, kPairs, {pointer_to<&Head::mask>}},
-    {"query_ids", &Inputs::query_ids, Element::index, {Kind::batch, Size::query_len}, {pointer_to<&Head::query_ids>}},
-    {"key_ids", &Inputs::key_ids, Element::index, {Kind::batch, Size::key_len}, {pointer_to<&Head::key_ids>}},
-    {"start", &Inputs::start, Element::index, {Kind::bounds, Size::query_len}, {pointer_to<&Head::start>}},
-    {"stop", &Inputs::stop, Element::index, {Kind::bounds, Size::query_len}, {pointer_to<&Head::stop>}},
-    {"w_v", &Inputs::w_v, Element::sum, {Kind::heads, Size::dim}, {pointer_to<&Head::w_v>}},
-    {"sink", &Inputs::sink, Element::sum, {Kind::heads}, {pointer_to<&Head::sink>, pointer_to<&RowArrays::sink>}},
-    {"scales", &Inputs::scales, Element::sum, {Kind::heads}, {pointer_to<&Head::scale>}}};
+     {pointer_to<&Head::value>},
+     Element::value},
+    {"query_bias", &Inputs::query_bias, {Kind::broadcast, Size::query_len, Size::one}, {pointer_to<&Head::query_bias>}},
+    {"key_bias", &Inputs::key_bias, {Kind::broadcast, Size::key_len, Size::one}, {pointer_to<&Head::key_bias>}},
+    {"bias", &Inputs::bias, {Kind::bias, Size::query_len, Size::key_len}, {pointer_to<&Head::bias>}, Element::bias},
+    {"mask", &Inputs::mask, kPairs, {pointer_to<&Head::mask>}, Element::byte},
+    {"query_ids", &Inputs::query_ids, {Kind::batch, Size::query_len}, {pointer_to<&Head::query_ids>}, Element::index},
+    {"key_ids", &Inputs::key_ids, {Kind::batch, Size::key_len}, {pointer_to<&Head::key_ids>}, Element::index},
+    {"start", &Inputs::start, {Kind::bounds, Size::query_len}, {pointer_to<&Head::start>}, Element::index},
+    {"stop", &Inputs::stop, {Kind::bounds, Size::query_len}, {pointer_to<&Head::stop>}, Element::index},
+    {"w_v", &Inputs::w_v, {Kind::heads, Size::dim}, {pointer_to<&Head::w_v>}},
+    {"sink", &Inputs::sink, {Kind::heads}, {pointer_to<&Head::sink>, pointer_to<&RowArrays::sink>}},
+    {"scales", &Inputs::scales, {Kind::heads}, {pointer_to<&Head::scale>}}};
 inline constexpr Field<ForwardArrays> kForwardArrays[] = {
-    {"out", &ForwardArrays::out, Element::value, kOut, {pointer_to<&Head::out>}},
-    {"row_max", &ForwardArrays::row_max, Element::sum, kRow, {pointer_to<&RowArrays::row_max>}},
-    {"log_denom", &ForwardArrays::log_denom, Element::sum, kRow, {pointer_to<&RowArrays::log_denom>}},
-    {"scores", &ForwardArrays::saved_scores, Element::sum, kAllPairs, {pointer_to<&Head::saved_scores>}},
-    {"attention_scores", &ForwardArrays::attention_scores, Element::sum, kAllPairs, {pointer_to<&Head::matrix>}},
-    {"attention_weights", &ForwardArrays::attention_weights, Element::sum, kAllPairs, {pointer_to<&Head::matrix>}},
-#define ATTNSCORE_FIELD(name, needed) \
-    {#name, &ForwardArrays::name, Element::sum, kRow, {pointer_to_statistic<Statistic::name>}},
+    {"out", &ForwardArrays::out, kOut, {pointer_to<&Head::out>}, Element::value},
+    {"row_max", &ForwardArrays::row_max, kRow, {pointer_to<&RowArrays::row_max>}},
+    {"log_denom", &ForwardArrays::log_denom, kRow, {pointer_to<&RowArrays::log_denom>}},
+    {"scores", &ForwardArrays::saved_scores, kAllPairs, {pointer_to<&Head::saved_scores>}},
+    {"attention_scores", &ForwardArrays::attention_scores, kAllPairs, {pointer_to<&Head::matrix>}},
+    {"attention_weights", &ForwardArrays::attention_weights, kAllPairs, {pointer_to<&Head::matrix>}},
+#define ATTNSCORE_FIELD(name, needed) {#name, &ForwardArrays::name, kRow, {pointer_to_statistic<Statistic::name>}},
     ATTNSCORE_STATISTICS(ATTNSCORE_FIELD)};
 inline constexpr Field<BackwardArrays> kForwardResults[] = {
-    {"out", &BackwardArrays::out, Element::value, kStridedOut, {pointer_to<&RowArrays::out>}},
-    {"row_max",
-     &BackwardArrays::row_max,
-     Element::sum,
-     kRow,
-     {pointer_to<&Head::row_max>, pointer_to<&RowArrays::row_max>}},
-    {"log_denom", &BackwardArrays::log_denom, Element::sum, kRow, {pointer_to<&RowArrays::log_denom>}},
-    {"entropy", &BackwardArrays::entropy, Element::sum, kRow, {pointer_to<&Head::entropy>}},
-    {"scores", &BackwardArrays::saved_scores, Element::sum, kAllPairs, {pointer_to<&Head::saved_scores>}},
-    {"attention_weights",
-     &BackwardArrays::attention_weights,
-     Element::sum,
-     kAllPairs,
-     {pointer_to<&RowArrays::attention_weights>}},
-    {"grad_out", &BackwardArrays::grad_out, Element::grad, kStridedOut, {pointer_to<&Head::grad_out>}},
-    {"grad_log_sum_exp",
-     &BackwardArrays::grad_log_sum_exp,
-     Element::sum,
-     kRow,
-     {pointer_to<&RowArrays::grad_log_sum_exp>}},
-    {"grad_entropy", &BackwardArrays::grad_entropy, Element::sum, kRow, {pointer_to<&Head::grad_entropy>}},
-    {"grad_attention_scores",
-     &BackwardArrays::grad_attention_scores,
-     Element::sum,
-     kPairs,
-     {pointer_to<&Head::grad_matrix>}},
-    {"grad_attention_weights",
-     &BackwardArrays::grad_attention_weights,
-     Element::sum,
-     kPairs,
-     {pointer_to<&Head::grad_matrix>}}};
+    {"out", &BackwardArrays::out, kStridedOut, {pointer_to<&RowArrays::out>}, Element::value},
+    {"row_max", &BackwardArrays::row_max, kRow, {pointer_to<&Head::row_max>, pointer_to<&RowArrays::row_max>}},
+    {"log_denom", &BackwardArrays::log_denom, kRow, {pointer_to<&RowArrays::log_denom>}},
+    {"entropy", &BackwardArrays::entropy, kRow, {pointer_to<&Head::entropy>}},
+    {"scores", &BackwardArrays::saved_scores, kAllPairs, {pointer_to<&Head::saved_scores>}},
+    {"attention_weights", &BackwardArrays::attention_weights, kAllPairs, {pointer_to<&RowArrays::attention_weights>}},
+    {"grad_out", &BackwardArrays::grad_out, kStridedOut, {pointer_to<&Head::grad_out>}, Element::grad},
+    {"grad_log_sum_exp", &BackwardArrays::grad_log_sum_exp, kRow, {pointer_to<&RowArrays::grad_log_sum_exp>}},
+    {"grad_entropy", &BackwardArrays::grad_entropy, kRow, {pointer_to<&Head::grad_entropy>}},
+    {"grad_attention_scores", &BackwardArrays::grad_attention_scores, kPairs, {pointer_to<&Head::grad_matrix>}},
+    {"grad_attention_weights", &BackwardArrays::grad_attention_weights, kPairs, {pointer_to<&Head::grad_matrix>}}};
 // Each is named like its input, with "grad_" in front.
 inline constexpr Field<BackwardArrays> kGradients[] = {
-    {"grad_query", &BackwardArrays::grad_query, Element::sum, kGradQuery, {pointer_to<&Head::grad_query>}},
-    {"grad_key", &BackwardArrays::grad_key, Element::sum, kGradKey, {pointer_to<&Group::grad_key>}},
-    {"grad_value", &BackwardArrays::grad_value, Element::sum, kGradValue, {pointer_to<&Group::grad_value>}},
+    {"grad_query",
+     &BackwardArrays::grad_query,
+     {Kind::exact, Size::query_len, Size::dim},
+     {pointer_to<&Head::grad_query>}},
+    {"grad_key", &BackwardArrays::grad_key, {Kind::groups, Size::key_len, Size::dim}, {pointer_to<&Group::grad_key>}},
+    {"grad_value", &BackwardArrays::grad_value, kGradValue, {pointer_to<&Group::grad_value>}},
     {"grad_query_bias",
      &BackwardArrays::grad_query_bias,
-     Element::sum,
-     kGradQueryBias,
+     {Kind::exact, Size::query_len},
      {pointer_to<&Head::grad_query_bias>}},
-    {"grad_key_bias", &BackwardArrays::grad_key_bias, Element::sum, kGradKeyBias, {pointer_to<&Group::grad_key_bias>}},
-    {"grad_bias", &BackwardArrays::grad_bias, Element::sum, {Kind::bias_gradient}, {pointer_to<&BiasGroup::grad_bias>}},
-    {"grad_w_v", &BackwardArrays::grad_w_v, Element::sum, {Kind::groups, Size::dim}, {pointer_to<&Group::grad_w_v>}},
-    {"grad_sink", &BackwardArrays::grad_sink, Element::sum, {Kind::exact}, {pointer_to<&RowArrays::grad_sink>}},
-    {"grad_scales", &BackwardArrays::grad_scales, Element::sum, {Kind::exact}, {pointer_to<&Head::grad_scale>}}};
+    {"grad_key_bias",
+     &BackwardArrays::grad_key_bias,
+     {Kind::groups, Size::key_len},
+     {pointer_to<&Group::grad_key_bias>}},
+    {"grad_bias", &BackwardArrays::grad_bias, {Kind::bias_gradient}, {pointer_to<&BiasGroup::grad_bias>}},
+    {"grad_w_v", &BackwardArrays::grad_w_v, {Kind::groups, Size::dim}, {pointer_to<&Group::grad_w_v>}},
+    {"grad_sink", &BackwardArrays::grad_sink, {Kind::exact}, {pointer_to<&RowArrays::grad_sink>}},
+    {"grad_scales", &BackwardArrays::grad_scales, {Kind::exact}, {pointer_to<&Head::grad_scale>}}};
 
 constexpr size_t kFirstStatistic = std::size(kForwardArrays) - kStatistics;
 
