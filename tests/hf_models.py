@@ -571,7 +571,7 @@ def table(examined: list[Row]) -> str:
         "| | classes | folders |",
         "|---|---|---|",
         f"| work | {classes['works']} | {len(names['works'])}, listed in `{WORKING.relative_to(ROOT)}` |",
-        f"| refused, with the reason | {classes['refused']} | {'; '.join(refusals(examined))} |",
+        f"| refused, by the argument that the error names | {classes['refused']} | {'; '.join(refusals(examined))} |",
         f"| keep their own attention: transformers' interface is not used | {classes['not used']} |"
         f" {', '.join(names['not used'])} |",
         "| not checked: eager attention does not run with the inputs that the script makes from the names of arguments"

@@ -189,7 +189,7 @@ class Report:
                 f"{sum(places is not None and places <= 1 for places in map(delay, outcomes))} of {count}",
             ),
             (
-                "the same, or noted there as an unusual scale without being a failure",
+                "named in these two steps, or noted as an unusual scale without being a failure",
                 f"{sum(map(is_seen_early, outcomes))} of {count}",
             ),
             (
