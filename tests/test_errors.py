@@ -422,6 +422,12 @@ def test_an_unknown_argument_shows_what_to_write(name: str) -> None:
         rejects(function, name, *INSTEAD[name])
 
 
+@pytest.mark.parametrize(("module", "ranks"), [(parallel_torch, "group"), (parallel_jax, "axis_name")])
+def test_a_plan_over_ranks_names_arguments_that_its_call_does_not_have(module: Any, ranks: str) -> None:
+    with pytest.raises(ats.ArgumentError, match=re.escape("'scale'. Hint: score=ats.ScaledDot(0.5)")):
+        module.explain(*np.ones((3, 1, 2, 4)), scale=0.5, **{ranks: None})
+
+
 @pytest.mark.parametrize(
     ("name", "x", "hint"),
     [

@@ -178,7 +178,7 @@ def test_intervals_in_the_program_are_those_of_the_mask(mask: str, narrow: None)
     traced = jax.jit(ends)
     for numbers in ([2, 7], [0, 11], [-5, 40], [2**30, -(2**30)]):
         known = MASKS[mask](np.asarray(numbers, np.int32))
-        interval_set = ats.masks.split(known, 9, 11, 2)[0]
+        interval_set = ats.masks.split_intervals(known, 9, 11, 2)[0]
         wanted = None if interval_set is None else interval_set.single
         assert wanted is not None
         start, stop, first, last = (np.broadcast_to(x, (2, 9)) for x in (*traced(jnp.asarray(numbers)), *wanted))

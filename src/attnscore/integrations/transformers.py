@@ -100,7 +100,7 @@ def register(name: str = "attnscore", *, observer: Observer | None = None) -> st
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         hint = "pip install 'attnscore[demo]'"
-        text = message("transformers", "version 5 or later", "none here", hint=hint)
+        text = message("transformers", "version 5.15 or later", "none here", hint=hint)
         raise FrameworkError(text) from error
 
     def forward(*arguments: Any, **options: Any) -> Any:

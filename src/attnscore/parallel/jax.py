@@ -120,7 +120,7 @@ def explain(query: Array, key: Any, value: Array, *, axis_name: Any, **options: 
 
     Call it where `attend` is called: the plan is known while JAX traces. Padding is not counted.
     """
-    return _plan_call(query, key, value, axis_name, Options(**options))[1]
+    return _plan_call(query, key, value, axis_name, Options.of(attend, options))[1]
 
 
 def gather_rows(x: Array, shards: Sequence[Shard] | None, axis_name: Any, axis: int = -2) -> Array:

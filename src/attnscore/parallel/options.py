@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from attnscore import backends, kernels
-from attnscore.base.arguments import check_choice
+from attnscore.base.arguments import check_choice, reject_unknown
 from attnscore.base.layout import ScoreShape
 from attnscore.masks import Mask, as_mask
 from attnscore.parallel.explanation import ParallelExplanation, RowBytes, choose
@@ -42,6 +42,12 @@ class Options:
     normalizer: Any = "softmax"
     kernel: str = "auto"
     return_stats: bool | tuple[str, ...] = False
+
+    @classmethod
+    def of(cls, attend: Callable[..., Any], arguments: Mapping[str, Any]) -> Options:
+        """Return options by name; raise for names that `attend` does not have, as it does."""
+        reject_unknown(attend, {name: x for name, x in arguments.items() if name not in cls.__dataclass_fields__})
+        return cls(**arguments)
 
     def check_names(self) -> None:
         """Raise ArgumentError unless mode, gradient and kernel are names that exist."""

@@ -164,7 +164,7 @@ def explain(
     """
     query, key, value = map(_local, (query, key, value))
     with backends.load("torch").numeric_scope():
-        return _plan_call(query, key, value, group, Options(**options), check, sum_parameters)[1]
+        return _plan_call(query, key, value, group, Options.of(attend, options), check, sum_parameters)[1]
 
 
 def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) -> Tensor:
