@@ -396,7 +396,8 @@ CASES: tuple[Case, ...] = (
         _TRANSLATION, "naive",
     ),
     _model(
-        "translation-prepared", "the same with `prepare_keys` on our side: keys are projected once, not at each step",
+        "translation-prepared",
+        "translation model of D2L, `prepare_keys` in attnscore: keys projected once, not at each step",
         {**_TRANSLATION, "prepares_keys": True}, "naive",
     ),
     _model("gpt", "GPT, 4 layers, 8 heads, width 256, 4 times 256 tokens, training step", _GPT, "sdpa"),
