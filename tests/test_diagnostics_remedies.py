@@ -483,7 +483,7 @@ def names_of_torch() -> dict[str, Any]:
     q, k, v = torch.randn(3, 1, 2, 3, 4)
     return {
         "torch": torch, "F": functional, "model": model, "optimizer": torch.optim.SGD(model.parameters(), rate),
-        "rate": rate, "x": x, "ids": ids, "pad": 0, "q": q, "k": k, "v": v, "mask": ids != 0, "device": "cpu",
+        "rate": rate, "x": x, "ids": ids, "real": ids != 0, "q": q, "k": k, "v": v, "mask": ids != 0, "device": "cpu",
         "attention": nn.Identity(), "norm": nn.Identity(), "attend": ats.attend, "SoftCap": ats.SoftCap,
         "sink": torch.zeros(2),
     }  # fmt: skip
@@ -496,7 +496,7 @@ def names_of_flax() -> dict[str, Any]:
     heads_first = {"q": q, "k": q, "v": q}
     attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
     return {
-        "jax": jax, "jnp": jnp, "nnx": nnx, "optax": optax, "rate": 0.1, **heads_first, "ids": ids, "pad": 0,
+        "jax": jax, "jnp": jnp, "nnx": nnx, "optax": optax, "rate": 0.1, **heads_first, "ids": ids, "real": ids != 0,
         "mask": (ids != 0)[:, None, None], "x": x, "attention": attention, "norm": lambda x: x,
         "attend": ats.attend, "SoftCap": ats.SoftCap, "sink": jnp.zeros(3),
     }  # fmt: skip

@@ -92,6 +92,16 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_keys_at_padding_make_a_head_average() -> None:
+    """They are alike: the mask that is left out is the only failure of head 1; head 2 has another."""
+    steps = [sums(padding={1: 0.8}, logit_variance={1: 1e-8, 2: 1e-8})] * 3
+    verdicts = recorded(*steps).verdicts()
+    assert [(v.sign, v.head, v.failure) for v in verdicts] == [
+        ("padding", 1, True), ("dead", 2, True), ("dead", 1, False)
+    ]  # fmt: skip
+    assert [v.cause for v in verdicts] == ["no padding mask", "keys that are all alike", ""]
+
+
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_fault_is_named_with_its_head_step_and_cause(what: str) -> None:
     numbers, cause = FAULTS[what]
@@ -313,6 +323,9 @@ def test_losses() -> None:
     assert loss_trouble(spikes, limit) == "", "two batches of ten are no rise"
     assert loss_trouble([*FALLING, *[4.0, 9.0] * 5], limit) == "rises"
     assert loss_trouble([2.77] * 50, limit) == "stays at its start" and loss_trouble([3.0] * 5, limit) == ""
+    learnt = [3.7 * 0.97**i for i in range(120)]
+    for jump in range(1, 13):
+        assert loss_trouble([*learnt, *[1.0, 6.0, 10.0] * 4][: 120 + jump], limit) in ("", "rises")
     records = Records(limit)
     for step in range(20_000):
         records.record_loss(1.0, step)

@@ -375,4 +375,6 @@ def loss_trouble(losses: Sequence[float], limit: Thresholds) -> str:
     rise = min(now, float(np.median(values[-part:]))) - best
     if rise > max(limit.loss_rise * (start - best), noise) and rise > 1e-3 * abs(start):
         return "rises"
-    return "stays at its start" if start - now < limit.loss_start * abs(start) else ""
+    # A loss that had fallen and is back at its start has risen, however unsteady it is now.
+    never_fell = start - best < limit.loss_rise * abs(start)
+    return "stays at its start" if never_fell and start - now < limit.loss_start * abs(start) else ""

@@ -347,6 +347,7 @@ class Records:
         """
         periods, trouble = self._periods(), loss_trouble([loss for _, loss in self._losses], self.thresholds)
         hard = any(period.holds and period.sign in FAILURES for _, period in periods)
+        unmasked = {(name, period.head) for name, period in periods if period.holds and period.sign == "padding"}
 
         recent = {(row["layer"], row["head"]): row for row in self._recent_numbers()}
         loss_falls = len(self._losses) >= _LOSSES_TO_JUDGE and not trouble
@@ -355,6 +356,8 @@ class Records:
             """Return whether a sign is a failure now."""
             if not period.holds:
                 return False
+            if period.sign in NO_EFFECT and (name, period.head) in unmasked:
+                return False  # the tokens at padding, which are alike, are most of what it attends to
             if period.sign == "saturated" and loss_falls and period.evidence["rise"] < self.thresholds.jump:
                 bound = self.thresholds.loss_allows * self.thresholds.saturated_variance
                 return not recent[name, period.head]["logit_variance"] < bound

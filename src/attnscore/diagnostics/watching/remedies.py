@@ -92,9 +92,9 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "no padding mask": Remedy(
         "pass the mask of the padding",
-        "model(x, src_key_padding_mask=ids == pad)",
-        "attention(x, mask=(ids != pad)[:, None, None])  # or jax.nn.dot_product_attention(..., mask=...)",
-        "attention(x, x, attention_mask=(ids != pad)[:, None])",
+        "model(x, src_key_padding_mask=~real)  # real: (batch, token), True at tokens",
+        "attention(x, mask=real[:, None, None])  # real: (batch, token), True at tokens",
+        "attention(x, x, attention_mask=real[:, None])  # real: (batch, token), True at tokens",
     ),
     "inverted mask": Remedy(
         "invert the mask: True means may attend in `F.scaled_dot_product_attention`, JAX, Keras and here, masked in "
