@@ -17,11 +17,13 @@ import pytest
 import torch
 
 import attnscore as ats
+from attnscore.backends import torch as torch_backend
 from attnscore.base.cache import BoundedCache
 
 SOURCE = Path(ats.__file__).parent
 PAGE = SOURCE.parents[1] / "docs" / "map.md"
-NATIVE = bool(ats.available()["kernels"]["native"])
+# Of tensors that the native module reads itself.
+NATIVE = bool(ats.available()["kernels"]["native"]) and torch_backend._SHARES_LAYOUTS
 # The operations of the framework are called as NumPy's would be.
 OPERATIONS = "backends/torch.py"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,15 @@ HERE = Path(__file__).resolve().parent
 FILES = sorted(path.name for path in (HERE / "gpu").glob("test_*.py"))
 
 
+try:
+    TRITON = tuple(map(int, version("triton").split(".")[:2]))
+except PackageNotFoundError:
+    TRITON = None
+by_interpreter = pytest.mark.skipif(
+    TRITON is not None and TRITON < (3, 6), reason="the interpreter of this Triton takes no NumPy from 2.4 on"
+)
+
+
 def interpreted(*arguments: str) -> None:
     """Run tests of tests/gpu in the interpreter."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
@@ -24,10 +34,12 @@ def interpreted(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
 
 
+@by_interpreter
 def test_a_few_in_the_interpreter() -> None:
     interpreted("test_triton_kernel.py", "--every", "8")
 
 
+@by_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_a_sample_in_the_interpreter(file: str) -> None:

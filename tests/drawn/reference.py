@@ -408,7 +408,7 @@ def scales(call: Call, results: Arrays, rng: np.random.Generator) -> dict[str, f
     """
 
     def largest(x: Any) -> float:
-        x = np.abs(np.asarray(x, np.float64))
+        x = np.abs(np.asarray(x.detach() if isinstance(x, torch.Tensor) else x, np.float64))
         return float(x[np.isfinite(x)].max(initial=0))
 
     leaves = {name: torch.tensor(np.asarray(x, np.float64), requires_grad=True) for name, x in call.arrays.items()}
