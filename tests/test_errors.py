@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import json
 import math
@@ -26,13 +27,17 @@ import torch
 import attnscore as ats
 import covering
 from attnscore import parallel
-from attnscore.parallel import jax as parallel_jax
-from attnscore.parallel import torch as parallel_torch
 from bad_input import CASES, Case, Maker, Traced
 from bad_input.absurd import CALLS, VALUES
 from covering import pairs, some
 
 FRAMEWORKS = ("numpy", "torch", "tensorflow", "jax")
+# Some environments of `make versions` have no JAX.
+RANKS = {
+    importlib.import_module(f"attnscore.parallel.{name}"): ranks
+    for name, ranks in (("torch", "group"), ("jax", "axis_name"))
+    if importlib.util.find_spec(name) is not None
+}
 BUILT_IN = {
     ats.ShapeError: ValueError,
     ats.MaskError: ValueError,
@@ -401,7 +406,7 @@ INSTEAD = {
 # They lack some arguments of `attend`: only what is common is shown by all.
 WITH_SOME_HINTS = (
     *(ats.attend_vjp, ats.attention_weights, ats.attention_scores, ats.top_weights, ats.pooled_weights, ats.key_mass),
-    *(parallel.attend_chunks, parallel_torch.attend, parallel_jax.attend),
+    *(parallel.attend_chunks, *(module.attend for module in RANKS)),
 )
 COMMON = ("valid_len", "scale", "temperature", "is_causal", "attn_mask", "lengths", "attention_mask")
 
@@ -422,7 +427,7 @@ def test_an_unknown_argument_shows_what_to_write(name: str) -> None:
         rejects(function, name, *INSTEAD[name])
 
 
-@pytest.mark.parametrize(("module", "ranks"), [(parallel_torch, "group"), (parallel_jax, "axis_name")])
+@pytest.mark.parametrize(("module", "ranks"), RANKS.items())
 def test_a_plan_over_ranks_names_arguments_that_its_call_does_not_have(module: Any, ranks: str) -> None:
     with pytest.raises(ats.ArgumentError, match=re.escape("'scale'. Hint: score=ats.ScaledDot(0.5)")):
         module.explain(*np.ones((3, 1, 2, 4)), scale=0.5, **{ranks: None})
