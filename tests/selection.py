@@ -193,8 +193,8 @@ def absent() -> tuple[str, ...]:
 def is_of_framework(item: pytest.Item, framework: str) -> bool:
     """Whether a test imports or names a framework, of those that can run here. NumPy's are all that can."""
     words, names = _words(item.name) | _words(item.path.stem), FRAMEWORKS[framework]
-    if words & set(absent()) or _imports(item, absent()):
-        return False
+    if words & set(absent()) or _imports(item, absent()) or (absent() and "framework" in _words(item.name)):
+        return False  # of others, or of all
     if framework == "numpy" or words & set(names):
         return True
     return not words & {*OTHERS, "torch"} and _imports(item, names)

