@@ -92,6 +92,15 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_a_whole_layer_may_wait_while_the_loss_falls() -> None:
+    """A layer after the norm began to learn after 80 steps without a use of its queries; a single head does not."""
+    alike = [sums(query_variance=1e-6)] * 3
+    flat = [2.77] * 50
+    assert not any(failure for *_, failure in said(*alike, losses=FALLING))
+    assert all(failure for *_, failure in (*said(*alike), *said(*alike, losses=flat)))
+    assert said(*[sums(query_variance={1: 1e-6})] * 3, losses=FALLING) == [("no use of the query", 1, 0, True)]
+
+
 def test_keys_at_padding_make_a_head_average() -> None:
     """They are alike: the mask that is left out is the only failure of head 1; head 2 has another."""
     steps = [sums(padding={1: 0.8}, logit_variance={1: 1e-8, 2: 1e-8})] * 3

@@ -351,6 +351,7 @@ class Records:
 
         recent = {(row["layer"], row["head"]): row for row in self._recent_numbers()}
         loss_falls = len(self._losses) >= _LOSSES_TO_JUDGE and not trouble
+        idle = Counter(name for name, period in periods if period.holds and period.sign == "no use of the query")
 
         def fails(name: str, period: Period) -> bool:
             """Return whether a sign is a failure now."""
@@ -358,6 +359,8 @@ class Records:
                 return False
             if period.sign in NO_EFFECT and (name, period.head) in unmasked:
                 return False  # the tokens at padding, which are alike, are most of what it attends to
+            if period.sign == "no use of the query" and loss_falls and 1 < idle[name] == self.layers[name].heads:
+                return False  # a layer after the norm may wait so, and begin to learn later
             if period.sign == "saturated" and loss_falls and period.evidence["rise"] < self.thresholds.jump:
                 bound = self.thresholds.loss_allows * self.thresholds.saturated_variance
                 return not recent[name, period.head]["logit_variance"] < bound
