@@ -290,7 +290,7 @@ def test_every_other_line_of_a_remedy_runs(cause: str) -> None:
     names = {
         "keras": keras, "model": keras.Model(inputs, keras.layers.Dense(1)(inputs)), "loss": "mse", "rate": 0.1,
         "steps": 100, "attention": attention, "norm": lambda x: x, "x": x, "q": array, "k": array, "v": array,
-        "ids": ids, "pad": 0, "mask": (ids != 0)[:, None], "attend": ats.attend, "SoftCap": ats.SoftCap,
+        "ids": ids, "real": ids != 0, "mask": (ids != 0)[:, None], "attend": ats.attend, "SoftCap": ats.SoftCap,
         "sink": keras.ops.zeros((3,)),
     }  # fmt: skip
     try:

@@ -360,7 +360,9 @@ class Records:
             if period.sign in NO_EFFECT and (name, period.head) in unmasked:
                 return False  # the tokens at padding, which are alike, are most of what it attends to
             if period.sign == "no use of the query" and loss_falls and 1 < idle[name] == self.layers[name].heads:
-                return False  # a layer after the norm may wait so, and begin to learn later
+                # Before the model has learnt much, a post-norm layer may wait so and learn later.
+                first, now = (np.mean([loss for _, loss in part]) for part in (self._losses[:5], self._losses[-5:]))
+                return bool(first - now > self.thresholds.loss_rise * abs(first))
             if period.sign == "saturated" and loss_falls and period.evidence["rise"] < self.thresholds.jump:
                 bound = self.thresholds.loss_allows * self.thresholds.saturated_variance
                 return not recent[name, period.head]["logit_variance"] < bound
