@@ -28,7 +28,6 @@ FOLDER = ROOT / "build" / "versions"
 PAGE = ROOT / "docs" / "support.md"
 START = "| row | versions | tests | date |\n|---|---|---|---|\n"
 """Head of the table that the results are written into."""
-SHOWN = ("Python", "torch", "jax", "flax", "tensorflow-cpu", "keras", "transformers", "numpy")
 
 _JAX, _TENSORFLOW = ("jax", "flax", "optax"), ("tensorflow-cpu", "keras")
 # TensorFlow 2.16 asks for ml_dtypes 0.3 and protobuf below 5, and brings the first of them.
@@ -102,7 +101,8 @@ def run(name: str, wheel: Path, pins: list[str], arguments: list[str]) -> tuple[
         releases, outcome, has_passed = {}, "not installed", False
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    versions = ", ".join(f"{package} {releases[package]}" for package in SHOWN if package in releases)
+    shown = dict.fromkeys(("Python", *PACKAGES[name.partition("-")[0]], "numpy"))
+    versions = ", ".join(f"{package} {releases[package]}" for package in shown if package in releases)
     return f"| {name} | {versions} | {outcome} | {datetime.date.today()} |", has_passed
 
 
