@@ -95,9 +95,9 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_whole_layer_may_wait_while_the_loss_falls() -> None:
     """A post-norm layer began to learn after 80 steps without a use of its queries; a single head does not wait."""
     alike, flat, little = [sums(query_variance=1e-6)] * 3, [2.77] * 50, [2.77 - 0.01 * i for i in range(40)]
-    assert not any(failure for *_, failure in said(*alike, losses=little))
+    assert {failure for *_, failure in said(*alike, losses=little)} == {False}
     for losses in ((), flat, [*little, *FALLING]):
-        assert all(failure for *_, failure in said(*alike, losses=losses))
+        assert {failure for *_, failure in said(*alike, losses=losses)} == {True}
     assert said(*[sums(query_variance={1: 1e-6})] * 3, losses=little) == [("no use of the query", 1, 0, True)]
 
 

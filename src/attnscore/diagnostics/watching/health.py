@@ -63,7 +63,8 @@ class Thresholds:
         sign only where the weights show it: a sharp head under a larger one, uniform weights under a smaller one
     tau : the largest logit that QK-clip allows
     dtype_share : logits are near overflow above this share of the largest number of the queries' dtype
-    loss_rise : the loss rises when it has lost this share of its gain
+    loss_rise : the loss rises when it has lost this share of its gain; a model has learnt when its loss has fallen by
+        this share
     loss_start : it stays at its start when it has fallen by less than this share of it
     """
 

@@ -339,32 +339,27 @@ class Records:
             self._remember()
             return [(name, period) for name, memory in self._memories.items() for period in memory.periods()]
 
-    def verdicts(self) -> list[Verdict]:
-        """Return the verdicts: failures in the order of their first step, then the other signs, in that order.
-
-        The last sampled steps decide (``thresholds.window``). A sign that has ended is no failure: its words say so.
-        Heads that hold NaN because an earlier head does are in `followers` of that head's verdict.
-        """
-        periods, trouble = self._periods(), loss_trouble([loss for _, loss in self._losses], self.thresholds)
+    def _failing(
+        self, periods: Sequence[tuple[str, Period]], trouble: str, recent: Mapping[tuple[str, int], Row]
+    ) -> list[tuple[str, Period]]:
+        """Return the periods that are failures now; `trouble` is the loss's, `recent` the numbers of the last steps."""
+        limit, heads = self.thresholds, {layer.name: layer.heads for layer in self._layers}
         hard = any(period.holds and period.sign in FAILURES for _, period in periods)
         unmasked = {(name, period.head) for name, period in periods if period.holds and period.sign == "padding"}
-
-        recent = {(row["layer"], row["head"]): row for row in self._recent_numbers()}
-        loss_falls = len(self._losses) >= _LOSSES_TO_JUDGE and not trouble
         idle = Counter(name for name, period in periods if period.holds and period.sign == "no use of the query")
+        loss_falls = len(self._losses) >= _LOSSES_TO_JUDGE and not trouble
 
         def fails(name: str, period: Period) -> bool:
-            """Return whether a sign is a failure now."""
             if not period.holds:
                 return False
             if period.sign in NO_EFFECT and (name, period.head) in unmasked:
-                return False  # the tokens at padding, which are alike, are most of what it attends to
-            if period.sign == "no use of the query" and loss_falls and 1 < idle[name] == self.layers[name].heads:
+                return False  # most of its keys are at padding, and alike
+            if period.sign == "no use of the query" and loss_falls and 1 < idle[name] == heads[name]:
                 # Before the model has learnt much, a post-norm layer may wait so and learn later.
                 first, now = (np.mean([loss for _, loss in part]) for part in (self._losses[:5], self._losses[-5:]))
-                return bool(first - now > self.thresholds.loss_rise * abs(first))
-            if period.sign == "saturated" and loss_falls and period.evidence["rise"] < self.thresholds.jump:
-                bound = self.thresholds.loss_allows * self.thresholds.saturated_variance
+                return bool(first - now > limit.loss_rise * abs(first))
+            if period.sign == "saturated" and loss_falls and period.evidence["rise"] < limit.jump:
+                bound = limit.loss_allows * limit.saturated_variance
                 return not recent[name, period.head]["logit_variance"] < bound
             if period.sign in FAILURES:
                 return True
@@ -374,8 +369,10 @@ class Records:
             stays = trouble == "stays at its start"
             return bool(trouble) and not hard and period.sign in WITH_LOSS and (not is_flat or stays)
 
-        place = {name: number for number, name in enumerate(self._memories)}
-        failing = [(name, period) for name, period in periods if fails(name, period)]
+        return [(name, period) for name, period in periods if fails(name, period)]
+
+    def _context(self, periods: Sequence[tuple[str, Period]], failing: Sequence[tuple[str, Period]]) -> Failures:
+        """Return the failing periods by layer, with the steps and layers from which their causes follow."""
         first, *later = self._first_steps or [0]
         fourth = later[EARLY_SAMPLED_STEPS - 2] if len(later) >= EARLY_SAMPLED_STEPS - 1 else math.inf
         early_until = max(first + EARLY_STEPS, fourth)
@@ -388,6 +385,19 @@ class Records:
         failures = Failures(first, early_until, {layer.name: layer.heads for layer in self._layers}, growing=growing)
         for name, period in failing:
             failures.periods.setdefault(name, []).append(period)
+        return failures
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdicts: failures in the order of their first step, then the other signs, in that order.
+
+        The last sampled steps decide (``thresholds.window``). A sign that has ended is no failure: its words say so.
+        Heads that hold NaN because an earlier head does are in `followers` of that head's verdict.
+        """
+        periods, trouble = self._periods(), loss_trouble([loss for _, loss in self._losses], self.thresholds)
+        recent = {(row["layer"], row["head"]): row for row in self._recent_numbers()}
+        place = {name: number for number, name in enumerate(self._memories)}
+        failing = self._failing(periods, trouble, recent)
+        failures = self._context(periods, failing)
         without_numbers = [each for each in failing if each[1].sign == "not a number"]
         origin = min(((period.first, place[name]) for name, period in without_numbers), default=None)
         followers = [(name, period.head) for name, period in without_numbers if (period.first, place[name]) != origin]
