@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,13 @@ def test_the_arguments_of_both_editions() -> None:
         named((8, 0.1), {"dropout": 0.1}, ADDITIVE, OLD_ADDITIVE)
     with pytest.raises(TypeError, match="at most the arguments key_size"):
         named((1, 2, 3, 4, 5), {}, ADDITIVE, OLD_ADDITIVE)
+
+
+def test_constructors_can_be_pickled() -> None:
+    from attnscore.compat.d2l import torch as d2l
+
+    for constructor in (d2l.AdditiveAttention, d2l.MultiHeadAttention):
+        assert pickle.loads(pickle.dumps(constructor)) is constructor
 
 
 def test_wrong_shapes_are_told() -> None:

@@ -30,5 +30,5 @@ __all__ = [
 
 tensor, ones, zeros, normal = np.array, np.ones, np.zeros, np.random.normal
 rand, arange, eye, reshape = np.random.rand, np.arange, np.eye, np.reshape
-AdditiveAttention = additive_attention(layers.AdditiveAttention)
-MultiHeadAttention = multi_head_attention(layers.MultiHeadAttention)
+AdditiveAttention = additive_attention(layers.AdditiveAttention, __name__)
+MultiHeadAttention = multi_head_attention(layers.MultiHeadAttention, __name__)

@@ -15,24 +15,30 @@ OLD_MULTI_HEAD = ("key_size", "query_size", "value_size", "num_hiddens", "num_he
 Layer = TypeVar("Layer")
 
 
-def additive_attention(layer: Callable[..., Layer]) -> Callable[..., Layer]:
-    """Return the constructor of a framework's additive attention, with the arguments of both editions."""
+def additive_attention(layer: Callable[..., Layer], module: str) -> Callable[..., Layer]:
+    """Return `module`'s constructor of additive attention, with the arguments of both editions."""
 
     def AdditiveAttention(*arguments: Any, **options: Any) -> Layer:
         """``AdditiveAttention(num_hiddens, dropout)``, or ``(key_size, query_size, num_hiddens, dropout)`` before."""
         return layer(**named(arguments, options, ADDITIVE, OLD_ADDITIVE))
 
-    return AdditiveAttention
+    return _defined_in(module, AdditiveAttention)
 
 
-def multi_head_attention(layer: Callable[..., Layer]) -> Callable[..., Layer]:
-    """Return the constructor of a framework's multi-head attention, with the arguments of both editions."""
+def multi_head_attention(layer: Callable[..., Layer], module: str) -> Callable[..., Layer]:
+    """Return `module`'s constructor of multi-head attention, with the arguments of both editions."""
 
     def MultiHeadAttention(*arguments: Any, **options: Any) -> Layer:
         """``MultiHeadAttention(num_hiddens, num_heads, dropout, bias=False)``, or with the three sizes in front."""
         return layer(**named(arguments, options, MULTI_HEAD, OLD_MULTI_HEAD))
 
-    return MultiHeadAttention
+    return _defined_in(module, MultiHeadAttention)
+
+
+def _defined_in(module: str, function: Callable[..., Layer]) -> Callable[..., Layer]:
+    """Name a function as its module has it: pickle finds functions by these names."""
+    function.__module__, function.__qualname__ = module, function.__name__
+    return function
 
 
 def named(

@@ -31,5 +31,5 @@ __all__ = [
 
 tensor, ones, zeros, normal = tf.constant, tf.ones, tf.zeros, tf.random.normal
 rand, randn, arange, eye, reshape = tf.random.uniform, tf.random.normal, tf.range, tf.eye, tf.reshape
-AdditiveAttention = additive_attention(layers.AdditiveAttention)
-MultiHeadAttention = multi_head_attention(layers.MultiHeadAttention)
+AdditiveAttention = additive_attention(layers.AdditiveAttention, __name__)
+MultiHeadAttention = multi_head_attention(layers.MultiHeadAttention, __name__)

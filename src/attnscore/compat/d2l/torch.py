@@ -31,5 +31,5 @@ __all__ = [
 
 tensor, ones, zeros, normal = torch.tensor, torch.ones, torch.zeros, torch.normal
 rand, randn, arange, eye, reshape = torch.rand, torch.randn, torch.arange, torch.eye, torch.reshape
-AdditiveAttention = additive_attention(layers.AdditiveAttention)
-MultiHeadAttention = multi_head_attention(layers.MultiHeadAttention)
+AdditiveAttention = additive_attention(layers.AdditiveAttention, __name__)
+MultiHeadAttention = multi_head_attention(layers.MultiHeadAttention, __name__)
