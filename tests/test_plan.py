@@ -112,6 +112,63 @@ def test_plans_print_how_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert repr(on_gpu) == f"TritonPlan({single!r}, Tile(queries=64, keys=32, warps=4, stages=2))"
 
 
+def _as_cut_from_a_buffer(x: Any) -> Any:
+    """Return an equal tensor whose strides do not follow from its shape, as from a KV cache with room for more."""
+    buffer = x.new_zeros(*x.shape[:-2], 50, x.shape[-1])
+    buffer[..., : x.shape[-2], :] = x
+    return buffer[..., : x.shape[-2], :]
+
+
+@pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
+@pytest.mark.parametrize("head_axis", [-3, -2])
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_lengths_reuse_the_checks_of_a_plan(
+    monkeypatch: pytest.MonkeyPatch, head_axis: int, is_cut: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(plan, "PLANS", BoundedCache())
+
+    def call(queries: int, keys: int) -> list[torch.Tensor]:
+        torch.manual_seed(queries + 10 * keys)
+        shapes = (3, 6, queries, 4), (3, 2, keys, 4), (1, 2, keys, 7)
+        arrays = [torch.randn(shape, dtype=dtype) for shape in shapes]
+        if is_cut:
+            arrays = list(map(_as_cut_from_a_buffer, arrays))
+        if head_axis == -2:
+            arrays = [x.swapaxes(-3, -2).clone(memory_format=torch.contiguous_format) for x in arrays]
+        out, weights = ats.attend(*arrays, head_axis=head_axis, return_weights=True)
+        leaves = [x.requires_grad_() for x in arrays]
+        recorded = ats.attend(*leaves, head_axis=head_axis, score="dot", normalizer="softmax")
+        return [out, weights, recorded, *torch.autograd.grad(recorded.square().sum(), leaves)]
+
+    lengths = [(1, 1), (1, 2), (1, 9), (8, 9), (9, 8), (1, 30)]
+    expected = []
+    for case in lengths:
+        plan.PLANS.clear()
+        expected.append(call(*case))
+    plan.PLANS.clear()
+    call(*lengths[2])
+    _build_nothing(monkeypatch)
+    for case, results in zip(lengths, expected, strict=True):
+        for x, result in zip(call(*case), results, strict=True):
+            assert x.shape == result.shape and torch.equal(x, result)
+
+
+@pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
+def test_other_lengths_are_still_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "PLANS", BoundedCache())
+    ats.attend(*_inputs(1, 6))
+    query, key, value = _inputs(1, 7)
+    with pytest.raises(ats.ShapeError, match="value: expected as many positions as key"):
+        ats.attend(query, key, value[..., 1:, :])
+    with pytest.raises(ats.ShapeError, match="key: expected vectors of the dimension of query"):
+        ats.attend(query[..., :4], key, value)
+    # A mask, or a statistic, depends on the lengths in other ways.
+    causal = ats.attend(query, key, value, mask=ats.Causal(align="top_left"))
+    torch.testing.assert_close(causal, value[..., :1, :])
+    assert ats.attend(*_inputs(0, 7)).shape == (2, 3, 0, 5) and not ats.attend(*_inputs(2, 0)).any()
+
+
 @pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
 def test_plans_of_many_heads_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "PLANS", found := BoundedCache(256, 100))
@@ -229,10 +286,10 @@ def test_a_learned_query_beside_plain_keys_has_a_plan(monkeypatch: pytest.Monkey
     query, key, value = _inputs()
     entries: BoundedCache[Any] = BoundedCache()
     monkeypatch.setattr(plan, "PLANS", entries)
-    found = ats.attend(torch.nn.Parameter(query), key, value)
-    assert len(entries.values()) == 1
-    torch.testing.assert_close(found, ats.attend(query, key, value))
-    assert len(entries.values()) == 1, "it is that of tensors"
+    out = ats.attend(torch.nn.Parameter(query), key, value)
+    plans_of_parameters = entries.values()
+    torch.testing.assert_close(out, ats.attend(query, key, value))
+    assert plans_of_parameters and entries.values() == plans_of_parameters, "they are those of tensors"
 
 
 def test_a_name_means_the_score_that_it_stands_for_now(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
+_WEIGHT = operator.attrgetter("weight")
 # Errors of hash(): TypeError for arrays and symbolic sizes, NotImplementedError for MXNet's arrays.
 _UNHASHABLE = (TypeError, NotImplementedError)
 
@@ -87,14 +89,15 @@ class BoundedCache(Generic[Result]):
         self._entries.clear()
 
     def _make_room(self, newest: Hashable) -> None:
-        """Drop the least recently used entries until the others fit together with `newest`."""
+        """Drop the least recently used entries where not all fit, and an eighth more of them, so that this is rare."""
         entries = self._entries.copy()
-        count, weight = len(entries), sum(entry.weight for entry in entries.values())
+        count, weight = len(entries), sum(map(_WEIGHT, entries.values()))
         if count <= self._maxsize and weight <= self._max_weight:
             return
         entries.pop(newest, None)
+        limit = self._maxsize - self._maxsize // 8
         for key, entry in sorted(entries.items(), key=lambda item: item[1].used):
             self._entries.pop(key, None)
             count, weight = count - 1, weight - entry.weight
-            if count <= self._maxsize and weight <= self._max_weight:
+            if count <= limit and weight <= self._max_weight:
                 return

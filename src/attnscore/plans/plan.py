@@ -9,6 +9,7 @@
   mask, and valid lengths, enter by shape and strides, and each call reads their values.
 - A score that projects or normalises queries and keys is lowered at each call, to a score of the computed arrays that
   has a plan of its own (`plans/lowered.py`).
+- The plan of a call without masks whose sequences have other lengths is made from a cached plan, without the checks.
 - A cached plan holds no array of a caller. A call without a signature gets a plan for itself alone.
 """
 
@@ -26,6 +27,7 @@ from attnscore.base import thresholds
 from attnscore.base.arguments import CallArguments, check_flag
 from attnscore.base.cache import BoundedCache
 from attnscore.kernels import Plan, SinglePlan, tiling
+from attnscore.kernels.native.plan import NativePlan
 from attnscore.masks import Dense
 from attnscore.masks.cached import arguments_signature
 from attnscore.plans import lowered
@@ -83,6 +85,30 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashab
     return None if layouts is None else (*numbers, layouts)
 
 
+def _signature_without_lengths(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashable | None:
+    """Return what calls have in common that differ in the numbers of queries and keys alone, or None.
+
+    A KV cache grows by a key at each step of decoding, whose plan is made from the plan of another step in a third of
+    the time.
+    """
+    query, key, value, score, mask, valid_lens, bias, sink, _ = arguments
+    head_axis, _, _, dropout, _, return_stats = options
+    has_others = not (mask is valid_lens is bias is sink is None) or dropout != 0 or return_stats is not False
+    score_signature = None if has_others else _score_signature(score)
+    if score_signature is None or not _is_scaled_dot(score_signature[0]):
+        return None
+    signature: list[Hashable] = [backends.of_type(type(query)), score_signature[0], *map(type, options), options]
+    lengths = []
+    for x in (query, key, value):
+        axes = len(x.shape)
+        if axes < 2:
+            return None
+        axis = axes - (3 if head_axis == -2 and axes >= 4 else 2)
+        lengths.append(x.shape[axis])
+        signature += [x.dtype, x.shape[:axis], x.shape[axis + 1 :]]
+    return tuple(signature) if lengths[1] == lengths[2] and 0 not in lengths else None
+
+
 def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Array | None:
     """Return the boolean mask or the valid lengths whose values each call of a plan reads; None where there is neither.
 
@@ -124,6 +150,10 @@ def plan_for(
     """
     if (cached_plan := PLANS.get(cache_key)) is not None:
         return cached_plan, arguments
+    key_without_lengths = None if cache_key is None else _signature_without_lengths(arguments, options)
+    if isinstance(similar_plan := PLANS.get(key_without_lengths), NativePlan):
+        cached_plan = similar_plan.with_lengths(*arguments[:3])
+        return PLANS.put(cache_key, cached_plan, cached_plan.heads), arguments
     ops = backends.of_type(type(arguments.query)) or backends.of({"query": arguments.query})
     examples = arguments if cache_key is None else _without_gradients(ops, arguments)
     is_detached = examples is not arguments
@@ -147,6 +177,8 @@ def plan_for(
         # `build_problem` draws a seed where the caller gave none; with None the plan would draw another.
         arguments = arguments._replace(seed=problem.dropout.seed)
     if plan.is_reusable:
+        if type(plan) is NativePlan:
+            PLANS.put(key_without_lengths, plan, plan.heads)
         return PLANS.put(cache_key, plan, plan.heads), arguments
     # A plan of one call runs on the arrays of its problem, which autograd has to record.
     return plan_for(None, arguments, options, has_value=has_value) if is_detached else (plan, arguments)

@@ -152,6 +152,11 @@ class Operand(NamedTuple):
     def name(self) -> str:
         return self.kind.name
 
+    def with_length(self, length: int) -> Operand:
+        """Return the operand of a call that has so many queries, or keys."""
+        canonical, gradient, filled = ((*x[:-2], length, x[-1]) for x in (self.canonical, self.gradient, self.filled))
+        return self._replace(canonical=canonical, gradient=gradient, filled=filled)
+
 
 @dataclass(frozen=True, eq=False)
 class NativePlan(Plan):
@@ -201,6 +206,23 @@ class NativePlan(Plan):
     def heads(self) -> int:
         """Heads of all elements of the batch."""
         return math.prod(self.layout.score_shape.rows[:-1])
+
+    def with_lengths(self, query: Array, key: Array, value: Array) -> NativePlan:
+        """Return the plan of calls on arrays like these, which differ from the arrays of this plan's calls in length.
+
+        The plan must have no other operands and inputs.
+        """
+        axis = -3 if self.layout.is_length_before_heads else -2
+        lengths = [x.shape[axis] for x in (query, key, value)]
+        score_shape = dataclasses.replace(self.layout.score_shape, query_len=lengths[0], key_len=lengths[1])
+        layout = dataclasses.replace(self.layout, score_shape=score_shape)
+        operands = tuple(map(Operand.with_length, self.operands, lengths))
+        memory, are_queries = map(self.ops.memory, (query, key, value)), (True, False, False)
+        examples = (_canonical_example(layout, x, is_query=flag) for x, flag in zip(memory, are_queries, strict=True))
+        inputs = (*examples, *self.inputs[3:])  # the others are None
+        return dataclasses.replace(
+            self, layout=layout, operands=operands, inputs=inputs, _forwards={}, _backwards={}, _layouts=[]
+        )
 
     def run(self, arguments: CallArguments) -> Any:
         """Return the result of `attend`."""
@@ -660,9 +682,8 @@ def _inputs(
     operands of the problem by the names of the module.
     """
     ops, layout, host = problem.ops, problem.layout, backends.load("numpy")
-    # Examples of the caller's arrays are moved to the canonical axes, which takes no copy.
     examples: dict[str, HostArray] = {
-        kind.input: layout.to_canonical(host, _example(ops.memory(arrays[kind.name])), is_query=kind.name == "query")
+        kind.input: _canonical_example(layout, ops.memory(arrays[kind.name]), is_query=kind.name == "query")
         for kind in _OPERANDS
         if kind.has_positions
     }
@@ -747,6 +768,12 @@ def _sum_of_rows(x: HostArray) -> HostArray:
 def _example(x: HostArray) -> HostArray:
     """Return an array with the shape and strides of `x` but not its memory; its entries are never read."""
     return np.lib.stride_tricks.as_strided(np.empty(1, x.dtype), x.shape, x.strides)
+
+
+def _canonical_example(layout: AxisLayout, x: HostArray, *, is_query: bool) -> HostArray:
+    """Return an example of the caller's query, key or value, moved to the canonical axes, which takes no copy."""
+    example: HostArray = layout.to_canonical(backends.load("numpy"), _example(x), is_query=is_query)
+    return example
 
 
 def _c_order_example(shape: Sequence[int], dtype: str) -> HostArray:
