@@ -123,8 +123,9 @@ def _as_cut_from_a_buffer(x: Any) -> Any:
 @pytest.mark.parametrize("head_axis", [-3, -2])
 @pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked_by", ["nothing", "keys", "pairs", "lengths"])
 def test_other_lengths_reuse_the_checks_of_a_plan(
-    monkeypatch: pytest.MonkeyPatch, head_axis: int, is_cut: bool, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, head_axis: int, is_cut: bool, dtype: torch.dtype, masked_by: str
 ) -> None:
     monkeypatch.setattr(plan, "PLANS", BoundedCache())
 
@@ -136,9 +137,15 @@ def test_other_lengths_reuse_the_checks_of_a_plan(
             arrays = list(map(_as_cut_from_a_buffer, arrays))
         if head_axis == -2:
             arrays = [x.swapaxes(-3, -2).clone(memory_format=torch.contiguous_format) for x in arrays]
-        out, weights = ats.attend(*arrays, head_axis=head_axis, return_weights=True)
+        options: dict[str, Any] = {
+            "nothing": {},
+            "keys": {"mask": torch.rand(3, 1, 1, keys) < 0.5},
+            "pairs": {"mask": torch.rand(1, 6, queries, keys) < 0.5},
+            "lengths": {"valid_lens": torch.randint(keys + 1, (3,))},
+        }[masked_by]
+        out, weights = ats.attend(*arrays, head_axis=head_axis, return_weights=True, **options)
         leaves = [x.requires_grad_() for x in arrays]
-        recorded = ats.attend(*leaves, head_axis=head_axis, score="dot", normalizer="softmax")
+        recorded = ats.attend(*leaves, head_axis=head_axis, score="dot", **options)
         return [out, weights, recorded, *torch.autograd.grad(recorded.square().sum(), leaves)]
 
     lengths = [(1, 1), (1, 2), (1, 9), (8, 9), (9, 8), (1, 30)]
@@ -157,7 +164,8 @@ def test_other_lengths_reuse_the_checks_of_a_plan(
 @pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
 def test_other_lengths_are_still_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "PLANS", BoundedCache())
-    ats.attend(*_inputs(1, 6))
+    for masked in ({}, {"mask": torch.ones(2, 1, 1, 6, dtype=torch.bool)}, {"valid_lens": torch.tensor([1, 6])}):
+        ats.attend(*_inputs(1, 6), **masked)
     query, key, value = _inputs(1, 7)
     with pytest.raises(ats.ShapeError, match="value: expected as many positions as key"):
         ats.attend(query, key, value[..., 1:, :])
@@ -166,6 +174,10 @@ def test_other_lengths_are_still_checked(monkeypatch: pytest.MonkeyPatch) -> Non
     # A mask, or a statistic, depends on the lengths in other ways.
     causal = ats.attend(query, key, value, mask=ats.Causal(align="top_left"))
     torch.testing.assert_close(causal, value[..., :1, :])
+    with pytest.raises(ats.MaskError):
+        ats.attend(query, key, value, mask=torch.ones(2, 1, 1, 6, dtype=torch.bool))
+    with pytest.raises(ats.MaskError):
+        ats.attend(query, key, value, valid_lens=torch.tensor([1, 8]))
     assert ats.attend(*_inputs(0, 7)).shape == (2, 3, 0, 5) and not ats.attend(*_inputs(2, 0)).any()
 
 

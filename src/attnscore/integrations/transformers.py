@@ -203,8 +203,9 @@ def _mask_and_bias(
     if isinstance(mask, Mask):
         return mask, position_bias
     if mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1:
-        # One mask for all queries: most often an interval, behind which a cache of fixed size is empty.
-        return ats.KeyPadding(mask[:, 0, 0]), position_bias
+        # One mask for all queries. Behind its interval a cache of fixed size is empty, and is not to be read; without
+        # such an end, a plan reads the mask at each call, whatever its values are.
+        return mask if bool(mask[..., -1].all()) else ats.KeyPadding(mask[:, 0, 0]), position_bias
     if not mask.is_floating_point():
         return mask, position_bias
     return None, mask if position_bias is None else mask + position_bias

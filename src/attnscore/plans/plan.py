@@ -9,7 +9,8 @@
   mask, and valid lengths, enter by shape and strides, and each call reads their values.
 - A score that projects or normalises queries and keys is lowered at each call, to a score of the computed arrays that
   has a plan of its own (`plans/lowered.py`).
-- The plan of a call without masks whose sequences have other lengths is made from a cached plan, without the checks.
+- A call that differs from an earlier one in the lengths of its sequences gets its plan from the earlier one's, without
+  most checks.
 - A cached plan holds no array of a caller. A call without a signature gets a plan for itself alone.
 """
 
@@ -93,11 +94,12 @@ def _signature_without_lengths(arguments: CallArguments, options: tuple[Hashable
     """
     query, key, value, score, mask, valid_lens, bias, sink, _ = arguments
     head_axis, _, _, dropout, _, return_stats = options
-    has_others = not (mask is valid_lens is bias is sink is None) or dropout != 0 or return_stats is not False
+    has_others = not (bias is sink is None) or dropout != 0 or return_stats is not False
     score_signature = None if has_others else _score_signature(score)
     if score_signature is None or not _is_scaled_dot(score_signature[0]):
         return None
-    signature: list[Hashable] = [backends.of_type(type(query)), score_signature[0], *map(type, options), options]
+    ops: Any = backends.of_type(type(query))
+    signature: list[Hashable] = [ops, score_signature[0], *map(type, options), options]
     lengths = []
     for x in (query, key, value):
         axes = len(x.shape)
@@ -106,7 +108,22 @@ def _signature_without_lengths(arguments: CallArguments, options: tuple[Hashable
         axis = axes - (3 if head_axis == -2 and axes >= 4 else 2)
         lengths.append(x.shape[axis])
         signature += [x.dtype, x.shape[:axis], x.shape[axis + 1 :]]
-    return tuple(signature) if lengths[1] == lengths[2] and 0 not in lengths else None
+    if lengths[1] != lengths[2] or 0 in lengths:
+        return None
+    if mask is not None or valid_lens is not None:
+        array: Any = _read_at_each_call(ops, query, mask, valid_lens)
+        if array is None or not _has_lengths(array, len(query.shape), *lengths[:2], is_mask=valid_lens is None):
+            return None
+        signature += ["mask", array.shape[:-2]] if valid_lens is None else ["valid_lens", array.shape]
+    return tuple(signature)
+
+
+def _has_lengths(array: Array, axes: int, query_len: int, key_len: int, *, is_mask: bool) -> bool:
+    """Whether a mask broadcasts to (..., query_len, key_len), or there is one valid length for all queries."""
+    shape = array.shape
+    if not is_mask:
+        return len(shape) == 1
+    return len(shape) == axes and shape[-2] in (1, query_len) and shape[-1] in (1, key_len)
 
 
 def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Array | None:
@@ -152,7 +169,7 @@ def plan_for(
         return cached_plan, arguments
     key_without_lengths = None if cache_key is None else _signature_without_lengths(arguments, options)
     if isinstance(similar_plan := PLANS.get(key_without_lengths), NativePlan):
-        cached_plan = similar_plan.with_lengths(*arguments[:3])
+        cached_plan = similar_plan.with_lengths(arguments)
         return PLANS.put(cache_key, cached_plan, cached_plan.heads), arguments
     ops = backends.of_type(type(arguments.query)) or backends.of({"query": arguments.query})
     examples = arguments if cache_key is None else _without_gradients(ops, arguments)

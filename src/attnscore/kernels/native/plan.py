@@ -207,21 +207,24 @@ class NativePlan(Plan):
         """Heads of all elements of the batch."""
         return math.prod(self.layout.score_shape.rows[:-1])
 
-    def with_lengths(self, query: Array, key: Array, value: Array) -> NativePlan:
-        """Return the plan of calls on arrays like these, which differ from the arrays of this plan's calls in length.
+    def with_lengths(self, arguments: CallArguments) -> NativePlan:
+        """Return the plan of calls that differ from this plan's calls in the numbers of queries and keys.
 
-        The plan must have no other operands and inputs.
+        Besides query, key and value, the plan reads a boolean mask at most, or one valid length for all queries.
         """
         axis = -3 if self.layout.is_length_before_heads else -2
-        lengths = [x.shape[axis] for x in (query, key, value)]
+        arrays = arguments[:3]
+        lengths = [x.shape[axis] for x in arrays]
         score_shape = dataclasses.replace(self.layout.score_shape, query_len=lengths[0], key_len=lengths[1])
         layout = dataclasses.replace(self.layout, score_shape=score_shape)
         operands = tuple(map(Operand.with_length, self.operands, lengths))
-        memory, are_queries = map(self.ops.memory, (query, key, value)), (True, False, False)
+        memory, are_queries = map(self.ops.memory, arrays), (True, False, False)
         examples = (_canonical_example(layout, x, is_query=flag) for x, flag in zip(memory, are_queries, strict=True))
-        inputs = (*examples, *self.inputs[3:])  # the others are None
+        inputs = [*examples, *self.inputs[3:]]
+        if self.reads_mask:
+            inputs[ORDER.index("mask")] = _mask_example(self.ops, layout, arguments.mask)
         return dataclasses.replace(
-            self, layout=layout, operands=operands, inputs=inputs, _forwards={}, _backwards={}, _layouts=[]
+            self, layout=layout, operands=operands, inputs=tuple(inputs), _forwards={}, _backwards={}, _layouts=[]
         )
 
     def run(self, arguments: CallArguments) -> Any:
@@ -691,7 +694,7 @@ def _inputs(
         bias = ops.in_c_order(arrays["bias"]) if problem.has_relative_bias else arrays["bias"]
         examples["bias"] = layout.pairs_to_canonical(host, _example(ops.memory(bias)))
     if "mask" in arrays:
-        examples["mask"] = layout.pairs_to_canonical(host, _example(_memory(ops, arrays["mask"]))).view(np.uint8)
+        examples["mask"] = _mask_example(ops, layout, arrays["mask"])
     if "w_v" in arrays:
         w_v = ops.memory(lowered["w_v"])
         is_copy = w_v.size > 0 and w_v.ctypes.data != ops.memory(arrays["w_v"]).ctypes.data
@@ -774,6 +777,12 @@ def _canonical_example(layout: AxisLayout, x: HostArray, *, is_query: bool) -> H
     """Return an example of the caller's query, key or value, moved to the canonical axes, which takes no copy."""
     example: HostArray = layout.to_canonical(backends.load("numpy"), _example(x), is_query=is_query)
     return example
+
+
+def _mask_example(ops: Backend, layout: AxisLayout, mask: Array) -> HostArray:
+    """Return an example of a boolean mask as the module reads it, on the canonical axes."""
+    example: HostArray = layout.pairs_to_canonical(backends.load("numpy"), _example(_memory(ops, mask)))
+    return example.view(np.uint8)
 
 
 def _c_order_example(shape: Sequence[int], dtype: str) -> HostArray:
