@@ -94,8 +94,8 @@ def _signature_without_lengths(arguments: CallArguments, options: tuple[Hashable
     """
     query, key, value, score, mask, valid_lens, bias, sink, _ = arguments
     head_axis, _, _, dropout, _, return_stats = options
-    has_others = not (bias is sink is None) or dropout != 0 or return_stats is not False
-    score_signature = None if has_others else _score_signature(score)
+    has_others = not (bias is sink is None) or type(dropout) is not float or dropout or return_stats is not False
+    score_signature = None if has_others or type(head_axis) is not int else _score_signature(score)
     if score_signature is None or not _is_scaled_dot(score_signature[0]):
         return None
     ops: Any = backends.of_type(type(query))
@@ -112,18 +112,14 @@ def _signature_without_lengths(arguments: CallArguments, options: tuple[Hashable
         return None
     if mask is not None or valid_lens is not None:
         array: Any = _read_at_each_call(ops, query, mask, valid_lens)
-        if array is None or not _has_lengths(array, len(query.shape), *lengths[:2], is_mask=valid_lens is None):
+        if array is None or (len(array.shape) > 1) is (mask is None):
             return None
-        signature += ["mask", array.shape[:-2]] if valid_lens is None else ["valid_lens", array.shape]
+        limits = lengths[:2] if valid_lens is None else []
+        leading, last = array.shape[: len(array.shape) - len(limits)], array.shape[-2:]
+        if any(n not in (1, limit) for n, limit in zip(last, limits, strict=False)):
+            return None
+        signature += [valid_lens is None, leading]
     return tuple(signature)
-
-
-def _has_lengths(array: Array, axes: int, query_len: int, key_len: int, *, is_mask: bool) -> bool:
-    """Whether a mask broadcasts to (..., query_len, key_len), or there is one valid length for all queries."""
-    shape = array.shape
-    if not is_mask:
-        return len(shape) == 1
-    return len(shape) == axes and shape[-2] in (1, query_len) and shape[-1] in (1, key_len)
 
 
 def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Array | None:

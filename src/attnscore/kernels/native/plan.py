@@ -210,7 +210,7 @@ class NativePlan(Plan):
     def with_lengths(self, arguments: CallArguments) -> NativePlan:
         """Return the plan of calls that differ from this plan's calls in the numbers of queries and keys.
 
-        Besides query, key and value, the plan reads a boolean mask at most, or one valid length for all queries.
+        Besides query, key and value, the plan reads a boolean mask at most, or valid lengths.
         """
         axis = -3 if self.layout.is_length_before_heads else -2
         arrays = arguments[:3]
@@ -223,6 +223,9 @@ class NativePlan(Plan):
         inputs = [*examples, *self.inputs[3:]]
         if self.reads_mask:
             inputs[ORDER.index("mask")] = _mask_example(self.ops, layout, arguments.mask)
+        if self.reads_lens:
+            start = ORDER.index("start")
+            inputs[start : start + 2] = _bounds_examples(layout, arguments.valid_lens)
         return dataclasses.replace(
             self, layout=layout, operands=operands, inputs=tuple(inputs), _forwards={}, _backwards={}, _layouts=[]
         )
@@ -708,10 +711,7 @@ def _inputs(
     if "bandwidth" in arrays:
         examples["scales"] = np.zeros((1, 1), problem.accumulator)
     if "valid_lens" in arrays:
-        lens, shape = np.asarray(backends.host(arrays["valid_lens"])), problem.score_shape
-        examples["start"], examples["stop"] = np.zeros(
-            (2, *lens_per_query(lens, shape.query_len, shape.batch).shape), int
-        )
+        examples["start"], examples["stop"] = _bounds_examples(layout, arrays["valid_lens"])
     elif tiles.interval_set is not None:
         examples["start"], examples["stop"] = tiles.interval_set.with_holes
     return tuple(map(examples.get, ORDER))
@@ -783,6 +783,13 @@ def _mask_example(ops: Backend, layout: AxisLayout, mask: Array) -> HostArray:
     """Return an example of a boolean mask as the module reads it, on the canonical axes."""
     example: HostArray = layout.pairs_to_canonical(backends.load("numpy"), _example(_memory(ops, mask)))
     return example.view(np.uint8)
+
+
+def _bounds_examples(layout: AxisLayout, lens: Any) -> HostArray:
+    """Return examples of the bounds (start, stop) of the intervals of valid lengths."""
+    shape = layout.score_shape
+    lens = np.asarray(backends.host(lens))
+    return np.zeros((2, *lens_per_query(lens, shape.query_len, shape.batch).shape), int)
 
 
 def _c_order_example(shape: Sequence[int], dtype: str) -> HostArray:
