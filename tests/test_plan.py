@@ -317,6 +317,30 @@ def test_a_name_means_the_score_that_it_stands_for_now(monkeypatch: pytest.Monke
         torch.testing.assert_close(ats.attend(*arrays, score="varied"), ats.attend(*arrays, score=ats.ScaledDot(scale)))
 
 
+@pytest.mark.parametrize(
+    "score, has_plan",
+    [
+        (lambda: ats.SoftCap(ats.ScaledDot(0.3), 5), True),
+        (lambda: ats.SoftCap(ats.Temperature("dot", 3.0), 2.0), True),
+        (lambda: ats.SoftCap(ats.Dot(), torch.tensor(2.0)), False),
+        (lambda: ats.Temperature("cosine", 2.0), False),
+        (lambda: ats.SoftCap(ats.Gaussian(), 2.0), False),
+    ],
+)
+def test_a_wrapped_dot_product_has_a_plan(
+    monkeypatch: pytest.MonkeyPatch, score: Callable[[], Any], has_plan: bool
+) -> None:
+    monkeypatch.setattr(plan, "PLANS", BoundedCache())
+    arrays = [x.requires_grad_() for x in _inputs()]
+    for cap in (2.0, 0.5):
+        ats.attend(*arrays, score=ats.SoftCap(score(), cap))
+        assert bool(plan.PLANS.values()) is (has_plan and NATIVE)
+        out, exact = (ats.attend(*arrays, score=ats.SoftCap(score(), cap), kernel=name) for name in ("auto", "dense"))
+        torch.testing.assert_close(out, exact)
+        gradients = (torch.autograd.grad(x.square().sum(), arrays) for x in (out, exact))
+        torch.testing.assert_close(*gradients)
+
+
 def test_nothing_of_the_caller_is_held() -> None:
     arrays, lens = _inputs(), torch.tensor([3, 5])
     mask = ats.ValidLens(lens)

@@ -33,11 +33,12 @@ from attnscore.masks import Dense
 from attnscore.masks.cached import arguments_signature
 from attnscore.plans import lowered
 from attnscore.problem.problem import NO_VALUE, Problem, build_problem
-from attnscore.scores import Dot, Gaussian, ScaledDot
+from attnscore.scores import Dot, Gaussian, ScaledDot, SoftCap, Temperature
 from attnscore.scores.base import Score, arrays_of, with_arrays
 
 PLANS: BoundedCache[Plan] = BoundedCache(256, thresholds.PLANNED_HEADS)
 _LENS_DTYPES = ("int32", "int64")
+_WRAPPERS = (SoftCap, Temperature)
 # Dtypes of NumPy's masks and lengths that each call reads, in the byte order of the machine.
 _DTYPES_READ_AT_EACH_CALL = {np.dtype(name): name for name in ("bool", *_LENS_DTYPES)}
 
@@ -96,7 +97,7 @@ def _signature_without_lengths(arguments: CallArguments, options: tuple[Hashable
     head_axis, _, _, dropout, _, return_stats = options
     has_others = not (bias is sink is None) or type(dropout) is not float or dropout or return_stats is not False
     score_signature = None if has_others or type(head_axis) is not int else _score_signature(score)
-    if score_signature is None or not _is_scaled_dot(score_signature[0]):
+    if score_signature is None or not _is_dot_product(score_signature[0]):
         return None
     ops: Any = backends.of_type(type(query))
     signature: list[Hashable] = [ops, score_signature[0], *map(type, options), options]
@@ -145,7 +146,20 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
     if type(score) is str:
         cls = scores.named(score)
         return (cls, ()) if isinstance(cls, type) else None
-    return score.signature() if isinstance(score, Score) else None
+    if type(score) not in _WRAPPERS:
+        return score.signature() if isinstance(score, Score) else None
+    # Of scaled dot products alone: the plans of others depend on what the inner score computes.
+    number, inner = getattr(score, score.parameter), _score_signature(score.score)
+    if type(number) not in (int, float) or inner is None or not _is_dot_product(inner[0]):
+        return None
+    return (type(score), type(number), number, inner[0]), ()
+
+
+def _is_dot_product(score_numbers: Any) -> bool:
+    """Whether a score with this signature is a function of q.k and numbers alone."""
+    while type(score_numbers) is tuple and score_numbers[0] in _WRAPPERS:
+        score_numbers = score_numbers[-1]
+    return _is_scaled_dot(score_numbers)
 
 
 def _is_scaled_dot(score_numbers: Any) -> bool:
