@@ -914,6 +914,19 @@ def test_autocast_around_a_backward_casts_nothing() -> None:
         torch.testing.assert_close([out, *found], wanted)
 
 
+def test_calls_under_autocast_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, mask = [x.requires_grad_() for x in _inputs()], ats.Causal(align="top_left")
+    cast = [x.bfloat16() for x in arrays]
+    expected = ats.attend(*cast, mask=mask, score="dot"), ats.attend(*cast, mask=mask)
+    _build_nothing(monkeypatch)
+    for score, out in zip(("dot", "scaled_dot"), expected, strict=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = ats.attend(*arrays, mask=mask, score=score)
+        assert result.dtype == torch.bfloat16 and torch.equal(result, out)
+        gradients = (torch.autograd.grad(x.float().square().sum(), arrays, retain_graph=True) for x in (result, out))
+        assert all(map(torch.equal, *gradients))
+
+
 def test_many_gradients_at_once() -> None:
     """As `torch.autograd.functional.jacobian(vectorize=True)` asks for them: once, and for a call that is prepared."""
     arrays = [x.requires_grad_() for x in _inputs()]

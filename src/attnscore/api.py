@@ -119,12 +119,20 @@ def attend(
         # Neither variables nor ragged arrays have a signature.
         arguments = plans.with_variable_values(arguments)
         signature, (query, key, value, *_) = plans.signature(arguments, options), arguments
-        if backends.of({"query": query}).ragged(query) is not None:
+        ops = backends.of({"query": query})
+        if ops.ragged(query) is not None:
             return attend_ragged(
                 attend, {"query": query, "key": key, "value": value}, mask, head_axis=head_axis, score=score,
                 sink=sink, dropout=dropout, seed=seed, normalizer=normalizer, kernel=kernel, return_stats=return_stats,
                 without={"valid_lens": valid_lens, "bias": bias, "return_weights": return_weights},
             )  # fmt: skip
+        if all(backends.of_type(type(x)) is ops for x in (query, key, value)) and ops.has_autocast(query):
+            with ops.numeric_scope():
+                # In autocast's dtype, and without autocast, the call has a plan.
+                query, key, value = ops.autocast(query, key, value)
+                arguments = arguments._replace(query=query, key=key, value=value)
+                plan, arguments = plans.plan_for(plans.signature(arguments, options), arguments, options)
+                return plan.run(arguments)
     plan, arguments = plans.plan_for(signature, arguments, options)
     return plan.run(arguments)
 

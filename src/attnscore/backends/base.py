@@ -539,6 +539,10 @@ class Backend(ABC):
     def draw_seed(self, like: Array) -> int:
         """Draw a dropout seed from the framework's own generator."""
 
+    def has_autocast(self, x: Array) -> bool:
+        """Whether a mixed-precision scope that `numeric_scope` leaves is active on the device of `x`."""
+        return False
+
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
         """Return the arrays in the dtype of the active mixed-precision scope, unchanged outside one."""
         return arrays

@@ -216,7 +216,7 @@ class TorchBackend(Backend):
         return False
 
     def has_autocast(self, x: Array) -> bool:
-        """Whether autocast is on where a tensor is; some devices, such as meta, have none."""
+        # Some devices, such as meta, have none.
         kind = x.device.type
         return kind in _DEVICE_TYPES and torch.is_autocast_enabled(kind)
 
