@@ -96,11 +96,11 @@ def slots(page: Any) -> Figure:
 def kernel_regression(page: Any) -> Figure:
     """The fits before and after, and the path of the bandwidth on its error."""
     figure, (left, right) = panels(2, height=3.3)
-    x, asked = page.x.numpy(), page.asked.numpy()
+    x, new_x = page.x.numpy(), page.new_x.numpy()
     left.plot(x, page.y.numpy(), "o", color="#bdbdbd", markersize=3.5, label="data")
-    left.plot(asked, page.truth(page.asked).numpy(), "--", color=GREY, linewidth=1.2, label="truth")
+    left.plot(new_x, page.truth(page.new_x).numpy(), "--", color=GREY, linewidth=1.2, label="truth")
     for (bandwidth, fit), colour in zip(page.fits.items(), (RED, BLUE), strict=True):
-        left.plot(asked, fit.numpy(), color=colour, label=f"bandwidth {bandwidth:.2f}")
+        left.plot(new_x, fit.numpy(), color=colour, label=f"bandwidth {bandwidth:.2f}")
     style_lines(left, "The learned bandwidth follows the data", "x", "y")
     left.legend()
     right.semilogx([float(h) for h in page.grid], [float(e) for e in page.grid.values()], color=GREY, label="grid")
@@ -115,9 +115,9 @@ def pointer_network(page: Any) -> Figure:
     """The weights of a list of ten, places and queries as they came and sorted."""
     row = int((page.lens == 10).nonzero()[0])
     numbers, order = page.numbers[row, :, 0], page.order[row]
-    asked = page.asked(page.numbers, page.order)[row, :, 0]
+    queries = page.queries_of(page.numbers, page.order)[row, :, 0]
     figure, axes = panels(2, 8, 3.8)
-    names = [f"{number:.2f}" for number in asked.tolist()]
+    names = [f"{number:.2f}" for number in queries.tolist()]
     for axis, places, title in zip(axes, (np.arange(10), order), ("places as they came", "places sorted"), strict=True):
         image = axis.imshow(page.weights[row][:, places], vmin=0, vmax=1)
         axis.set_xticks(range(10), [f"{number:.2f}" for number in numbers[places].tolist()], rotation=90)
@@ -131,7 +131,7 @@ def pointer_network(page: Any) -> Figure:
 def location_sensitive(page: Any) -> Figure:
     """The alignment of one list of symbols without and with the location, and where it should be."""
     figure, axes = panels(2, 8, 3.8)
-    for axis, (located, (right, alignment, place)) in zip(axes, page.found.items(), strict=True):
+    for axis, (located, (right, alignment, place)) in zip(axes, page.results.items(), strict=True):
         image = axis.imshow(alignment[0].T, vmin=0, vmax=1, aspect="auto")
         axis.plot(place[0], "o", color=BLUE, fillstyle="none", markersize=7)
         title = "with the location" if located else "content alone"
