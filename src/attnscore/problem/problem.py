@@ -330,7 +330,9 @@ def requested_statistics(return_stats: Any, normalizer: Any = "softmax") -> tupl
     if not isinstance(names, (tuple, list, set, frozenset)):
         raise ArgumentError(message("return_stats", expected, shown(return_stats)))
     if unknown := [name for name in names if not isinstance(name, str) or name not in available]:
-        raise ArgumentError(message("return_stats", expected, shown(unknown), hint=did_you_mean(unknown[0], available)))
+        of_softmax = [name for name in unknown if isinstance(name, str) and name in TABLE]
+        hint = f"normalizer='softmax' has {of_softmax[0]}" if of_softmax else did_you_mean(unknown[0], available)
+        raise ArgumentError(message("return_stats", expected, shown(unknown), hint=hint))
     return tuple(name for name in available if name in names)
 
 
