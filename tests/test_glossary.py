@@ -44,7 +44,6 @@ WORDS = {
     "at_once": "eager_scope",
     "quarantined": "with_nonfinite_rows_isolated",
     "bad_rows": "nonfinite_rows",
-    "top_of_bins": "topk_by_blocks",
     "kStrip": "kMR",
     "let_escape": "propagate_nonfinite",
     "ask_for_row": "prefetch_row",

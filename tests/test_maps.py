@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore.analysis import topk
 from attnscore.base import thresholds
-from cases import FRAMEWORKS, needs_native
+from cases import FRAMEWORKS
 
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 
@@ -152,7 +151,7 @@ def test_no_matrix_is_held() -> None:
     tracemalloc.stop()
 
 
-BY_BINS: dict[str, dict[str, Any]] = {
+MANY_KEYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"mask": ats.Causal("bottom_right")},
     "window": {"mask": ats.Causal("bottom_right") & ats.SlidingWindow(left=3, align="bottom_right")},
@@ -177,42 +176,27 @@ def long_arrays(framework: str, dtype: str = "float64") -> tuple[Any, Any]:
     return tuple(torch.from_numpy(x).to(getattr(torch, dtype)).requires_grad_() for x in pair)
 
 
-@needs_native
 @frameworks
-@pytest.mark.parametrize("name", BY_BINS)
-@pytest.mark.parametrize("held", [2**20, 2**8])
-def test_top_weights_through_bins_of_keys(name: str, held: int, framework: str, monkeypatch: Any) -> None:
-    """The way of long rows, on rows that are short enough to be compared whole."""
-    monkeypatch.setattr(thresholds, "BLOCKWISE_KEYS", 1)
-    monkeypatch.setattr(thresholds, "BLOCKWISE_NUMBERS", held)
-    arguments = dict(BY_BINS[name])
+@pytest.mark.parametrize("name", MANY_KEYS)
+@pytest.mark.parametrize("held", [2**20, 2**13])
+def test_top_weights_of_many_keys(name: str, held: int, framework: str, monkeypatch: Any) -> None:
+    """A few queries at a time, each on the keys that these queries attend."""
+    monkeypatch.setattr(thresholds, "POOLED_WEIGHTS", held)
+    arguments = dict(MANY_KEYS[name])
     score = arguments.get("score")
     if framework == "torch" and score is not None:
         fields = {f: torch.from_numpy(x) for f, x in vars(score).items() if isinstance(x, np.ndarray)}
         arguments["score"] = dataclasses.replace(score, **fields)
-    walked = []
-    monkeypatch.setattr(topk, "topk_by_blocks", spied(topk.topk_by_blocks, walked))
     found = ats.top_weights(*long_arrays(framework), 2, **arguments)
-    assert walked, "this way was taken"
-    whole = ats.attention_weights(*long_arrays("numpy"), **BY_BINS[name])
+    whole = ats.attention_weights(*long_arrays("numpy"), **MANY_KEYS[name])
     weights, index = host(found.weights), host(found.index)
     assert np.allclose(weights, -np.sort(-whole, -1)[..., :2], rtol=1e-10, atol=1e-14)
     assert np.array_equal(index == -1, weights == 0)
     assert np.allclose(np.take_along_axis(whole, np.maximum(index, 0), -1)[index >= 0], weights[index >= 0], rtol=1e-10)
 
 
-def spied(function: Any, calls: list[Any]) -> Any:
-    def called(*arguments: Any) -> Any:
-        calls.append(arguments)
-        return function(*arguments)
-
-    return called
-
-
-@needs_native
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_top_weights_through_bins_in_narrow_dtypes(dtype: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(thresholds, "BLOCKWISE_KEYS", 1)
+def test_top_weights_of_many_keys_in_narrow_dtypes(dtype: str) -> None:
     found = ats.top_weights(*long_arrays("torch", dtype), 2, mask=ats.Causal("bottom_right"))
     assert found.weights.dtype == getattr(torch, dtype)
     whole = ats.attention_weights(
@@ -223,9 +207,7 @@ def test_top_weights_through_bins_in_narrow_dtypes(dtype: str, monkeypatch: Any)
     torch.testing.assert_close(found.weights.double(), wanted, rtol=4 * eps, atol=1e-6)
 
 
-def test_scores_of_a_high_level_weigh_no_more_than_one(monkeypatch: Any) -> None:
-    """The kernel's largest score and the one computed again differ by a rounding, at 1e5 of 0.01."""
-    monkeypatch.setattr(thresholds, "BLOCKWISE_KEYS", 1)
+def test_scores_of_a_high_level_weigh_no_more_than_one() -> None:
     query, key = (300 * x.astype(np.float32) for x in long_arrays("numpy"))
     weights = ats.top_weights(query, key, 2).weights
     assert weights.max() <= 1 and np.allclose(
@@ -234,9 +216,7 @@ def test_scores_of_a_high_level_weigh_no_more_than_one(monkeypatch: Any) -> None
 
 
 @pytest.mark.parametrize("what", ["nan", "bias", "scattered", "many"])
-def test_what_bins_do_not_take_is_computed_whole(what: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(thresholds, "BLOCKWISE_KEYS", 1)
-    monkeypatch.setattr(topk, "topk_by_blocks", lambda *_: pytest.fail("taken"))
+def test_top_weights_of_many_keys_that_are_not_plain(what: str) -> None:
     query, key = (x[0, :3] for x in long_arrays("numpy"))
     arguments: dict[str, Any] = {}
     if what == "nan":

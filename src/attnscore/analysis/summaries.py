@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Never
 import numpy as np
 
 from attnscore import backends, kernels
-from attnscore.analysis import topk
 from attnscore.analysis.weights import matrix_of, problem_without_value, slice_problem
 from attnscore.backends.base import Array, HostArray
 from attnscore.base import thresholds
@@ -83,18 +82,15 @@ def top_weights(
             if score_shape.key_len == 0:
                 raise ArgumentError(message("key", "at least one key to choose from", "none"))
             raise ArgumentError(message("k", expected, shown(k)))
-        if topk.is_profitable(problem, int(k)):
-            weights, index = topk.topk_by_blocks(problem, int(k))
-        else:
-            step = max(1, thresholds.POOLED_WEIGHTS // (_matrices(problem) * score_shape.key_len))
-            parts = []
-            for first in range(0, max(1, score_shape.query_len), step):
-                rows = slice(first, first + step)
-                cols = _unmasked_keys(problem, rows, int(k))
-                block = matrix_of(slice_problem(slice_problem(problem, rows, None), None, cols), "weights")
-                weights, index = ops.top_k(block, int(k))
-                parts.append((weights, index if cols is None else index + cols.start))
-            weights, index = (ops.concat(list(arrays), -2) for arrays in zip(*parts, strict=True))
+        step = max(1, thresholds.POOLED_WEIGHTS // (_matrices(problem) * score_shape.key_len))
+        parts = []
+        for first in range(0, max(1, score_shape.query_len), step):
+            rows = slice(first, first + step)
+            cols = _unmasked_keys(problem, rows, int(k))
+            block = matrix_of(slice_problem(problem, rows, cols), "weights")
+            weights, index = ops.top_k(block, int(k))
+            parts.append((weights, index if cols is None else index + cols.start))
+        weights, index = (ops.concat(list(arrays), -2) for arrays in zip(*parts, strict=True))
         weights = ops.astype(weights, problem.dtype)
         from_canonical = problem.layout.scores_from_canonical
         return TopWeights(from_canonical(ops, weights), from_canonical(ops, ops.where(weights > 0, index, -1)))

@@ -16,6 +16,7 @@ from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
 from attnscore.masks import IntervalSet, Mask
 from attnscore.masks.base import IntervalSetMask
+from attnscore.masks.intervals import normalize
 from attnscore.plans import plan as plans
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.online_softmax import NEG_INF, log_weights
@@ -130,7 +131,7 @@ def attention_scores(
     reject_unknown(attention_scores, unknown)
     with backends.of({"query": query}).numeric_scope():
         problem = problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis)
-        problem = slice_problem(slice_problem(problem, query_index, None), None, key_index)
+        problem = slice_problem(problem, query_index, key_index)
         return _from_canonical(problem, matrix_of(problem, "scores"))
 
 
@@ -225,12 +226,18 @@ class SlicedMask(IntervalSetMask):
         return self.mask.visible(ops, self.score_shape, rows, cols)
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        interval_set = self.mask.interval_set(self.score_shape.query_len, self.score_shape.key_len, batch)
-        if interval_set is None or self.cols is not None or (interval_set.count > 1 and self.mask.is_array):
+        intervals = self.mask.interval_set(self.score_shape.query_len, self.score_shape.key_len, batch)
+        if intervals is None or (intervals.count > 1 and self.mask.is_array):
             return None
-        if self.rows is None:
-            return interval_set
-        return IntervalSet(interval_set.start[..., self.rows], interval_set.stop[..., self.rows])
+        start, stop = intervals.start, intervals.stop
+        if self.rows is not None:
+            start, stop = start[..., self.rows], stop[..., self.rows]
+        if self.cols is None:
+            return IntervalSet(start, stop)
+        first = int(self.cols[0]) if len(self.cols) else 0
+        if not np.array_equal(self.cols, np.arange(first, first + key_len)):
+            return None  # keys that are not side by side
+        return normalize(np.clip(start - first, 0, key_len), np.clip(stop - first, 0, key_len), key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         self.mask.check(ops, self.score_shape)

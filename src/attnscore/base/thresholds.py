@@ -117,14 +117,8 @@ EVALUATED_ROWS = 256
 # call, while intervals, being part of the plan, are planned anew at each step (0.5 ms).
 WINDOW_PAIRS = 2**18
 
-# The largest weights by blocks of keys: keys from which that takes less time than all weights, blocks for each
-# candidate, as copying a candidate key takes about 6 times as long as computing a weight, and numbers held at a time
-# for queries x blocks and for the candidate keys, 4 MB each in float32.
-BLOCKWISE_KEYS = 4096
-BLOCKS_A_CANDIDATE = 8
-BLOCKWISE_NUMBERS = 2**20
-# Pooled maps: weights computed at a time, 4 MB in float32, and queries in a call of a kernel, as with fewer reading the
-# keys would be most of its time.
+# Largest weights and pooled maps: weights computed at a time, 4 MB in float32, and queries of a map in a call of a
+# kernel, as with fewer reading the keys would be most of its time.
 POOLED_WEIGHTS = 2**20
 POOLED_QUERIES = 1024
 
