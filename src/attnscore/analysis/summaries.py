@@ -104,8 +104,10 @@ def _unmasked_keys(problem: Problem, rows: slice, k: int) -> slice | None:
     start, stop = (x[..., rows] for x in (interval_set.start, interval_set.stop))
     attends = stop > start
     first, last = (int(start[attends].min()), int(stop[attends].max())) if attends.any() else (0, 0)
-    first = min(first, problem.score_shape.key_len - k)
-    return slice(first, max(last, first + k))
+    # Few different sizes, as eager JAX compiles and keeps its operations for each.
+    size = min(2 ** (max(k, last - first) - 1).bit_length(), problem.score_shape.key_len)
+    first = min(first, problem.score_shape.key_len - size)
+    return slice(first, first + size)
 
 
 def _matrices(problem: Problem) -> int:
