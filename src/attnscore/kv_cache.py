@@ -506,9 +506,10 @@ class KeyValueCache:
             raise ArgumentError(message("cache", "one whose lengths the host can read", "a traced one"))
         used, ops = min(self.slots, int(lens.max(initial=0))), self._ops
         keys, values = (files.host_array(ops, ops.slice_axis(x, 2, 0, used)) for x in (self._keys, self._values))
-        sizes = np.array(self._key_sizes or (1, 1))
-        contents = keys, values, lens, self.slots, int(self._has_heads), sizes, self.head_axis, self.sinks
-        files.CacheFile(*contents, self.window, self._oldest).write(Path(path))
+        contents = {"keys": keys, "values": values, "lens": lens, "oldest": self._oldest, "slots": self.slots}
+        contents |= {"has_heads": int(self._has_heads), "key_sizes": np.array(self._key_sizes)}
+        contents |= {name: getattr(self, name) for name in ("window", "sinks", "head_axis")}
+        files.write(Path(path), contents)
 
     @classmethod
     def load(cls, path: str | Path, *, like: Array = None, score: Any = None) -> Self:
@@ -528,31 +529,30 @@ class KeyValueCache:
         """
         from attnscore.kv_buffers import files
 
-        contents = files.CacheFile.read(Path(path))
-        options: dict[str, Any] = {name: getattr(contents, name) for name in ("window", "sinks", "head_axis")}
+        contents = files.read(Path(path))
+        options: dict[str, Any] = {name: contents[name] for name in ("window", "sinks", "head_axis")}
         try:
-            cache = cls(score=score, capacity=contents.slots or None, **options)
+            cache = cls(score=score, capacity=contents["slots"] or None, **options)
         except ArgumentError as error:
             raise FileError(f"{path}: no cache of keys and values: {error}") from error
         like = np.empty(0) if like is None else like
         ops = backends.of({"like": like})
         storage = STORAGE[ops.name]
-        index = storage.index_ops(ops)
         with storage.scope(ops):
-            heads, dim = map(int, contents.key_sizes)
-            cache._has_heads, cache._key_sizes = bool(contents.has_heads), (heads, dim)
+            heads, dim = map(int, contents["key_sizes"])
+            cache._key_sizes = heads, dim
+            cache._has_heads = bool(contents["has_heads"])
             cache._keys, cache._values = (
-                files.buffer_of(ops, x, contents.slots, like) for x in (contents.keys, contents.values)
+                files.buffer_of(ops, contents[name], contents["slots"], like) for name in ("keys", "values")
             )
-            lens = contents.lens.astype(np.int64)
-            host = lens, np.zeros_like(lens)
-            cache._lens, cache._starts = (index.asarray(x, like, "int64") for x in host)
+            lens, index = contents["lens"].astype(np.int64), storage.index_ops(ops)
+            cache._lens, cache._starts = (index.asarray(x, like, "int64") for x in (lens, np.zeros_like(lens)))
             if storage.is_in_place:
-                oldest = np.maximum(0, lens - (contents.slots - contents.sinks))
-                cache._oldest = oldest if contents.oldest is None else contents.oldest
+                oldest = np.maximum(0, lens - (cache.slots - cache.sinks))
+                cache._oldest = oldest if contents["oldest"] is None else contents["oldest"]
             # The score that `prepare_keys` leaves depends on the shapes of the keys alone.
             some = ops.zeros((1, heads, 1, dim), cache._keys)
-            cache._prepared_score = cache._prepare_keys(some if contents.has_heads else some[:, 0], -3)[1]
+            cache._prepared_score = cache._prepare_keys(some if cache._has_heads else some[:, 0], -3)[1]
         return cache
 
     # ------------------------------------------------------------------ inside

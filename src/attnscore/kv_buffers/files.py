@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -12,49 +11,36 @@ from attnscore import io
 from attnscore.backends.base import Array, Backend, HostArray
 from attnscore.errors import FileError
 
+_ARRAYS = ("keys", "values", "lens", "key_sizes")
+"""keys and values: (batch, head, slot, dim), without slots at the end that hold no position."""
+_NUMBERS = ("slots", "has_heads", "head_axis", "sinks")
 
-@dataclass(frozen=True, eq=False)
-class CacheFile:
-    """The contents of a file; optional entries have a default."""
 
-    keys: HostArray
-    """(batch, head, slot, dim), without slots at the end that hold no position."""
-    values: HostArray
-    lens: HostArray
-    slots: int
-    has_heads: int
-    key_sizes: HostArray
-    head_axis: int
-    sinks: int
-    window: int | None = None
-    oldest: HostArray | None = None
+def write(path: Path, contents: dict[str, Any]) -> None:
+    """Write the contents of a cache, except None; raise FileError where that fails."""
+    io.write_arrays(path, {name: np.asarray(x) for name, x in contents.items() if x is not None})
 
-    def write(self, path: Path) -> None:
-        """Write the file; raise FileError where that fails."""
-        io.write_arrays(path, {name: np.asarray(x) for name, x in vars(self).items() if x is not None})
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a file; raise FileError unless it holds a cache."""
-        arrays = io.read_arrays(path)
-        missing = {each.name for each in fields(cls) if each.default is MISSING} - arrays.keys()
-        if missing:
-            raise FileError(f"{path}: no cache of keys and values: lacks {', '.join(sorted(missing))}")
-        contents: dict[str, Any] = {each.name: arrays[each.name] for each in fields(cls) if each.name in arrays}
-        keys, values, lens = contents["keys"], contents["values"], contents["lens"]
-        numbers = contents.keys() & {"slots", "has_heads", "head_axis", "sinks", "window"}
-        fits = (
-            keys.ndim == values.ndim == 4
-            and all(contents[name].ndim == 0 and contents[name].dtype.kind in "iub" for name in numbers)
-            and contents["key_sizes"].shape == (2,)
-            and keys.shape[2] == values.shape[2] <= contents["slots"]
-            and lens.shape == keys.shape[:1] == values.shape[:1] == contents.get("oldest", lens).shape
-            and lens.dtype.kind in "iu"
-            and lens.min(initial=0) >= 0
-        )
-        if not fits:
-            raise FileError(f"{path}: no cache of keys and values: arrays that do not belong together")
-        return cls(**contents | {name: int(contents[name]) for name in numbers})
+def read(path: Path) -> dict[str, Any]:
+    """Return the contents of a cache, with `window` and `oldest` or None; raise FileError where a file has others."""
+    contents: dict[str, Any] = {"window": None, "oldest": None} | io.read_arrays(path)
+    if missing := {*_ARRAYS, *_NUMBERS} - contents.keys():
+        raise FileError(f"{path}: no cache of keys and values: lacks {', '.join(sorted(missing))}")
+    keys, values, lens, key_sizes = (contents[name] for name in _ARRAYS)
+    oldest = lens if contents["oldest"] is None else contents["oldest"]
+    numbers = {name: contents[name] for name in (*_NUMBERS, "window") if contents[name] is not None}
+    fits = (
+        keys.ndim == values.ndim == 4
+        and all(x.ndim == 0 and x.dtype.kind in "iub" for x in numbers.values())
+        and key_sizes.shape == (2,)
+        and keys.shape[2] == values.shape[2] <= contents["slots"]
+        and lens.shape == keys.shape[:1] == values.shape[:1] == oldest.shape
+        and lens.dtype.kind in "iu"
+        and lens.min(initial=0) >= 0
+    )
+    if not fits:
+        raise FileError(f"{path}: no cache of keys and values: arrays that do not belong together")
+    return contents | {name: int(x) for name, x in numbers.items()}
 
 
 def host_array(ops: Backend, x: Array) -> HostArray:
