@@ -632,44 +632,33 @@ class KeyValueCache:
         return self.sinks + int(self.window or 0) + max(count, 1) - 1
 
     def _reserve_positions(self, added: Array, count: int) -> AppendedPositions:
-        """Return the positions that are appended, and make room for them."""
-        index = self._index
-        added = index.asarray(added, self._lens, "int64")
-        ends = self._lens + added
+        """Return the positions that are appended, and make room for them; drop positions outside a window."""
+        index, size = self._index, self.slots
+        ends = self._lens + index.asarray(added, self._lens, "int64")
+        limit = math.inf if self.window is None else self._slots_of_window(count)
         if self._storage.is_in_place:
-            self._reserve(self._ops, int(ends.max(initial=0)), count)
+            length = int(ends.max(initial=0))
+            if size < min(length, limit):
+                # At least twice the size, so that appends copy each position a bounded number of times.
+                self._resize(int(min(max(length, 2 * size), limit)))
+            elif size > limit and (count == 1 or size > 2 * limit):
+                self._resize(int(limit))
         elif self.window is None:
-            ends = index.minimum(ends, self.slots)
-        elif self.slots < self._slots_of_window(count):
-            expected = f"at least sinks + window + n - 1 = {self._slots_of_window(count)} for n = {count}"
-            raise ArgumentError(message("capacity", expected, self.slots))
+            ends = index.minimum(ends, size)
+        elif size < limit:
+            expected = f"at least sinks + window + n - 1 = {limit} for n = {count}"
+            raise ArgumentError(message("capacity", expected, size))
         return AppendedPositions(index, self._lens, ends, count, self.sinks, self.slots)
 
-    def _reserve(self, ops: Backend, length: int, count: int) -> None:
-        """Make room for sequences of `length` while `count` positions are appended; drop positions outside a window.
-
-        A buffer that is too small at least doubles, so that appends copy each position a bounded number of times.
-        """
-        size, limit = self.slots, math.inf if self.window is None else self._slots_of_window(count)
-        if size < min(length, limit):
-            self._resize(ops, int(min(max(length, 2 * size), limit)))
-        elif size > limit and (count == 1 or size > 2 * limit):
-            self._resize(ops, int(limit))
-
-    def _resize(self, ops: Backend, size: int) -> None:
+    def _resize(self, size: int) -> None:
         """Move the positions that fit to buffers with `size` slots: the sinks and the newest ones."""
-        longest = int(self._lens.max(initial=0))
-        positions, oldest = self.positions, self._lens - (size - self.sinks)
+        ops, positions, oldest = self._ops, self.positions, self._lens - (size - self.sinks)
         is_newest = (positions >= 0) & ((positions < self.sinks) | (positions >= oldest[:, None]))
         slots = slots_of_positions(self._index, positions, self.sinks, size)
-        # Without a ring that has wrapped around, each position has the slot of its number before and after.
-        is_linear, both = longest <= min(size, self.slots), []
-        for x in (self._keys, self._values):
-            buffer = ops.zeros((*x.shape[:2], size, x.shape[3]), x)
-            if is_linear:
-                buffer[:, :, :longest] = x[:, :, :longest]
-            both.append(buffer if is_linear else moved(ops, buffer, x, slots, is_newest))
-        self._keys, self._values = both
+        self._keys, self._values = (
+            moved(ops, ops.zeros((*x.shape[:2], size, x.shape[3]), x), x, slots, is_newest)
+            for x in (self._keys, self._values)
+        )
         self._oldest = np.maximum(self._oldest, oldest)
 
     # ------------------------------------------------------------------ TensorFlow's nested structures
