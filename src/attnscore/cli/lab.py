@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from attnscore.cli.console import console, table
+from attnscore.cli.console import console
 from attnscore.diagnostics.page import Section, cell, write_page
 
 PAGE = "report.html"
@@ -77,9 +77,7 @@ def _report_experiment(report: Any, name: str, result: Any) -> Section:
     (sentence,), rows = part.sentences, part.rows
     if rows:
         words = sum(isinstance(value, str) for value in list(rows[0].values())[:2])
-        report.console.print(
-            table("", tuple(rows[0]), [[cell(value) for value in row.values()] for row in rows], left=words)
-        )
+        report.table("", tuple(rows[0]), [[cell(value) for value in row.values()] for row in rows], left=words)
     report.console.print(Text(sentence, style="bold"))
     report.console.print("")
     for check in result.checks():

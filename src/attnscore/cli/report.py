@@ -11,11 +11,14 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from attnscore.cli.console import table
 from attnscore.errors import AttnscoreError, FileError
 from attnscore.io import plain, replacing, write_json
 
@@ -73,9 +76,14 @@ class Report:
             figure.savefig(file, format="png", dpi=150, bbox_inches="tight", pad_inches=0.12)
         self.pictures.append(path.name)
 
-    def check(self, claim: str, difference: float, allowed: float) -> None:
-        """Record whether a difference is within the allowed one."""
-        holds = bool(difference <= allowed)  # False for NaN too
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], **options: Any) -> None:
+        """Print a table, with the options of `console.table`."""
+        self.console.print(table(title, columns, rows, **options))
+
+    def check(self, claim: str, differences: Any, allowed: float) -> None:
+        """Record whether a difference, or the largest of several, is within the allowed one."""
+        difference = float(np.abs(differences).max())
+        holds = difference <= allowed  # False for NaN too
         self.checks.append({"claim": claim, "difference": difference, "allowed": allowed, "holds": holds})
 
     def finish(self) -> None:

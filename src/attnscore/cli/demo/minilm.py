@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscore.cli.console import table
 from attnscore.cli.report import Report
 from attnscore.diagnostics.inspection import pretrained
 from attnscore.integrations.transformers import AttentionCall, register
@@ -233,7 +232,7 @@ def _compare(report: Report, passes: dict[str, tuple[torch.Tensor, float]], padd
     ]
     caption = f"largest absolute difference of any coordinate; allowed {ALLOWED:g}"
     columns = ("embeddings by", "against", "difference")
-    report.console.print(table("Sentence embeddings: attention replaced", columns, cells, left=2, caption=caption))
+    report.table("Sentence embeddings: attention replaced", columns, cells, left=2, caption=caption)
     return {
         "largest_difference": {"to_eager": to_eager, "to_sdpa": to_sdpa, "padded_to_alone": padding},
         "eager_to_sdpa": eager_to_sdpa,
@@ -246,14 +245,14 @@ def _show_statistics(report: Report, numbers: dict[str, Array], chosen: list[dic
     for name, values in numbers.items():
         columns = ("layer", *(f"head {head}" if head == 0 else str(head) for head in range(values.shape[1])))
         rows = [(layer, *(short_number(value, 3) for value in row)) for layer, row in enumerate(values)]
-        report.console.print(table(f"{STATISTICS[name]}, mean over real query tokens", columns, rows))
+        report.table(f"{STATISTICS[name]}, mean over real query tokens", columns, rows)
     places = [name.removeprefix("the token ") for name in chosen[0]["weight"]]
     cells = [
         (one["chosen_for"], one["layer"], one["head"], *(f"{share:.2f}" for share in one["weight"].values()))
         for one in chosen
     ]
     title = "Chosen heads: weight on the token itself, before, after, [CLS], [SEP]; mean over the queries that have one"
-    report.console.print(table(title, ("chosen for", "layer", "head", *places), cells))
+    report.table(title, ("chosen for", "layer", "head", *places), cells)
 
 
 def _draw_chosen_heads(

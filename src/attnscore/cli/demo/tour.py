@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import attnscore as ats
-from attnscore.cli.console import table
 from attnscore.cli.report import Report
 from attnscore.diagnostics.lab.sharpening import LOGITS, WEIGHTS
 from attnscore.plotting import drawing, show_attention, show_heatmaps
@@ -50,15 +49,15 @@ def masked_softmax(report: Report, rng: np.random.Generator) -> dict[str, Any]:
     values = rng.random((2, 2, 4))
     per_row, per_query = [2, 3], [[1, 3], [2, 4]]
     weights = np.stack([ats.masked_softmax(values, lens) for lens in (per_row, per_query)])
-    first = float(np.abs(weights[1, 0, 0] - [1, 0, 0, 0]).max())
-    report.check("masked softmax, lengths [[1, 3], [2, 4]]: the first row is exactly 1, 0, 0, 0", first, 0.0)
-    report.check("masked softmax: rows sum to 1", float(np.abs(weights.sum(-1) - 1).max()), 1e-15)
+    claim = "masked softmax, lengths [[1, 3], [2, 4]]: the first row is exactly 1, 0, 0, 0"
+    report.check(claim, weights[1, 0, 0] - [1, 0, 0, 0], 0.0)
+    report.check("masked softmax: rows sum to 1", weights.sum(-1) - 1, 1e-15)
     rows = [
         (f"sequence {batch}, query {query}", *map(_numbers, weights[:, batch, query]))
         for batch, query in np.ndindex(2, 2)
     ]
     columns = ("weights of 4 keys", f"valid_lens {per_row}", f"valid_lens {per_query}")
-    report.console.print(table("Masked softmax", columns, rows))
+    report.table("Masked softmax", columns, rows)
     titles = [f"valid_lens {lens}\nsequence {batch}" for lens in (f"{per_row}", f"{per_query}") for batch in range(2)]
     maps = weights.reshape(1, 4, 2, 4)
     report.picture("01-masked-softmax", show_heatmaps(maps, "Keys", "Queries", titles=titles, label="weight"))
@@ -80,15 +79,14 @@ def textbook(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         out, weights = ats.attend(queries, keys, values, score=score, valid_lens=lens, return_weights=True)
         results[name] = {"query_shape": queries.shape, "outputs": out, "weights": weights}
         maps.append(weights.reshape(2, 10))
-        difference = float(np.abs(out - expected).max())
-        report.check(f"{name}: outputs are [2, 3, 4, 5] and [10, 11, 12, 13]", difference, 1e-12)
+        report.check(f"{name}: outputs are [2, 3, 4, 5] and [10, 11, 12, 13]", out - expected, 1e-12)
     columns = ("score", "queries", "keys", "output of sequence 0", "output of sequence 1")
     rows = [
         (name, result["query_shape"], keys.shape, *map(_numbers, result["outputs"][:, 0]))
         for name, result in results.items()
     ]
     caption = "keys all alike, so the weights are 1/2 over 2 and 1/6 over 6 valid keys"
-    report.console.print(table("Attention with valid_lens (2, 6)", columns, rows, caption=caption))
+    report.table("Attention with valid_lens (2, 6)", columns, rows, caption=caption)
     labels = ["2 valid", "6 valid"], [str(key) for key in range(10)]
     figure = show_attention(
         maps, *labels, titles=list(calls), ylabel="Sequences", label="weight", max_cols=2, numbers=True
@@ -111,23 +109,22 @@ def scores(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         "additive": ats.Additive(w_v, w_q, w_k),
         "sum": "sum",
     }
-    maps, rows = [], []
+    columns = ("variance of the scores", "entropy", "largest weight", "effective keys")
+    maps, means = [], {}
     for name, score in made.items():
         _, weights, stats = ats.attend(queries, keys, keys, score=score, return_weights=True, return_stats=True)
         maps.append(weights)
         numbers = (stats.var_score, stats.entropy, stats.max_weight, np.exp(stats.entropy))
-        rows.append((name, *(float(np.mean(each)) for each in numbers)))
-    spread = float(np.abs(maps[-1] - maps[-1][:1]).max())
-    report.check("sum score: every query gets the same weights", spread, 1e-12)
-    columns = ("score", "variance of the scores", "entropy", "largest weight", "effective keys")
+        means[name] = {column: float(np.mean(each)) for column, each in zip(columns, numbers, strict=True)}
+    report.check("sum score: every query gets the same weights", maps[-1] - maps[-1][:1], 1e-12)
     title = "One set of queries and keys, seven scores (mean over 8 queries)"
     caption = "each query is its own key and some noise; in q + k the query cancels in the softmax"
-    cells = [(name, *(f"{number:.3f}" for number in numbers)) for name, *numbers in rows]
-    report.console.print(table(title, columns, cells, caption=caption))
+    cells = [(name, *(f"{mean:.3f}" for mean in of_score.values())) for name, of_score in means.items()]
+    report.table(title, ("score", *columns), cells, caption=caption)
     title = "Weights of the same random queries and keys, untrained, under seven scores"
     figure = show_attention(maps, titles=list(made), max_cols=4, figsize=(9.2, 4.8), suptitle=title)
     report.picture("03-scores", figure)
-    return {str(row[0]): dict(zip(columns[1:], row[1:], strict=True)) for row in rows}
+    return means
 
 
 def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
@@ -158,9 +155,9 @@ def masks(report: Report, rng: np.random.Generator) -> dict[str, Any]:
         visible = np.ones((8, 8), bool) if mask is None else mask.materialize(8, 8)[0]
         maps.append(weights)
         rows.append((title, int(visible.sum()), float(weights[~visible].sum())))
-    report.check("masked keys weigh exactly 0", max(row[2] for row in rows), 0.0)
+    report.check("masked keys weigh exactly 0", [row[2] for row in rows], 0.0)
     columns = ("mask", "unmasked pairs of 64", "weight on masked pairs")
-    report.console.print(table("Self-attention over 8 tokens", columns, rows))
+    report.table("Self-attention over 8 tokens", columns, rows)
     figure = show_heatmaps(np.array(maps)[None], "Keys", "Queries", titles=list(used), label="weight")
     report.picture("05-masked-attention", figure)
     return {"visible_pairs": {title: int(matrix.sum()) for title, matrix in unmasked.items()}}
@@ -172,19 +169,16 @@ def temperature(report: Report, _: np.random.Generator) -> dict[str, Any]:
     soft = {int(factor): ats.masked_softmax(factor * logits) for factor in WEIGHTS}
     jacobians = {factor: ats.softmax_jacobian(weights) for factor, weights in soft.items()}
     for factor, expected in zip(soft, WEIGHTS.values(), strict=True):
-        difference = float(np.abs(soft[factor] - expected).max())
-        report.check(f"softmax({factor}y) to three digits", difference, _ROUNDED)
+        report.check(f"softmax({factor}y) to three digits", soft[factor] - expected, _ROUNDED)
         by_temperature = ats.masked_softmax(logits, temperature=1 / factor)
-        report.check(f"T = 1/{factor} is softmax({factor}y)", float(np.abs(by_temperature - soft[factor]).max()), 1e-12)
+        report.check(f"T = 1/{factor} is softmax({factor}y)", by_temperature - soft[factor], 1e-12)
     rows = [
-        (f"softmax({'' if factor == 1 else factor}y)", _numbers(weights), *_health(weights))
+        (f"softmax({'' if factor == 1 else factor}y)", _numbers(weights), *_spread(weights))
         for factor, weights in soft.items()
     ]
     columns = ("y = [0.2, 0.4, 0.1, 0.8]", "weights", "entropy", "effective keys", "trace of the Jacobian")
     caption = "eight times the logits is 64 times their variance; the gradient through the softmax shrinks"
-    report.console.print(
-        table("The softmax sharpens with the variance of its logits", columns, rows, left=2, caption=caption)
-    )
+    report.table("The softmax sharpens with the variance of its logits", columns, rows, left=2, caption=caption)
     steps = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
     weights = np.stack([ats.masked_softmax(logits, temperature=step) for step in steps])
     report.picture("06-temperature", _draw_temperatures([f"T = {step:g}" for step in steps], weights))
@@ -218,7 +212,7 @@ def cost(report: Report, _: np.random.Generator) -> dict[str, Any]:
     ]
     columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by a naive form / MB")
     caption = f"one head, 4096 queries and keys, d = {dim}, h = {hidden}, float32; attend keeps no such matrix"
-    report.console.print(table("What one call costs", columns, rows, caption=caption))
+    report.table("What one call costs", columns, rows, caption=caption)
     report.picture("07-cost", _draw_growth(lengths, {name: costs_of[name] for name in ("scaled dot", "additive")}))
     return {
         "setting": {"heads": 1, "batch": 1, "dim": dim, "value_dim": dim, "hidden": hidden, "dtype": "float32"},
@@ -270,8 +264,7 @@ def _draw_growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, ats.Co
         left.plot(lengths, [one.operations for one in line], "o-", color=colour, label=name)
         right.plot(lengths, [one.matrix_bytes for one in line], "o--", color=colour, label=f"{name}, naive")
     first = next(iter(costs.values()))
-    both = [first[length].bytes for length in lengths]
-    right.plot(lengths, both, "o-", color="#8c8c8c", label="inputs and outputs")
+    right.plot(lengths, [first[length].bytes for length in lengths], "o-", color="#8c8c8c", label="inputs and outputs")
     for axis, title in ((left, "Operations of one head"), (right, "Bytes that have to be held")):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
@@ -281,7 +274,8 @@ def _draw_growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, ats.Co
     return figure
 
 
-def _health(weights: Array) -> tuple[str, ...]:
+def _spread(weights: Array) -> tuple[str, ...]:
+    """Format entropy, effective keys and trace of the softmax Jacobian."""
     entropy = float(-(weights * np.log(weights)).sum())
     return f"{entropy:.3f}", f"{np.exp(entropy):.2f}", f"{1 - float((weights**2).sum()):.3f}"
 
