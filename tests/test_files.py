@@ -132,7 +132,7 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "header not closed": (".npy", header("{'descr': '<f4', ("), "damaged or truncated .npy file"),
     "header of brackets": (".npy", header("(" * 5000), "damaged or truncated .npy file"),
     "header that is no dictionary": (".npy", header("[1, 2]\n"), "damaged or truncated .npy file"),
-    "header of 4 GB": (".npy", b"\x93NUMPY\2\0" + struct.pack("<I", 2**32 - 1), "claims 4294967295 bytes"),
+    "header of 4 GB": (".npy", b"\x93NUMPY\2\0" + struct.pack("<I", 2**32 - 1), "damaged or truncated .npy file"),
     "header cut off": (".npy", npy()[:9], "damaged or truncated .npy file"),
     "format 9.9": (".npy", header("{}", version=b"\x09\x09"), "not supported: .npy format 9.9"),
     "7 PiB over 8 bytes": (".npy", of_shape(str(PIB7)), "claims 7881299347898368 bytes of numbers, and there are 8"),

@@ -47,7 +47,10 @@ def read_arrays(path: Path) -> dict[str, Array]:
     with file_errors(path, f"{suffix} file"):
         if not path.is_file():
             raise FileError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
-        arrays = _READERS[suffix](path)
+        if suffix == ".npy":
+            arrays = {path.stem: _from_npy(path, path.stem, path.read_bytes())}
+        else:
+            arrays = _read_npz(path) if suffix == ".npz" else _read_safetensors(path)
         return {name: _checked(path, name, array) for name, array in arrays.items()}
 
 
@@ -220,10 +223,6 @@ def _known_suffix(path: Path, *, several: bool = False) -> str:
     return suffix
 
 
-def _read_npy(path: Path) -> dict[str, Array]:
-    return {path.stem: _from_npy(path, path.stem, path.read_bytes())}
-
-
 def _read_npz(path: Path) -> dict[str, Array]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -265,24 +264,21 @@ def _from_npy(path: Path, name: str, content: bytes) -> Array:
         if content:
             raise FileError(f"{path}: not a .npy file, or one with pickled objects, which are never read")
         raise EOFError("no data in it")
-    version = content[len(_NPY_START) :][:2]
-    if version not in _NPY_LENGTHS:
-        raise NotImplementedError(f".npy format {version[0]}.{version[-1]}")
-    kind, at = _NPY_LENGTHS[version], len(_NPY_START) + 2
-    (length,) = struct.unpack_from(kind, content, at)
-    before = at + struct.calcsize(kind) + length
-    if before > len(content):
-        raise ValueError(f"the header of {name} claims {length} bytes, and there are {len(content)}")
-    read_header = np.lib.format.read_array_header_1_0 if kind == "<H" else np.lib.format.read_array_header_2_0
-    shape, is_fortran, dtype = read_header(io.BytesIO(content[at:before]))
+    stream = io.BytesIO(content)
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0), (3, 0)):  # 3.0 differs from 2.0 in the names of fields, which numbers lack
+        raise NotImplementedError(f".npy format {version[0]}.{version[1]}")
+    is_first = version == (1, 0)
+    read_header = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read_header(stream)
     _check_numbers(path, name, dtype)
     if min(shape, default=0) < 0:
         raise ValueError(f"the header of {name} has the shape {shape}")
     # Python's ints: NumPy's overflow.
     claimed = math.prod(map(int, shape)) * dtype.itemsize
-    if claimed != (left := len(content) - before):
+    if claimed != (left := len(content) - stream.tell()):
         raise ValueError(f"the header of {name} claims {claimed} bytes of numbers, and there are {left}")
-    return np.frombuffer(content, dtype, offset=before).reshape(shape, order="F" if is_fortran else "C")
+    return np.frombuffer(content, dtype, offset=stream.tell()).reshape(shape, order="F" if is_fortran else "C")
 
 
 def _read_safetensors(path: Path) -> dict[str, Array]:
@@ -303,10 +299,7 @@ def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return by_name
 
 
-_READERS = {".npy": _read_npy, ".npz": _read_npz, ".safetensors": _read_safetensors}
 _NPY_START = b"\x93NUMPY"
-# How the length of a header is written, by format version. 3.0 differs in the names of fields, which numbers lack.
-_NPY_LENGTHS = {b"\x01\x00": "<H", b"\x02\x00": "<I", b"\x03\x00": "<I"}
 # Bytes that one byte of a member can become, at most (zlib's documentation: 1032:1).
 _LARGEST_GROWTH = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: 1032}
 _ENCRYPTED = 1
