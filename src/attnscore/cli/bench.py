@@ -86,13 +86,14 @@ def _drawn(*shape: int, of: int = 3) -> list[Any]:
     return list(np.random.default_rng(0).standard_normal((of, *shape), np.float32))
 
 
+def _pair(what: str, ours: Any, theirs: Any, *arrays: Any, beside: str = "SDPA") -> Pair:
+    return Pair(what, beside, functools.partial(ours, *arrays), functools.partial(theirs, *arrays))
+
+
 def _of_torch() -> Iterator[Pair]:
     import torch
 
     sdpa, ours = torch.nn.functional.scaled_dot_product_attention, ats.attend
-
-    def pair(what: str, attention: Any, theirs: Any, *arrays: Any, beside: str = "SDPA") -> Pair:
-        return Pair(what, beside, functools.partial(attention, *arrays), functools.partial(theirs, *arrays))
 
     def both(attention: Any) -> Any:
         def run(query: Any, key: Any, value: Any, grad: Any) -> tuple[Any, ...]:
@@ -102,23 +103,23 @@ def _of_torch() -> Iterator[Pair]:
         return run
 
     usual = [torch.from_numpy(x) for x in _drawn(1, 8, 2048, 64)]
-    yield pair("PyTorch, scaled dot (1,8,2048,64)", ours, sdpa, *usual)
+    yield _pair("PyTorch, scaled dot (1,8,2048,64)", ours, sdpa, *usual)
     learned = [x.clone().requires_grad_() for x in usual]
-    yield pair("the same, forward + backward", both(ours), both(sdpa), *learned, usual[0])
+    yield _pair("the same, forward + backward", both(ours), both(sdpa), *learned, usual[0])
     causal = functools.partial(ours, mask=ats.Causal())
-    yield pair("the same, causal", causal, functools.partial(sdpa, is_causal=True), *usual)
+    yield _pair("the same, causal", causal, functools.partial(sdpa, is_causal=True), *usual)
     padded = torch.zeros(1, 1, 1, 2048, dtype=torch.bool)
     padded[..., :1024] = True
     half = functools.partial(ours, valid_lens=torch.tensor([1024]))
-    yield pair("the same, half the keys padded", half, functools.partial(sdpa, attn_mask=padded), *usual)
+    yield _pair("the same, half the keys padded", half, functools.partial(sdpa, attn_mask=padded), *usual)
     i = torch.arange(2048)
     near = (i <= i[:, None]) & (i > i[:, None] - 256)
     window = functools.partial(ours, mask=ats.SlidingWindow(255, 0))
-    yield pair("the same, a window of 256", window, functools.partial(sdpa, attn_mask=near), *usual)
+    yield _pair("the same, a window of 256", window, functools.partial(sdpa, attn_mask=near), *usual)
     one = usual[0][:, :, :1], *(torch.from_numpy(x) for x in _drawn(1, 8, 32768, 64, of=2))
-    yield pair("decoding, 1 query, 32768 keys", ours, sdpa, *one)
+    yield _pair("decoding, 1 query, 32768 keys", ours, sdpa, *one)
     tiny = [torch.from_numpy(x) for x in _drawn(2, 8, 16, 64)]
-    yield pair("tiny (2,8,16,64)", ours, sdpa, *tiny)
+    yield _pair("tiny (2,8,16,64)", ours, sdpa, *tiny)
     short = [torch.from_numpy(x) for x in _drawn(1, 256, 256)]
     w_v = torch.linspace(-1, 1, 256)
 
@@ -127,20 +128,17 @@ def _of_torch() -> Iterator[Pair]:
         return torch.softmax(scores, -1) @ value
 
     additive = functools.partial(ours, score=ats.Additive(w_v))
-    yield pair("additive (1,256,256), h 256", additive, formula, *short, beside="the formula in PyTorch")
+    yield _pair("additive (1,256,256), h 256", additive, formula, *short, beside="the formula in PyTorch")
 
 
 def _of_numpy() -> Iterator[Pair]:
-    query, key, value = _drawn(1, 8, 1024, 64)
-
-    def formula() -> Any:
+    def formula(query: Any, key: Any, value: Any) -> Any:
         scores = query @ key.swapaxes(-1, -2) / np.float32(8)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         return weights / weights.sum(-1, keepdims=True) @ value
 
-    yield Pair(
-        "NumPy, scaled dot (1,8,1024,64)", "the formula in NumPy", lambda: ats.attend(query, key, value), formula
-    )
+    arrays = _drawn(1, 8, 1024, 64)
+    yield _pair("NumPy, scaled dot (1,8,1024,64)", ats.attend, formula, *arrays, beside="the formula in NumPy")
 
 
 def _of_jax() -> Iterator[Pair]:
@@ -148,27 +146,17 @@ def _of_jax() -> Iterator[Pair]:
 
     arrays = [jax.numpy.asarray(x) for x in _drawn(1, 8, 1024, 64)]
     theirs = jax.jit(lambda *x: jax.nn.dot_product_attention(*(y.swapaxes(1, 2) for y in x)).swapaxes(1, 2))
-    ours = jax.jit(ats.attend)
-    yield Pair(
-        "JAX, jit, scaled dot (1,8,1024,64)",
-        "dot_product_attention",
-        lambda: ours(*arrays).block_until_ready(),
-        lambda: theirs(*arrays).block_until_ready(),
-    )
+    ours, what = jax.jit(ats.attend), "JAX, jit, scaled dot (1,8,1024,64)"
+    sides = (lambda *x, side=side: side(*x).block_until_ready() for side in (ours, theirs))
+    yield _pair(what, *sides, *arrays, beside="dot_product_attention")
 
 
 def _of_tensorflow() -> Iterator[Pair]:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import tensorflow as tf
 
-    query, key, value = (tf.constant(x) for x in _drawn(1, 8, 1024, 64))
-
-    def formula() -> Any:
+    def formula(query: Any, key: Any, value: Any) -> Any:
         return tf.matmul(tf.nn.softmax(tf.matmul(query, key, transpose_b=True) / 8.0), value)
 
-    yield Pair(
-        "TensorFlow, eager, scaled dot (1,8,1024,64)",
-        "the formula in TensorFlow",
-        lambda: ats.attend(query, key, value),
-        formula,
-    )
+    arrays, what = (tf.constant(x) for x in _drawn(1, 8, 1024, 64)), "TensorFlow, eager, scaled dot (1,8,1024,64)"
+    yield _pair(what, ats.attend, formula, *arrays, beside="the formula in TensorFlow")
