@@ -21,7 +21,7 @@ from attnscore.base.layout import is_unknown
 from attnscore.errors import ArgumentError, message
 from attnscore.kernels import tiling
 from attnscore.problem.problem import Problem
-from attnscore.problem.results import Result, RowGradients
+from attnscore.problem.results import RowGradients
 
 
 class TopWeights(NamedTuple):
@@ -171,14 +171,15 @@ def pooled_weights(
         bin_of_query, bin_of_key = (np.repeat(np.arange(len(sizes)), sizes) for sizes in (query_bins, key_bins))
         down, across = len(query_bins), len(key_bins)
         value = ops.asarray(_one_hot_rows(bin_of_key, across), problem.value, problem.accumulator)
+        value = ops.reshape(value, (*(1 for _ in score_shape.rows[:-1]), *value.shape))
         # Some queries at a time: each has as many numbers as there are bins of keys.
         step = max(thresholds.POOLED_QUERIES, thresholds.POOLED_WEIGHTS // (_matrices(problem) * across))
         sums = ops.zeros((*score_shape.rows[:-1], down, across), problem.value, problem.accumulator)
         for first in range(0, score_shape.query_len, step):
             last = min(first + step, score_shape.query_len)
             has_all = last - first == score_shape.query_len
-            rows = problem if has_all else slice_problem(problem, slice(first, last), None)
-            by_key_bin = _run(rows, value).out
+            rows = _with_value(problem if has_all else slice_problem(problem, slice(first, last), None), value)
+            by_key_bin = kernels.choose("auto", rows).forward(rows, tiling.plan(rows)).out
             # Only the bins of these queries: all would be a matrix of queries x bins.
             top, bottom = bin_of_query[first], bin_of_query[last - 1]
             members = _one_hot_rows(bin_of_query[first:last] - top, bottom - top + 1).T.copy()
@@ -251,14 +252,6 @@ def _detach(problem: Problem) -> Problem:
 def _with_value(problem: Problem, value: Array) -> Problem:
     layout = dataclasses.replace(problem.layout, value_dim=value.shape[-1])
     return dataclasses.replace(problem, layout=layout, value=value)
-
-
-def _run(problem: Problem, value: Array) -> Result:
-    """Run the problem with values (key, value_dim) that all heads share."""
-    ops = problem.ops
-    value = ops.reshape(value, (*(1 for _ in problem.score_shape.rows[:-1]), *value.shape))
-    problem = _with_value(problem, value)
-    return kernels.choose("auto", problem).forward(problem, tiling.plan(problem))
 
 
 def bin_sizes(length: int, max_bins: int) -> HostArray:
