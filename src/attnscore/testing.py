@@ -189,29 +189,21 @@ def _check_triton(ops: Backend, score: Any, home: Array, dim: int, heads: int, s
     code = "from attnscore import testing; testing._triton_process()"
     variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code], input=content, env=variables, capture_output=True, check=False)
-    printed = done.stdout.decode().strip()
-    if done.returncode == _CANNOT_IMPORT:
-        warnings.warn(f"{untested}: {printed}", stacklevel=3)
+    printed, traceback = done.stdout.decode().strip(), done.stderr.decode().strip()
+    if done.returncode == 1:  # Python's status after a traceback: the score could not be unpickled
+        warnings.warn(f"{untested}: {traceback.splitlines()[-1]}", stacklevel=3)
     elif done.returncode:
-        raise AssertionError(printed or done.stderr.decode())
-
-
-_CANNOT_IMPORT = 3
-"""Exit status of `_triton_process`."""
+        raise AssertionError(printed or traceback)
 
 
 def _triton_process() -> None:
-    """Check the functions of the pickled score on the standard input; print the faults, and exit with a status."""
-    try:
-        score, dim, heads, seed = pickle.load(sys.stdin.buffer)
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}")
-        sys.exit(_CANNOT_IMPORT)
+    """Check the functions of the pickled score on the standard input; print the fault, and exit with a status."""
+    score, dim, heads, seed = pickle.load(sys.stdin.buffer)
     try:
         _against_triton(score, dim, heads, seed, "cpu")
     except Exception as error:
         print(error if isinstance(error, AssertionError) else f"triton_tile: {type(error).__name__}: {error}")
-        sys.exit(1)
+        sys.exit(2)
 
 
 def _against_triton(score: Any, dim: int, heads: int, seed: int, device: str) -> None:
@@ -354,9 +346,7 @@ def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Ge
         }
         gradients = kernel.backward(problem, run.tiles, result, RowGradients(**seeds), frozenset(operands))
     else:
-        out, pullback = ops.vjp(lambda *arrays: total(**dict(zip(operands, arrays, strict=True))), [*operands.values()])
-        grads = pullback(_native(ops, _fixed_weights(tuple(out.shape)), out))
-        gradients = dict(zip(operands, grads, strict=True))
+        gradients = _vjp(ops, total, operands)
     finite = {name: x for name, x in operands.items() if ops.known_finite(x)}
     values = {name: _values_of(ops, gradients[name]) for name in finite}
     _check_differences(ops, kernel.name, lambda **arrays: total(**{**operands, **arrays}), finite, values, rng)
@@ -406,13 +396,13 @@ def check_framework(like: Array, *, seed: int = 0) -> None:
         _check_problems(kernel, like, seed)
 
 
-def _call_operation(name: str, ops: Backend, x: Array, _: Array) -> Array:
-    return getattr(ops, name)(x)
-
-
 # Operations of the contract that make an array, as functions of two arrays (2, 3, 4), the first with 0, NaN and -inf.
 _OPERATIONS: dict[str, Callable[[Backend, Array, Array], Array]] = {
-    **{name: functools.partial(_call_operation, name) for name in ("exp", "tanh", "abs", "isfinite", "isnan")},
+    "exp": lambda ops, x, y: ops.exp(x),
+    "tanh": lambda ops, x, y: ops.tanh(x),
+    "abs": lambda ops, x, y: ops.abs(x),
+    "isfinite": lambda ops, x, y: ops.isfinite(x),
+    "isnan": lambda ops, x, y: ops.isnan(x),
     "zeros": lambda ops, x, y: ops.zeros((2, 0, 3), x),
     "full": lambda ops, x, y: ops.full((2, 3), 0.5, x),
     "positions": lambda ops, x, y: ops.positions(3, 4, x),
@@ -613,15 +603,17 @@ def _against_dense(problem: Problem, kernel: Kernel) -> None:
 
 def _gradients(ops: Backend, score: Any, leaves: Mapping[str, Array], mask: Mask | None) -> dict[str, _HostArray]:
     """Return the gradient of sum(out * cos(position)) for every leaf."""
+    if not ops.has_autodiff:
+        return _numpy_gradients(score, leaves, mask=mask)
+    gradients = _vjp(ops, lambda **arrays: _attended(score, arrays, mask=mask), leaves)
+    return {name: _values_of(ops, grad) for name, grad in gradients.items()}
 
-    def call(*arrays: Array) -> Array:
-        return _attended(score, dict(zip(leaves, arrays, strict=True)), mask=mask)
 
-    if ops.has_autodiff:
-        out, pullback = ops.vjp(call, tuple(leaves.values()))
-        gradients = pullback(_native(ops, _fixed_weights(tuple(out.shape)), out))
-        return {name: _values_of(ops, grad) for name, grad in zip(leaves, gradients, strict=True)}
-    return _numpy_gradients(score, leaves, mask=mask)
+def _vjp(ops: Backend, call: Callable[..., Array], leaves: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the gradient of sum(call(**leaves) * cos(position)) for every leaf, by the framework's autodiff."""
+    out, pullback = ops.vjp(lambda *arrays: call(**dict(zip(leaves, arrays, strict=True))), tuple(leaves.values()))
+    gradients = pullback(_native(ops, _fixed_weights(tuple(out.shape)), out))
+    return dict(zip(leaves, gradients, strict=True))
 
 
 def _attended(score: Any, arrays: Mapping[str, Array], **options: Any) -> Array:
