@@ -207,15 +207,6 @@ def colour_bar(figure: Figure, image: ScalarMappable, axes: list[Axes], label: s
     bar.set_label(label, fontsize=9, **LITERAL)
 
 
-def whole_number_ticks(axis: Axes, shape: tuple[int, ...], *, every: bool = False) -> None:
-    """Number rows and columns with whole numbers only; `every` one of them, or as many as fit well."""
-    from matplotlib.ticker import FixedLocator, MaxNLocator
-
-    for ticks, length in ((axis.yaxis, shape[0]), (axis.xaxis, shape[1])):
-        few = every or length <= 6
-        ticks.set_major_locator(FixedLocator(range(length)) if few else MaxNLocator(nbins=6, integer=True))
-
-
 def _count_tokens(*axes: Any) -> None:
     """Put a few whole numbers along each axis, with commas between thousands."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
@@ -360,12 +351,16 @@ def draw_map(
 
     Without a colour map it is red from 0, or blue to red where `limits` begin below 0.
     """
+    from matplotlib.ticker import FixedLocator, MaxNLocator
+
     rows, cols = (max(1, length) for length in matrix.shape)  # an empty map still has a frame
     edges = (-0.5, cols - 0.5, rows - 0.5, -0.5)
     aspect = "auto" if max(rows, cols) > _MOST_SQUARE * min(rows, cols) else "equal"
     norm = _norm(limits, logarithmic=logarithmic)
     image = _draw_image(axis, np.ma.masked_invalid(matrix), cmap, norm, extent=edges, aspect=aspect)
-    whole_number_ticks(axis, matrix.shape, every=every)
+    for ticks, length in ((axis.yaxis, matrix.shape[0]), (axis.xaxis, matrix.shape[1])):
+        few = every or length <= 6
+        ticks.set_major_locator(FixedLocator(range(length)) if few else MaxNLocator(nbins=6, integer=True))
     if col_labels is not None:
         _label_axis(axis, "x", col_labels)
     if row_labels is not None:
@@ -387,16 +382,6 @@ def _label_axis(axis: Axes, which: str, labels: Sequence[str]) -> None:
         axis.set_xticks(places, text, rotation=rotation, **LITERAL)
     else:
         axis.set_yticks(places, text, **LITERAL)
-
-
-def draw_head_map(
-    axis: Axes, values: Matrix, layers: Tokens = None, *, cmap: str | None = None, every: bool = True
-) -> AxesImage:
-    """Draw a number per layer and head with a separate colour scale, logarithmic where one head hides the others."""
-    finite = values[np.isfinite(values)]
-    is_log = bool(finite.size and finite.min() > 0 and finite.max() >= 20 * np.median(finite))
-    limits = (float(finite.min()), float(finite.max())) if is_log else limits_of(values)
-    return draw_map(axis, values, layers, cmap=cmap, limits=limits, logarithmic=is_log, every=every)
 
 
 # ---------------------------------------------------------------- long contexts
@@ -590,9 +575,3 @@ def draw_lines(
         side.tick_params(length=2, width=0.6, labelsize=LABEL_POINTS)
         side.spines[:].set_visible(False)
     return colours
-
-
-def size_of_lines(tokens: tuple[Tokens, Tokens], longest: int) -> tuple[float, float]:
-    """Return a figure size at which the tokens at the ends of lines can be read."""
-    widest = sum(max(map(len, names or ()), default=2) for names in tokens)
-    return 3.6 + 0.075 * widest, 0.9 + INCHES_PER_LABEL * max(6, longest)

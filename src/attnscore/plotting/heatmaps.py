@@ -226,7 +226,10 @@ def show_head_grid(
     figure = drawing.new_figure(size, title=suptitle)
     axes = drawing.labelled_panels(figure, count, cols, titles, xlabel, ylabel)
     for axis, panel, colours in zip(axes, panels, cmaps, strict=True):
-        image = drawing.draw_head_map(axis, panel, cmap=colours)
+        finite = panel[np.isfinite(panel)]
+        is_log = bool(finite.size and finite.min() > 0 and finite.max() >= 20 * np.median(finite))
+        limits = (float(finite.min()), float(finite.max())) if is_log else drawing.limits_of(panel)
+        image = drawing.draw_map(axis, panel, cmap=colours, limits=limits, logarithmic=is_log, every=True)
         drawing.write_numbers(axis, image, panel, functools.partial(drawing.short_number, digits=digits))
         drawing.colour_bar(figure, image, [axis])
     return figure

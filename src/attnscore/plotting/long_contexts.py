@@ -246,7 +246,9 @@ def show_top_weights(
     lengths = queries, max(reach, len(key_tokens or ()))
     if max(lengths) <= _LONGEST_OF_LINES:
         names = query_tokens, key_tokens
-        figure = drawing.new_figure(figsize or drawing.size_of_lines(names, max(lengths)))
+        widest = sum(max(map(len, tokens or ()), default=2) for tokens in names)
+        height = 0.9 + drawing.INCHES_PER_LABEL * max(6, *lengths)
+        figure = drawing.new_figure(figsize or (3.6 + 0.075 * widest, height))
         axis = figure.subplots()
         image = drawing.draw_lines(axis, weights, index, query_indices, lengths, names, cmap)
         drawing.label(axis, title, ties)
