@@ -665,18 +665,21 @@ class KeyValueCache:
 
     def __tf_flatten__(self) -> tuple[tuple[_Structure], tuple[Array, ...]]:
         """Return the structure and the arrays, as arguments and results of ``tf.function`` and carries of loops."""
-        structure = _Structure.of(self)
-        arrays = (getattr(self, name) for name in structure.names)
+        shell, names = copy.copy(self), [each.name for each in dataclasses.fields(self)]
+        arrays = {name: getattr(self, name) for name in names if backends.is_array(getattr(self, name))}
+        for name in arrays:
+            setattr(shell, name, ...)
         parameters = (x for score in (self.score, self._prepared_score) for x in arrays_of(score).values())
-        return (structure,), (*arrays, *parameters)
+        description = repr([describe(getattr(shell, name)) for name in names])
+        return (_Structure(shell, description),), (*arrays.values(), *parameters)
 
     @classmethod
     def __tf_unflatten__(cls, metadata: tuple[_Structure], components: tuple[Array, ...]) -> KeyValueCache:
         """Return the cache of a structure and arrays."""
-        (structure,), arrays = metadata, iter(components)
-        cache = copy.copy(structure.shell)
-        for name in structure.names:
-            setattr(cache, name, next(arrays))
+        cache, arrays = copy.copy(metadata[0].shell), iter(components)
+        for each in dataclasses.fields(cache):
+            if getattr(cache, each.name) is ...:
+                setattr(cache, each.name, next(arrays))
         cache.score, cache._prepared_score = (
             with_arrays(score, lambda _: next(arrays)) for score in (cache.score, cache._prepared_score)
         )
@@ -695,15 +698,5 @@ class _Structure:
     """All of a cache but its arrays, compared by value: two caches of one structure share a traced function."""
 
     shell: KeyValueCache = field(compare=False)
-    """The cache without its arrays; scores keep theirs, because they check them."""
-    names: tuple[str, ...]
-    """The fields that are arrays."""
+    """The cache with ``...`` in place of its arrays; scores keep theirs, because they check them."""
     description: str
-
-    @classmethod
-    def of(cls, cache: KeyValueCache) -> Self:
-        shell, fields = copy.copy(cache), [each.name for each in dataclasses.fields(cache)]
-        names = tuple(name for name in fields if backends.is_array(getattr(cache, name)))
-        for name in names:
-            setattr(shell, name, None)
-        return cls(shell, names, repr([describe(getattr(shell, name)) for name in fields]))
