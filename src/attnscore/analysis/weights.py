@@ -10,7 +10,7 @@ from typing import Any, Never, final
 import numpy as np
 
 from attnscore import backends, kernels
-from attnscore.backends.base import FLOATING, Array, Backend
+from attnscore.backends.base import FLOATING, Array, Backend, HostArray
 from attnscore.base.arguments import CallArguments, hides_unknown, is_number, is_whole, reject_unknown, shown
 from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
@@ -22,8 +22,6 @@ from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.online_softmax import NEG_INF, log_weights
 from attnscore.problem.problem import NO_VALUE, PairMatrix, Problem, build_problem
 from attnscore.scores.forms import Role
-
-HostIndex = np.ndarray[Any, Any]
 
 
 @hides_unknown
@@ -215,8 +213,8 @@ class SlicedMask(IntervalSetMask):
 
     mask: Mask
     score_shape: ScoreShape
-    rows: HostIndex | None
-    cols: HostIndex | None
+    rows: HostArray | None
+    cols: HostArray | None
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         if self.rows is not None:
@@ -229,15 +227,15 @@ class SlicedMask(IntervalSetMask):
         intervals = self.mask.interval_set(self.score_shape.query_len, self.score_shape.key_len, batch)
         if intervals is None or (intervals.count > 1 and self.mask.is_array):
             return None
-        start, stop = intervals.start, intervals.stop
         if self.rows is not None:
-            start, stop = start[..., self.rows], stop[..., self.rows]
+            intervals = IntervalSet(intervals.start[..., self.rows], intervals.stop[..., self.rows])
         if self.cols is None:
-            return IntervalSet(start, stop)
+            return intervals
         first = int(self.cols[0]) if len(self.cols) else 0
         if not np.array_equal(self.cols, np.arange(first, first + key_len)):
             return None  # keys that are not side by side
-        return normalize(np.clip(start - first, 0, key_len), np.clip(stop - first, 0, key_len), key_len)
+        start, stop = (np.clip(x - first, 0, key_len) for x in (intervals.start, intervals.stop))
+        return normalize(start, stop, key_len)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         self.mask.check(ops, self.score_shape)
@@ -250,7 +248,7 @@ class SlicedMask(IntervalSetMask):
         return dataclasses.replace(self, mask=self.mask.map_leaves(change))
 
 
-def _positions_of_index(name: str, index: Any, length: int) -> HostIndex | None:
+def _positions_of_index(name: str, index: Any, length: int) -> HostArray | None:
     """Return the positions in [0, length) of a slice, a number or numbers; None for None."""
     if index is None:
         return None
