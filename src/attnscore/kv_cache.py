@@ -417,12 +417,12 @@ class KeyValueCache:
             expected = f"{len(keys.shape)} axes, as the keys of the cache have"
             raise ShapeError(message("query", expected, shown(query)))
         count = query.shape[self._length_axis]
-        lens = self._lens_per_query(count, causal)
+        lens = visible = self._visible_slots(count, causal)
         if mask is not None:
             mask = self.mask(count, causal=causal) & (mask if isinstance(mask, Mask) else Dense(mask))
             lens = None
-        elif lens is None:
-            mask = self.mask(count)
+        elif isinstance(visible, Mask):
+            mask, lens = visible, None
             if self._storage.is_in_place and self._batch * count * self.slots <= thresholds.WINDOW_PAIRS:
                 array = mask.materialize(count, self.slots, self._batch)
                 mask = self._ops.asarray(array[:, None] if self._has_heads else array, query)
@@ -442,15 +442,12 @@ class KeyValueCache:
         >>> cache.mask(2)
         ValidLens(lens=[[3, 4]])
         """
-        lens = self._check_filled("mask")._lens_per_query(query_len, causal)
-        if lens is not None:
-            return ValidLens(lens)
-        start = self._first_positions(query_len)
-        return RollingWindow(start, self._lens, int(self.window or 0), self.sinks)
+        visible = self._check_filled("mask")._visible_slots(query_len, causal)
+        return visible if isinstance(visible, Mask) else ValidLens(visible)
 
     @_in_scope
-    def _lens_per_query(self, count: int, causal: bool) -> Array | None:
-        """Return how many slots each query attends to, (batch, n); None where these are not the first ones."""
+    def _visible_slots(self, count: int, causal: bool) -> Array | RollingWindow:
+        """Return how many slots each query attends to, (batch, n), or a mask where these are not the first ones."""
         causal = check_flag("causal", causal)
         index = self._index
         ends = index.reshape(self._lens, (-1, 1))
@@ -465,7 +462,7 @@ class KeyValueCache:
             # every position so far.
             is_whole_ring = count == 1 and self.slots <= limit
             if not is_whole_ring and (self._oldest is None or int(self._lens.max(initial=0)) > limit):
-                return None
+                return RollingWindow(start, self._lens, self.window, self.sinks)
         positions = index.reshape(start, (-1, 1)) + index.positions(0, count, start)
         lens = index.minimum(positions + 1, self.slots)
         return index.where(positions < ends, lens, index.zeros((), ends, index.dtype(lens)))
