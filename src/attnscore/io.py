@@ -168,17 +168,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     _check_replaceable(path)
     target = _target(path)
-    # A new file gets the mode of any other. One that replaces a private file is private until it has the same mode.
-    mode = target.stat().st_mode & 0o777 if target.exists() else None
+    # A new file gets the mode of any other. One that replaces a private file is private from the start.
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o666
     # Named before it is made, so that it is removed whenever it exists.
     # The start of the name only: names have a largest length.
     temporary = target.parent / f".{target.name[:40]}.{secrets.token_hex(8)}.part"
     try:
-        with open(temporary, "xb", opener=None if mode is None else _private) as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if mode is not None:
+        if target.exists():
             temporary.chmod(mode)
         temporary.replace(target)
     except BaseException as error:
@@ -209,10 +209,6 @@ def plain(value: Any, digits: int, *, names: bool = False) -> Any:
     if isinstance(value, float):
         return str(value) if names and not math.isfinite(value) else float(f"{value:.{digits}g}")
     return value
-
-
-def _private(name: str, flags: int) -> int:
-    return os.open(name, flags, 0o600)
 
 
 def _known_suffix(path: Path, *, several: bool = False) -> str:
