@@ -110,10 +110,6 @@ class RollingWindow(IntervalSetMask):
             intervals = intervals.union(IntervalSet.of(part), key_len)
         return intervals
 
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        for spec in self.shapes(score_shape):
-            spec.check()
-
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
         batch = score_shape.batch
         pairs = (("first", self.first), ("ends", self.ends))

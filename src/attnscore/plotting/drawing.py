@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscore.analysis.summaries import bin_sizes
+from attnscore.backends.numpy import detached
 from attnscore.base.arguments import is_whole, shown
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.io import require
@@ -82,12 +83,8 @@ def to_matrix(array: Any) -> Matrix:
             shapes = ", ".join(str(part.shape) for part in parts)
             raise ShapeError(message("matrices", "parts of one shape", f"parts of shapes {shapes}"))
         return np.stack(parts) if parts else np.zeros((0,))
-    if hasattr(array, "asnumpy"):  # MXNet
-        array = array.asnumpy()
-    elif hasattr(array, "detach"):  # PyTorch refuses NumPy a tensor with a gradient, on a device, or in bfloat16
-        array = array.detach().cpu().double()
     try:
-        return np.asarray(array).astype(np.float64)
+        return np.asarray(detached(array)).astype(np.float64)
     except (TypeError, ValueError, NotImplementedError) as error:  # the last one from a tensor of TensorFlow's graphs
         raise FrameworkError(message("matrices", "an array of numbers", type(array).__name__)) from error
 
