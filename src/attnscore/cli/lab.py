@@ -97,24 +97,15 @@ def _report_experiment(report: Any, name: str, result: Any) -> Section:
 def _training(screen: Console, plan: Any) -> Iterator[Callable[[Any, int], None]]:
     """A bar for all runs on a terminal, a line for each run elsewhere."""
     every = list(plan.settings())
-
-    def name(settings: Any) -> str:
-        return f"{settings.score}, d = {settings.head_dim}, seed {settings.seed}"
-
-    if not screen.is_terminal:
-
-        def line(settings: Any, step: int) -> None:
-            if step == settings.steps:
-                screen.print(Text(f"  [{every.index(settings) + 1}/{len(every)}] {name(settings)}"))
-
-        yield line
-        return
     columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen, transient=True) as progress:
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task("training", total=sum(settings.steps for settings in every))
 
-        def bar(settings: Any, step: int) -> None:
-            before = sum(one.steps for one in every[: every.index(settings)])
-            progress.update(task, completed=before + step, description=name(settings))
+        def tell(settings: Any, step: int) -> None:
+            place, name = every.index(settings), f"{settings.score}, d = {settings.head_dim}, seed {settings.seed}"
+            before = sum(each.steps for each in every[:place])
+            progress.update(task, completed=before + step, description=name)
+            if step == settings.steps and not screen.is_terminal:
+                screen.print(Text(f"  [{place + 1}/{len(every)}] {name}"))
 
-        yield bar
+        yield tell
