@@ -169,7 +169,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     _check_replaceable(path)
     target = _target(path)
     # A new file gets the mode of any other. One that replaces a private file is private from the start.
-    mode = target.stat().st_mode & 0o777 if target.exists() else 0o666
+    is_there = target.exists()
+    mode = target.stat().st_mode & 0o777 if is_there else 0o666
     # Named before it is made, so that it is removed whenever it exists.
     # The start of the name only: names have a largest length.
     temporary = target.parent / f".{target.name[:40]}.{secrets.token_hex(8)}.part"
@@ -178,7 +179,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if target.exists():
+        if is_there:
             temporary.chmod(mode)
         temporary.replace(target)
     except BaseException as error:
@@ -283,7 +284,13 @@ def _read_safetensors(path: Path) -> dict[str, Array]:
     (length,) = struct.unpack("<Q", content[:8])
     # The package takes the last of two tensors of one name.
     json.loads(content[8 : 8 + length], object_pairs_hook=lambda pairs: _once(path, pairs))
-    return {name: _from_bytes(path, name, tensor) for name, tensor in tensors}
+    arrays = {}
+    for name, tensor in tensors:
+        if (kind := _SAFETENSORS_TYPES.get(tensor["dtype"])) is None:
+            raise FileError(f"{path}: {name} has dtype {tensor['dtype']}, which is not supported")
+        dtype = bfloat16() if kind == "bfloat16" else np.dtype(kind).newbyteorder("<")
+        arrays[name] = np.frombuffer(tensor["data"], dtype=dtype).reshape(tensor["shape"])
+    return arrays
 
 
 def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -300,29 +307,12 @@ _NPY_START = b"\x93NUMPY"
 _LARGEST_GROWTH = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: 1032}
 _ENCRYPTED = 1
 _INSTALL = "pip install 'attnscore[cli]'"
-_SAFETENSORS_TYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
+# Names of dtypes there, as "F32" and "U8", and NumPy's.
+_SAFETENSORS_TYPES = {"BF16": "bfloat16", "BOOL": "bool"} | {
+    f"{kind[0].upper()}{bits}": f"{kind}{bits}"
+    for kind, sizes in {"float": (16, 32, 64), "int": (8, 16, 32, 64), "uint": (8, 16, 32, 64)}.items()
+    for bits in sizes
 }
-
-
-def _from_bytes(path: Path, name: str, tensor: Mapping[str, Any]) -> Array:
-    kind = _SAFETENSORS_TYPES.get(tensor["dtype"])
-    if kind is None:
-        raise FileError(f"{path}: {name} has dtype {tensor['dtype']}, which is not supported")
-    dtype = bfloat16() if kind == "bfloat16" else np.dtype(kind).newbyteorder("<")
-    return np.frombuffer(tensor["data"], dtype=dtype).reshape(tensor["shape"])
 
 
 def _safetensors_bytes(path: Path, arrays: Mapping[str, Array]) -> bytes:
