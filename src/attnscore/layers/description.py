@@ -211,11 +211,12 @@ def option(name: str) -> Any:
 
 
 # In every framework the class of a layer inherits its constructor and options from its description here, which passes
-# the arguments `framework` on to the next base, the framework's. Children of `object`, as PyTorch's base needs.
+# the arguments `framework` on to the next base, the framework's. Children of `object`, as PyTorch's base needs. The
+# docstring of a description begins the docstring of the layer.
 
 
 class DotProductLayer:
-    """Description of `DotProductAttention`."""
+    """Pooling by the (scaled) dot product of queries and keys of one dimension: softmax(q . k / sqrt(dim)) v."""
 
     def __init__(
         self,
@@ -234,7 +235,10 @@ class DotProductLayer:
 
 
 class AdditiveLayer:
-    """Description of `AdditiveAttention`: w_v . tanh(W_q q + W_k k)."""
+    """Pooling by the additive (Bahdanau) score w_v . tanh(W_q q + W_k k), for queries and keys of any dimensions.
+
+    The projections ``W_q`` and ``W_k`` have num_hiddens features, ``w_v`` has one.
+    """
 
     _older_order = ("key_size", "query_size", "num_hiddens", "dropout")
 
@@ -264,10 +268,9 @@ class AdditiveLayer:
 
 
 class BilinearLayer:
-    """Description of `BilinearAttention`: q . W k.
+    """Pooling by the bilinear (Luong's "general") score q . W k, for queries and keys of any dimensions.
 
-    A score sums query_size * key_size products, so that is the fan-in of W. With the usual 1/sqrt(key_size) the
-    variance of the scores grows with query_size, and the softmax starts saturated.
+    The parameter ``W``, in PyTorch and MXNet ``W.weight``, is (query_size, key_size).
     """
 
     def __init__(
@@ -282,6 +285,8 @@ class BilinearLayer:
     ) -> None:
         sizes = _checked_sizes(key_size=key_size, query_size=query_size)
         shape = sizes["query_size"], sizes["key_size"]
+        # A score sums query_size * key_size products: with the usual fan-in, key_size, the variance of the scores grows
+        # with query_size, and the softmax starts saturated.
         matrix = Parameter("W", shape, fan_in_axes=2, inputs=("queries", "keys"))
         options = *sizes.items(), *_normalizer_option(normalizer)
         layer = Layer("bilinear", options, tuple(sizes), parameters=(matrix,))
@@ -291,7 +296,10 @@ class BilinearLayer:
 
 
 class GaussianLayer:
-    """Description of `GaussianAttention`. A bandwidth is learned as its logarithm, so that it stays above 0."""
+    """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2): Nadaraya-Watson regression.
+
+    The parameter, if the bandwidth is learned, is ``log_bandwidth``.
+    """
 
     log_bandwidth: Any
 
@@ -325,15 +333,10 @@ class GaussianLayer:
 
 
 class MultiHeadLayer:
-    """Description of `MultiHeadAttention`: W_o concat_h(pool_h).
+    """Project queries, keys and values, attend in each head, join the heads, project: W_o concat_h(pool_h).
 
-    Raises
-    ------
-    ArgumentError
-        An unknown score or normalizer, a size that is no whole number above 0, `score_hiddens` for a score without
-        hidden units, a sink with a normalizer that has none.
-    ShapeError
-        Heads that do not divide.
+    Names (``W_q``, ``W_k``, ``W_v``, ``W_o``), shapes and the order of the heads match Dive into Deep Learning. The
+    parameters of the score are attributes of the layer.
     """
 
     _older_order = ("key_size", "query_size", "value_size", "num_hiddens", "num_heads", "dropout", "bias")

@@ -18,13 +18,9 @@ from attnscore.layers.shared import with_constructor
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
 
-# Summary and details, then the example: {more} are further arguments, {ready} a line before the first call.
-_LAYERS = {
-    "DotProductAttention": (
-        """
-Pooling by the (scaled) dot product of queries and keys of one dimension: softmax(q . k / sqrt(dim)) v.
-""",
-        """
+# {more} are further arguments, {ready} a line before the first call.
+_EXAMPLES = {
+    "DotProductAttention": """
 >>> layer = DotProductAttention()
 >>> values = ones((2, 10, 4)).cumsum(1)
 >>> out = layer(ones((2, 1, 2)), ones((2, 10, 2)), values, valid_lens=[2, 6])
@@ -33,54 +29,25 @@ Pooling by the (scaled) dot product of queries and keys of one dimension: softma
 >>> tuple(layer.attention_weights.shape)
 (2, 1, 10)
 """,
-    ),
-    "AdditiveAttention": (
-        """
-Pooling by the additive (Bahdanau) score w_v . tanh(W_q q + W_k k), for queries and keys of any dimensions.
-
-The projections ``W_q`` and ``W_k`` have num_hiddens features, ``w_v`` has one.
-""",
-        """
+    "AdditiveAttention": """
 >>> layer = AdditiveAttention(num_hiddens=8, dropout=0.1{more})
 >>> {ready}
 >>> tuple(layer(ones((2, 1, 20)), ones((2, 10, 2)), ones((2, 10, 4)), valid_lens=[2, 6]).shape)
 (2, 1, 4)
 """,
-    ),
-    "BilinearAttention": (
-        """
-Pooling by the bilinear (Luong's "general") score q . W k, for queries and keys of any dimensions.
-
-The parameter ``W``, in PyTorch and MXNet ``W.weight``, is (query_size, key_size).
-""",
-        """
+    "BilinearAttention": """
 >>> layer = BilinearAttention({more})
 >>> {ready}
 >>> tuple(layer(ones((2, 1, 20)), ones((2, 10, 2)), ones((2, 10, 4))).shape)
 (2, 1, 4)
 """,
-    ),
-    "GaussianAttention": (
-        """
-Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2): Nadaraya-Watson regression.
-
-The parameter, if the bandwidth is learned, is ``log_bandwidth``.
-""",
-        """
+    "GaussianAttention": """
 >>> layer = GaussianAttention(bandwidth=0.5)
 >>> x = ones((1, 3, 1)).cumsum(1)
 >>> [round(float(y), 3) for y in layer(2 * ones((1, 1, 1)), x, x)[:, 0, 0]]
 [2.0]
 """,
-    ),
-    "MultiHeadAttention": (
-        """
-Project queries, keys and values, attend in each head, join the heads, project: W_o concat_h(pool_h).
-
-Names (``W_q``, ``W_k``, ``W_v``, ``W_o``), shapes and the order of the heads match Dive into Deep Learning. The
-parameters of the score are attributes of the layer.
-""",
-        """
+    "MultiHeadAttention": """
 >>> layer = MultiHeadAttention(num_hiddens=8, num_heads=2, score="additive"{more})
 >>> {ready}
 >>> x = ones((3, 5, 6))
@@ -89,7 +56,6 @@ parameters of the score are attributes of the layer.
 >>> tuple(layer.attention_weights.shape)
 (3, 2, 5, 5)
 """,
-    ),
 }
 
 _OPTIONS = """
@@ -190,11 +156,12 @@ class Documentation:
     def __call__(self, cls: Class) -> Class:
         """Give a layer's class its constructor and docstring; the docstring in the source is for readers alone."""
         made: Any = with_constructor(cls, self.without, self.required)
-        about, example = _LAYERS[cls.__name__]
-        example = example.replace("({more})", f"({self.more})").replace("{more}", self.more and f", {self.more}")
+        example = _EXAMPLES[cls.__name__].replace("({more})", f"({self.more})")
+        example = example.replace("{more}", self.more and f", {self.more}")
         example = example.replace(">>> {ready}\n", self.ready and f">>> {self.ready}\n")
         parameters = _parameters(made.__init__, _OPTIONS + self.options)
-        cls.__doc__ = f"{about.strip()}\n\n{parameters}\n\nExamples\n--------\n>>> {self.imports}{example}"
+        examples = f"Examples\n--------\n>>> {self.imports}{example}"
+        cls.__doc__ = f"{inspect.getdoc(cls.__bases__[0])}\n\n{parameters}\n\n{examples}"
         return cls
 
 

@@ -47,23 +47,16 @@ def arrays_of_weights(query: Any, key: Any, arguments: Mapping[str, Any]) -> lis
 
 
 def with_constructor(cls: Class, without: Collection[str], required: Collection[str]) -> Class:
-    """Give a layer's class one constructor, whose signature has the arguments that its bases take by name.
+    """Give a layer's class one constructor, whose signature has the arguments of its description and its framework.
 
-    Each base passes its ``**`` arguments on to the next base; the last is the framework's, which takes a `layer`. The
-    constructor raises TypeError for the arguments `without`, and for a missing argument of `required`. With an
+    The constructor raises TypeError for the arguments `without`, and for a missing argument of `required`. With an
     `_older_order` of the class, it raises ArgumentError for too many positional arguments, with keywords to use.
     """
-    parameters: list[inspect.Parameter] = []
-    for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
-        of_base = inspect.signature(vars(base)["__init__"]).parameters
-        parameters = [x for x in parameters if x.kind is not x.VAR_KEYWORD]
-        parameters += [
-            x for x in of_base.values() if base is cls.__mro__[0] or not parameters or x.kind >= x.KEYWORD_ONLY
-        ]
-        if "layer" in of_base:
-            break
-    parameters = [x.replace(default=x.empty) if x.name in required else x for x in parameters if x.name not in without]
     layer_class: Any = cls
+    described, framework = (inspect.signature(base.__init__).parameters for base in layer_class.__bases__[:2])
+    parameters = [x for x in described.values() if x.kind is not x.VAR_KEYWORD]
+    parameters += [x for x in framework.values() if x.kind >= x.KEYWORD_ONLY and x.name not in without]
+    parameters = [x.replace(default=x.empty) if x.name in required else x for x in parameters]
     inherited = layer_class.__init__
 
     @functools.wraps(inherited)
