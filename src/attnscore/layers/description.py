@@ -29,6 +29,7 @@ from attnscore.base.layout import may_equal
 from attnscore.errors import ArgumentError, AttnscoreError, FrameworkError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import score_template, shared
+from attnscore.masks import Mask
 from attnscore.plans.prepared import PreparedKeys, prepare_keys
 from attnscore.problem import normalizers
 from attnscore.problem.dropout import check_dropout
@@ -476,28 +477,31 @@ def _exp(x: Array) -> Array:
 class LastCall:
     """The last call of a layer, without a graph: its weights where they are few, else the inputs of its softmax."""
 
-    ops: Backend
-    writable: type = np.ndarray
-    """Type of arrays in a mask whose version does not change when a caller writes to them."""
-
-    def __init__(self, query: Any, key: Any, arguments: dict[str, Any], weights: Any) -> None:
+    def __init__(self, ops: Backend, query: Any, key: Any, arguments: dict[str, Any], weights: Any) -> None:
+        self.ops = ops
         self.computed = None if weights is None else self.detached(weights)
         if weights is None:
             self._keep_inputs(query, key, arguments)
 
     def _keep_inputs(self, query: Any, key: Any, arguments: dict[str, Any]) -> None:
-        """Keep the inputs, with copies of the arrays that an optimiser or a decoding loop writes to."""
-        self.query, self.key = self.detached(query), self.detached(key)
+        """Keep the inputs, with copies of the small arrays, which an optimiser or a decoding loop writes to."""
+        self.query, self.key, mask = self.detached(query), self.detached(key), arguments["mask"]
         small = {name: x for name in ("valid_lens", "bias", "sink") if (x := arguments.get(name)) is not None}
         self.arguments = arguments | {name: self.copied(x) for name, x in small.items()}
         self.arguments["score"] = with_arrays(arguments["score"], self.copied)
-        self.arguments["mask"] = mask = shared.with_copies(arguments["mask"], self.writable, self.copied)
-        large = [x for x in (self.query, self.key, *shared.arrays_in(mask)) if not isinstance(x, np.ndarray)]
-        self.versions = [(x, version) for x in large if (version := self.ops.version(x)) is not None]
+        if isinstance(mask, Mask):
+            self.arguments["mask"] = mask.map_leaves(self.detached)
+        elif backends.is_array(mask):
+            self.arguments["mask"] = self.detached(mask)
+        arrays = [self.query, self.key, *shared.arrays_in(self.arguments["mask"])]
+        arrays = [x for x in arrays if not isinstance(x, np.ndarray)]
+        self.versions = [(x, version) for x in arrays if (version := self.ops.version(x)) is not None]
 
     def copied(self, x: Any) -> Any:
-        """Return a copy of an array without its graph, or the array where it cannot change; lists as NumPy arrays."""
-        return self.ops.copy(x) if backends.is_array(x) and not isinstance(x, np.ndarray) else np.array(x)
+        """Return an array without its graph, in memory that no caller writes to; lists as NumPy arrays."""
+        if not backends.is_array(x) or isinstance(x, np.ndarray):
+            return np.array(x)
+        return self.ops.copy(self.ops.stop_gradient(x) if self.ops.needs_grad(x) else x)
 
     def detached(self, x: Any) -> Any:
         """Return an array without its graph, copied unless a later write to it would be noticed."""
@@ -520,7 +524,8 @@ class BaseAttention(Generic[A]):
 
     keep_last: bool
     _layer: Layer
-    _last_call_type: type[LastCall]
+    _ops: Backend
+    _last_call_type = LastCall
     # The last call, or why nothing is kept of it; None: there was none.
     _last: LastCall | str | None = None
     # Describes the calls of which nothing is kept.
@@ -686,7 +691,7 @@ class BaseAttention(Generic[A]):
             out = attend(query, key, value, dropout=dropout, seed=seed, **arguments)
         last: LastCall | str | None
         if keeps:
-            last = self._last_call_type(query, key, arguments, weights if keeps_weights else None)
+            last = self._last_call_type(self._ops, query, key, arguments, weights if keeps_weights else None)
         else:
             last = self._staged if self.keep_last else None
         # Past the framework, which looks through modules and parameters, or would track an attribute as state.

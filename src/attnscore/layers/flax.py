@@ -112,8 +112,6 @@ def _made(part: Linear | Parameter, options: Mapping[str, Any], rngs: Any) -> An
 class _LastCall(LastCall):
     """JAX's arrays cannot be written to, but donated."""
 
-    ops = _OPS
-
     def weights(self) -> jax.Array:
         arrays, expected = [self.computed], "the weights as they were read before"
         if self.computed is None:
@@ -129,7 +127,7 @@ class _LastCall(LastCall):
 class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
     """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
 
-    _last_call_type = _LastCall
+    _ops, _last_call_type = _OPS, _LastCall
     _staged = "jit, grad and vmap, which keep nothing"
     _where = "outside jit, grad and vmap "
 

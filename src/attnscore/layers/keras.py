@@ -38,6 +38,9 @@ from attnscore.layers.keras_inputs import (
 )
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
+if BACKEND == "torch":
+    from attnscore.layers import torch as torch_layers
+
 __all__ = ["AdditiveAttention", "BilinearAttention", "DotProductAttention", "GaussianAttention", "MultiHeadAttention"]
 
 Shape = tuple[int | None, ...]
@@ -124,31 +127,10 @@ class _Arguments(inspect.BoundArguments):
 def _is_traced(*arrays: Array) -> bool:
     """Whether these stand for values of a later run."""
     if BACKEND == "torch":
-        from attnscore.layers import torch
-
-        return torch.is_traced(*arrays)
+        return torch_layers.is_traced(*arrays)
     if BACKEND == "tensorflow":
         return not all(hasattr(x, "numpy") or not hasattr(x, "graph") for x in arrays)
     return BACKEND == "jax" and (OPS.needs_grad(*arrays) or OPS.needs_host_callback(*arrays))
-
-
-class _LastCall(LastCall):
-    """NumPy's arrays may be written to after the call; with its backend all are NumPy's."""
-
-    ops = OPS
-
-    def detached(self, x: Array) -> Array:
-        # Now: a tape that has ended still knows the tensors of the call.
-        return OPS.stop_gradient(x) if OPS.needs_grad(x) else self.copied(x)
-
-
-def _last_call_type() -> type[LastCall]:
-    if BACKEND != "torch":
-        return _LastCall
-    # Tensors there can be written to, and carry a graph.
-    from attnscore.layers import torch
-
-    return torch.LastCall
 
 
 class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
@@ -158,7 +140,8 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
     none where the tensors come in a list. So a list is unpacked before Keras looks at the call.
     """
 
-    _last_call_type, _is_traced = _last_call_type(), staticmethod(_is_traced)
+    _ops, _is_traced = OPS, staticmethod(_is_traced)
+    _last_call_type = torch_layers.LastCall if BACKEND == "torch" else LastCall
     _staged = "compiled functions (fit, evaluate, predict, tf.function, jit), which keep nothing"
 
     def __init__(

@@ -22,7 +22,7 @@ from attnscore.backends.base import Array
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys
+from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, PreparesKeys
 from attnscore.layers.documentation import RETURNS_CACHE, Documentation, documented_call
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
@@ -105,24 +105,10 @@ def _check_operand(name: str, x: Array, weight: Array, owner: str, *, axis: int)
 # ------------------------------------------------------------------ the call
 
 
-class _LastCall(LastCall):
-    """MXNet counts no versions of an array, so all that a caller could write to is copied."""
-
-    ops, writable = _OPS, object
-
-    def copied(self, x: Any) -> Any:
-        with autograd.pause():
-            return x.detach().copy() if isinstance(x, mx.np.ndarray) else np.array(x)
-
-    def weights(self) -> Array:
-        with autograd.pause():
-            return super().weights()
-
-
 class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
     """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
 
-    _last_call_type = _LastCall
+    _ops = _OPS
 
     def __init__(self, layer: Layer, dropout: float, keep_last: bool, **block: Any) -> None:
         super().__init__(**block)

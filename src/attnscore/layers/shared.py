@@ -27,13 +27,6 @@ HostArray = np.ndarray[Any, Any]
 Class = TypeVar("Class", bound=type)
 
 
-def with_copies(mask: Any, kind: type, copied: Callable[[Any], Any]) -> Any:
-    """Return a mask, an object or an array, with copies of its arrays of a kind."""
-    if isinstance(mask, Mask):
-        return mask.with_leaves(iter([with_copies(array, kind, copied) for array in mask.leaves()]))
-    return copied(mask) if backends.is_array(mask) and isinstance(mask, kind) else mask
-
-
 def arrays_in(mask: Any) -> list[Any]:
     """Return the arrays in a mask; an array itself."""
     return [*mask.arrays().values()] if isinstance(mask, Mask) else [mask] if backends.is_array(mask) else []

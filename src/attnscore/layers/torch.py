@@ -140,11 +140,11 @@ def _check_operand(name: str, x: Tensor, weight: Tensor, owner: str, *, axis: in
 
 
 class LastCall(description.LastCall):
-    """Inputs of a softmax are kept by reference, with their version."""
+    """Tensors are kept by reference, with their version."""
 
-    ops = _OPS
-
-    def detached(self, x: Tensor) -> Tensor:
+    def detached(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return self.copied(x)
         return x.detach() if x.requires_grad else x
 
 
@@ -160,7 +160,7 @@ def is_traced(*arrays: Any) -> bool:
 class Attention(nn.Module, BaseAttention[Tensor]):
     """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
 
-    _last_call_type, _is_traced = LastCall, staticmethod(is_traced)
+    _ops, _last_call_type, _is_traced = _OPS, LastCall, staticmethod(is_traced)
     _staged = "torch.compile, torch.func and tracing, which keep nothing"
     _modules: dict[str, Any]
 
