@@ -18,7 +18,6 @@ import torch
 from flax import nnx
 
 import attnscore as ats
-from attnscore.base.cache import BoundedCache
 from attnscore.base.thresholds import KEPT_WEIGHTS
 from attnscore.layers import flax
 from attnscore.layers.flax import (
@@ -87,22 +86,6 @@ def test_donated_weights_are_noticed() -> None:
     jax.jit(lambda x: x + 1, donate_argnums=0)(layer.attention_weights)
     with pytest.raises(ats.ArgumentError, match="weights as they were read before, got donated ones"):
         _ = layer.attention_weights
-
-
-def test_inputs_of_one_layout_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, checked, check = DotProductAttention(), [], flax.shared.check_inputs
-    monkeypatch.setattr(flax.shared, "check_inputs", lambda *given, **said: checked.append(1) or check(*given, **said))
-    monkeypatch.setattr(flax, "_CHECKED", BoundedCache(8))
-    for _ in range(2):
-        layer(X, X, X)
-    assert len(checked) == 1
-    for _ in range(2):
-        with pytest.raises(ats.ShapeError, match="as many positions as keys"):
-            layer(X, X, X[:, :2])
-        with pytest.raises(ats.DtypeError, match="keys"):
-            layer(X, X.astype(int), X)
-    layer(X, X.astype(jnp.bfloat16), X)
-    assert len(checked) == 6
 
 
 class TestAttentionWeights:

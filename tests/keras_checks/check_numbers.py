@@ -25,10 +25,8 @@ from together import (
 )
 
 import attnscore as ats
-from attnscore.base.cache import BoundedCache
 from attnscore.base.thresholds import KEPT_WEIGHTS
 from attnscore.layers import keras as layers
-from attnscore.layers import keras_inputs
 from attnscore.layers.keras import (
     AdditiveAttention,
     BilinearAttention,
@@ -199,20 +197,6 @@ def test_dropout_acts_in_training_alone_and_follows_its_seed() -> None:
     assert np.array_equal(SHOWN(layer(x, x, x)), SHOWN(layer(x, x, x, training=False)))
     many = DotProductAttention(0.25, seed=1)(*(np.ones((1, n, 1), "float32") for n in (400, 400, 400)), training=True)
     assert abs(SHOWN(many).mean() - 1) < 0.02
-
-
-@slow_on_jax
-def test_inputs_of_one_layout_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, checked, check = DotProductAttention(), [], keras_inputs.check_inputs
-    x = keras.ops.ones((2, 3, 4))
-    monkeypatch.setattr(keras_inputs, "check_inputs", lambda inputs: checked.append(1) or check(inputs))
-    monkeypatch.setattr(keras_inputs, "_CHECKED", BoundedCache(8))
-    for _ in range(2):
-        layer(x, x, x)
-    assert len(checked) == (2 if BACKEND == "torch" else 1)
-    for _ in range(2):
-        with pytest.raises(ats.ShapeError, match="as many positions as keys"):
-            layer(x, x, x[:, :2])
 
 
 class TestAttentionWeights:

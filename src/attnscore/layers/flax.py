@@ -25,7 +25,6 @@ from jax import lax
 
 from attnscore import backends
 from attnscore.backends.jax.tracers import trace_state
-from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
@@ -265,17 +264,8 @@ def _checked(inputs: dict[str, Any]) -> dict[str, jax.Array]:
             inputs[name] = x.get_value()
         elif isinstance(x, np.ndarray):
             inputs[name] = jnp.asarray(x)
-
-    def check() -> bool:
-        shared.check_inputs(_OPS, inputs, jax.Array, expected="a jax.Array", hint="jnp.asarray(x) makes one")
-        return True
-
-    # Concrete inputs of one layout are checked once.
-    _CHECKED.get_or_compute(_OPS.signature([*inputs.values()]), check)
+    shared.check_inputs(_OPS, inputs, jax.Array, expected="a jax.Array", hint="jnp.asarray(x) makes one")
     return inputs
-
-
-_CHECKED: BoundedCache[bool] = BoundedCache(256)
 
 
 # Jitted, in a third of the time of the eager operation.

@@ -28,7 +28,6 @@ from attnscore.layers.keras_inputs import (
     as_attention_mask,
     check_inputs,
     check_padding,
-    checked_shapes,
     combined,
     drawn_seed,
     masks_in_list,
@@ -236,8 +235,8 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         )
         keys, linears = self._unprepared(keys)
         inputs = dict(zip(INPUTS, (queries, keys, values), strict=True))
-        shapes = checked_shapes(inputs)
-        batch, *lengths = shape = shared.scores_shape(*shapes)
+        check_inputs(inputs)
+        batch, *lengths = shape = shared.scores_shape(*map(OPS.shape, inputs.values()))
         if cache is not None:
             # The keys are the cache's slots, as many as after the append; causal order is kept without a mask.
             shape, use_causal_mask = (batch, lengths[0], None), False
@@ -377,7 +376,7 @@ class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Array
             hint = "the first call of the layer makes them, and layer.build(queries_shape, keys_shape, values_shape)"
             raise ArgumentError(message("prepare_keys", "a layer with parameters", "one without", hint=hint))
         inputs = dict(zip(INPUTS[1:], unpacked(keys, keys, keys)[1:], strict=True))
-        checked_shapes(inputs)
+        check_inputs(inputs)
         shared.check_features("keys", keys.shape[-1], getattr(self, linear.name).kernel.shape[0], linear.name)
         # As Keras casts the inputs of a call.
         return keras.ops.cast(keys, self.compute_dtype)

@@ -15,7 +15,6 @@ import keras
 from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, SeedHalves
 from attnscore.base.arguments import shown
-from attnscore.base.cache import BoundedCache
 from attnscore.base.layout import may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, message
 from attnscore.layers import shared
@@ -87,21 +86,6 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
         if "float" not in _dtype_of(x):
             raise DtypeError(message(name, FLOATING, _dtype_of(x)))
     shared.check_axes({name: tuple(x.shape) for name, x in inputs.items()})
-
-
-def checked_shapes(inputs: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return the shapes of inputs that pass `check_inputs`; of concrete ones each layout is checked once."""
-    # Dynamo cannot trace a signature of PyTorch's.
-    layouts = None if BACKEND == "torch" else OPS.signature([*inputs.values()])
-    return _CHECKED.get_or_compute(layouts, lambda: _shapes(inputs))
-
-
-def _shapes(inputs: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    check_inputs(inputs)
-    return [OPS.shape(x) for x in inputs.values()]
-
-
-_CHECKED: BoundedCache[list[tuple[Any, ...]]] = BoundedCache(256)
 
 
 def check_padding(name: str, x: Any, shape: Sequence[Any]) -> None:
