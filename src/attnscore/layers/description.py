@@ -63,9 +63,13 @@ class Linear:
     """Number of heads that split the result; 0 leaves it whole."""
 
     @property
-    def in_features(self) -> int:
-        """`size`, 0 where it is unknown."""
-        return self.size or 0
+    def shape(self) -> tuple[int | None, ...]:
+        """Shape of the weight in PyTorch."""
+        return self.units, self.size
+
+    def sized(self, sizes: Sequence[int]) -> Linear:
+        """Return the projection with a size of `sizes` in place of an unknown one."""
+        return replace(self, size=self.size or sizes[0])
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -575,7 +579,7 @@ class BaseAttention(Generic[A]):
         Pruning, weight norms and adapters act when a module is called. b adds the same number to all scores of a query.
         """
         ops = backends.of({"queries": like})
-        rows, columns = (ops.positions(0, linear.in_features + extra, like) for extra in (1, 0))
+        rows, columns = (ops.positions(0, (linear.size or 0) + extra, like) for extra in (1, 0))
         units = ops.astype(rows[None, :, None] == columns[None, None], ops.dtype(like))
         outputs = ops.reshape(self._call_module(linear, units), (-1,))
         return outputs[:-1] - outputs[-1:]

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
@@ -85,20 +84,16 @@ class Unsized(nnx.Module):
 
     def made(self, sizes: Mapping[str, int]) -> Any:
         """Return the parameter or the projection; `sizes` are the inputs' features by name."""
-        part = self.part
-        if isinstance(part, Linear):
-            part = dataclasses.replace(part, size=sizes[part.input])
-        else:
-            part = part.sized([sizes[name] for name in part.inputs])
+        part = self.part.sized([sizes[name] for name in self.part.inputs])
         return _made(part, dict(self.options), nnx.Rngs(params=self.rngs()))
 
 
 def _made(part: Linear | Parameter, options: Mapping[str, Any], rngs: Any) -> Any:
     """Return a projection or a parameter with its starting values, or a stand-in until its sizes are known."""
-    if None in ((part.size,) if isinstance(part, Linear) else part.shape):
+    if None in part.shape:
         return Unsized(part, options, rngs)
     if isinstance(part, Linear):
-        return nnx.Linear(part.in_features, part.units, use_bias=part.bias, rngs=rngs, **options)
+        return nnx.Linear(part.size or 0, part.units, use_bias=part.bias, rngs=rngs, **options)
     dtype, bound = options["param_dtype"], part.bound
     if not bound:
         return nnx.Param(jnp.full(part.sizes, jnp.asarray(part.start, dtype), dtype))
@@ -221,8 +216,8 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, jax.Array]) -> jax.Array:
         if isinstance(part, Linear):
             module = getattr(self, part.name)
-            flattened = _flat(module.kernel[...]) if _is_plain(module) else self._vector(part, inputs["queries"])
-            return flattened  # type: ignore[no-any-return]
+            flattened = jnp.ravel(module.kernel[...]) if _is_plain(module) else self._vector(part, inputs["queries"])
+            return flattened
         array: jax.Array = self._sized(part, inputs)[...]
         for name, size in zip(part.inputs, array.shape, strict=False):
             shared.check_features(name, inputs[name].shape[-1], size, part.name)
@@ -266,10 +261,6 @@ def _checked(inputs: dict[str, Any]) -> dict[str, jax.Array]:
             inputs[name] = jnp.asarray(x)
     shared.check_inputs(_OPS, inputs, jax.Array, expected="a jax.Array", hint="jnp.asarray(x) makes one")
     return inputs
-
-
-# Jitted, in a third of the time of the eager operation.
-_flat = jax.jit(jnp.ravel, inline=True)
 
 
 def _is_plain(module: Any) -> bool:

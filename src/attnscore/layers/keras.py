@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, final
 
 import keras
@@ -35,7 +36,7 @@ from attnscore.layers.keras_inputs import (
     value_of,
     whole,
 )
-from attnscore.scores.base import with_nonfinite_rows_isolated
+from attnscore.scores.base import projected, with_nonfinite_rows_isolated
 
 if BACKEND == "torch":
     from attnscore.layers import torch as torch_layers
@@ -94,6 +95,8 @@ def _dense(linear: Linear, owner: keras.layers.Layer, settings: Mapping[str, Any
 
 def _matrix_and_bias(dense: Any, x: Array) -> tuple[Array, Array | None] | None:
     """Return the arrays of a projection that only multiplies and adds, in the dtype of `x`; None of another one."""
+    if BACKEND == "torch":  # hooks of a module see its calls
+        return None
     if type(dense) is not keras.layers.Dense or dense.activation is not keras.activations.linear:
         return None
     if dense.quantization_mode is not None or dense.lora_enabled or dense.activity_regularizer is not None:
@@ -261,19 +264,12 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         dense = getattr(self, linear.name)
         if isinstance(dense, keras.layers.Dense):
             shared.check_features(linear.input, x.shape[-1], dense.input_spec.axes[-1], linear.name)
-        arrays = _matrix_and_bias(dense, x)
-        if arrays is not None and (product := OPS.product_of_rows(x, *arrays)) is not None:
-            return product
-
-        def projected(finite: Array) -> Array:
-            if arrays is not None and BACKEND == "tensorflow":
-                # Takes a third of the time of the layer.
-                matrix, bias = arrays
-                product = OPS.matmul(finite, matrix)
-                return product if bias is None else product + bias
-            return self._call_module(linear, finite)
-
-        return with_nonfinite_rows_isolated(OPS, x, projected)
+        if (arrays := _matrix_and_bias(dense, x)) is None:
+            return with_nonfinite_rows_isolated(OPS, x, partial(self._call_module, linear))
+        # TensorFlow takes a third of the time of the layer, and JAX's gradient alone isolates rows.
+        matrix, bias = arrays
+        product = projected(OPS, x, matrix)
+        return product if bias is None else product + bias
 
     def _call_module(self, linear: Linear, x: Array) -> Array:
         projected = getattr(self, linear.name)(x)

@@ -115,8 +115,8 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         self._describe(layer, dropout, keep_last)
         with self.name_scope():
             for linear in layer.linears:
-                units, size = linear.units, linear.in_features
-                setattr(self, linear.name, gluon.nn.Dense(units, use_bias=linear.bias, flatten=False, in_units=size))
+                options = {"use_bias": linear.bias, "flatten": False, "in_units": linear.size or 0}
+                setattr(self, linear.name, gluon.nn.Dense(linear.units, **options))
             for parameter in layer.parameters:
                 setattr(self, parameter.name, Matrix(parameter) if parameter.inputs else self._parameter(parameter))
 

@@ -87,19 +87,13 @@ class Matrix(nn.Module):
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         weight: Tensor = self.weight
-        _check_sides(queries, keys, weight)
+        _check_operands(self._parameter, weight, {"queries": queries, "keys": keys})
         return weight
 
     def extra_repr(self) -> str:
         if isinstance(self.weight, UninitializedParameter):
             return ""
         return f"query_size={self.weight.shape[0]}, key_size={self.weight.shape[1]}"
-
-
-def _check_sides(queries: Tensor, keys: Tensor, weight: Tensor) -> None:
-    """Raise unless queries and keys fit the weight of a `Matrix`."""
-    _check_operand("queries", queries, weight, "W.weight", axis=0)
-    _check_operand("keys", keys, weight, "W.weight", axis=1)
 
 
 class _LazyMatrix(LazyModuleMixin, Matrix):
@@ -124,16 +118,19 @@ class _LazyMatrix(LazyModuleMixin, Matrix):
             self.reset_parameters()
 
 
-def _check_operand(name: str, x: Tensor, weight: Tensor, owner: str, *, axis: int) -> None:
-    """Raise unless the features of `x` fit axis `axis` of a weight, and dtype and device fit too."""
-    shared.check_features(name, x.shape[-1], weight.shape[axis], owner)
-    if x.device != weight.device:
-        raise DeviceError(message(name, f"a tensor on {weight.device}, where {owner} is", x.device))
-    if x.dtype == weight.dtype or not weight.is_floating_point():
-        return
-    if not _OPS.has_autocast(x) or torch.float64 in (x.dtype, weight.dtype):
-        hint = "layer.to(x.dtype) and x.to(layer's dtype) both help"
-        raise DtypeError(message(name, f"{weight.dtype}, the dtype of {owner}", x.dtype, hint=hint))
+def _check_operands(part: Linear | Parameter, weight: Tensor, inputs: Mapping[str, Tensor]) -> None:
+    """Raise unless the features of inputs fit the last axes of a part's weight, and dtype and device fit too."""
+    owner = part.name if isinstance(part, Linear) else part.torch_names[0]
+    for axis, name in enumerate(part.inputs, weight.dim() - len(part.inputs)):
+        x = inputs[name]
+        shared.check_features(name, x.shape[-1], weight.shape[axis], owner)
+        if x.device != weight.device:
+            raise DeviceError(message(name, f"a tensor on {weight.device}, where {owner} is", x.device))
+        if x.dtype == weight.dtype or not weight.is_floating_point():
+            continue
+        if not _OPS.has_autocast(x) or torch.float64 in (x.dtype, weight.dtype):
+            hint = "layer.to(x.dtype) and x.to(layer's dtype) both help"
+            raise DtypeError(message(name, f"{weight.dtype}, the dtype of {owner}", x.dtype, hint=hint))
 
 
 # ------------------------------------------------------------------ the call
@@ -216,10 +213,8 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         if isinstance(keys, PreparedKeys):
             keys, linears = self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
-        may_unpad = self._checked_once(inputs, linears)
+        may_unpad = self._check(inputs, linears)
         is_plain = may_unpad is not None
-        if not is_plain:
-            self._check(inputs, linears)
         lens = valid_lens if may_unpad and cache is None else None
         operands, arguments = self._operands(inputs, linears, valid_lens, mask, bias, cache, lens=lens)
         if not is_plain:
@@ -227,57 +222,49 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         dropout = self.dropout if self.training else 0.0
         return self._attend(operands, arguments, dropout, is_concrete=is_plain)[0]
 
-    def _checked_once(self, inputs: dict[str, Any], linears: tuple[Linear, ...]) -> bool | None:
-        """Check inputs whose layouts are new to such a layer; return whether leaving padded keys out may save time.
+    def _check(self, inputs: dict[str, Any], linears: tuple[Linear, ...]) -> bool | None:
+        """Raise unless the inputs fit each other and the weights; return whether leaving padded keys out may save time.
 
-        None unless inputs and weights are all plain tensors.
+        None unless inputs and weights are all plain tensors, of which each layout is checked once.
         """
-        if torch.compiler.is_compiling():
-            # The trace would read the missing weights of a lazy module, and specialise on them.
-            return None
-        layer, arrays = self._layer, [*inputs.values()]
-        for name in layer.on_inputs:
-            # Not the attribute: torch's lookup takes 0.7 us, and a parametrisation (spectral norm) would compute it,
-            # and count a step, once more.
-            if (weight := self._modules[name]._parameters.get("weight")) is not None:
-                arrays.append(weight)
-        if (signature := _OPS.signature(arrays)) is None:
-            return None
-        if private.tracing_state() is not None or private.are_transforms_active():
-            return None
 
         def check() -> bool:
-            self._check(inputs, linears)
+            shared.check_inputs(_OPS, inputs, Tensor, expected="a torch.Tensor", hint="torch.as_tensor(x) makes one")
+            parts: tuple[Linear | Parameter, ...] = (*linears, *self._layer.parameters)
+            for part in parts:
+                if part.inputs and (weight := self._weight(part)) is not None:
+                    _check_operands(part, weight, inputs)
             padded = [x for x in linears if x.input in ("keys", "values")]
             return any(may_save_time(_OPS, inputs[x.input], x.units) for x in padded)
 
+        layer, signature = self._layer, None
+        # Compiling, the trace would read the missing weights of a lazy module, and specialise on them.
+        if not torch.compiler.is_compiling():
+            arrays = [*inputs.values()]
+            for name in layer.on_inputs:
+                if (weight := self._modules[name]._parameters.get("weight")) is not None:
+                    arrays.append(weight)
+            signature = _OPS.signature(arrays)
+        if signature is None or private.tracing_state() is not None or private.are_transforms_active():
+            check()
+            return None
         return _CHECKED.get_or_compute((layer.key, len(linears), signature), check)
 
-    def _check(self, inputs: dict[str, Any], linears: Sequence[Linear]) -> None:
-        """Raise unless the inputs fit each other and the weights that are applied to them."""
-        shared.check_inputs(_OPS, inputs, Tensor, expected="a torch.Tensor", hint="torch.as_tensor(x) makes one")
+    def _weight(self, part: Linear | Parameter) -> Tensor | None:
+        """Return the weight of a part; None where it has none yet, or where another module took its place."""
+        module = self._modules[part.name]
         # A lazy module gets its weight when it is first called. A compiler then starts its trace anew, and fails where
         # the second trace differs from the first.
-        is_compiling = torch.compiler.is_compiling()
-        for linear in linears:
-            if linear.input not in inputs or (is_compiling and linear.size is None):
-                continue
-            weight, module = self._weight(linear.name), self._modules[linear.name]
-            # Packed weights and weights of other modules have other shapes; a lazy module may have loaded its weight.
-            if isinstance(module, nn.Linear) and weight is not None and module.in_features in (0, weight.shape[-1]):
-                _check_operand(linear.input, inputs[linear.input], weight, linear.name, axis=1)
-        for parameter in self._layer.parameters:
-            module = self._modules.get(parameter.name)
-            if not isinstance(module, Matrix) or (is_compiling and isinstance(module, LazyModuleMixin)):
-                continue
-            if (weight := self._weight(parameter.name)) is not None:
-                _check_sides(inputs["queries"], inputs["keys"], weight)
-
-    def _weight(self, name: str) -> Tensor | None:
-        """Return the weight of a module; None where it has none yet, or where another module took its place."""
+        is_unsized = torch.compiler.is_compiling() and None in part.shape
+        if is_unsized or not isinstance(module, (nn.Linear, Matrix)):
+            return None
         # Not the attribute: a parametrisation (spectral norm) would compute it, and count a step, once more.
-        weight = self._modules[name]._parameters.get("weight")
-        return weight if isinstance(weight, Tensor) and not isinstance(weight, UninitializedParameter) else None
+        weight = module._parameters.get("weight")
+        if not isinstance(weight, Tensor) or isinstance(weight, UninitializedParameter):
+            return None
+        # Packed weights have other shapes; a lazy module may have loaded its weight.
+        is_packed = isinstance(module, nn.Linear) and module.in_features not in (0, weight.shape[-1])
+        return None if is_packed else weight
 
     def _project(self, linear: Linear, x: Tensor) -> Tensor:
         # arrays of the core are Any
@@ -358,7 +345,7 @@ class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Tenso
     w_v: nn.Linear
 
     def _checked_keys(self, keys: Tensor, linear: Linear) -> Tensor:
-        self._check({"keys": keys, "values": keys}, [linear])
+        self._check({"keys": keys, "values": keys}, (linear,))
         return keys
 
 
