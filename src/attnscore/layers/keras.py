@@ -45,7 +45,7 @@ __all__ = ["AdditiveAttention", "BilinearAttention", "DotProductAttention", "Gau
 
 Shape = tuple[int | None, ...]
 
-_KINDS = {"initializer": keras.initializers, "regularizer": keras.regularizers}
+_KINDS: dict[str, Any] = {"initializer": keras.initializers, "regularizer": keras.regularizers}
 _documented = Documentation(
     "from numpy import ones",
     options="""
@@ -173,7 +173,9 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         settings = {"kernel_initializer": kernel_initializer, "kernel_regularizer": kernel_regularizer}
         if layer.heads:
             settings |= {"bias_initializer": bias_initializer, "bias_regularizer": bias_regularizer}
-        self._settings = {name: _kind(name).get(x) for name, x in settings.items()} if layer.linears else {}
+        self._settings = (
+            {name: _KINDS[name.rpartition("_")[2]].get(x) for name, x in settings.items()} if layer.linears else {}
+        )
         for linear in layer.linears:
             setattr(self, linear.name, _dense(linear, self, self._settings))
         for parameter in layer.parameters:
@@ -319,7 +321,7 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration of the layer for `from_config`, a rotary embedding by its name."""
-        settings = {name: _kind(name).serialize(x) for name, x in self._settings.items()}
+        settings = {name: keras.saving.serialize_keras_object(x) for name, x in self._settings.items()}
         options = {"dropout": self.dropout, "seed": self.seed, "keep_last": self.keep_last}
         rotary = getattr(self, "rotary", None)
         rotary_config = {} if rotary is None else {"rotary": keras.saving.serialize_keras_object(rotary)}
@@ -341,10 +343,6 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         modules = {part.name: getattr(self, part.name) for part in self._layer.parts}
         variables = self._layer.torch_variables(modules, keras.layers.Dense)
         shared.load_state(arrays, variables, lambda variable, array: variable.assign(array))
-
-
-def _kind(setting: str) -> Any:
-    return _KINDS[setting.rpartition("_")[2]]
 
 
 # ------------------------------------------------------------------ the layers

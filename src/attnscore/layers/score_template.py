@@ -11,7 +11,7 @@ Imports no framework.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -22,28 +22,24 @@ from attnscore.backends.base import Array
 from attnscore.base.arguments import check_choice, shown
 from attnscore.errors import ArgumentError, message
 from attnscore.scores import Combination, arrays_of
-from attnscore.scores.base import Wrapper, with_arrays
+from attnscore.scores.base import Wrapper, with_new_arrays
 
 
 def names_in(score: Any, known: Sequence[str]) -> tuple[str, ...]:
     """Return the names in a template; raise ArgumentError for an unknown one, for one that repeats, for no score."""
-    names = tuple(_names_in(score, known))
+    names: list[str] = []
+
+    def note(name: Any) -> Any:
+        hint = "these names have parameters in the layer; any other score is an object, such as attnscore.Sum()"
+        names.append(check_choice("score", name, known, hint=hint))
+        return name
+
+    _with_names(score, note)
     for name in names:
         if names.count(name) > 1:
             hint = "an object, such as Gaussian(2.0), has no parameters and may repeat"
             raise ArgumentError(message("score", "each name once", f"{name!r} {names.count(name)} times", hint=hint))
-    return names
-
-
-def _names_in(score: Any, known: Sequence[str]) -> Iterator[str]:
-    if isinstance(score, Wrapper):
-        yield from _names_in(score.score, known)
-    elif isinstance(score, Combination):
-        for term in score.scores:
-            yield from _names_in(term, known)
-    elif isinstance(score, type) or not callable(getattr(score, "tile", None)):
-        hint = "these names have parameters in the layer; any other score is an object, such as attnscore.Sum()"
-        yield check_choice("score", score, known, hint=hint)
+    return tuple(names)
 
 
 def arrays_in(score: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -64,20 +60,17 @@ def _numbers(name: str, x: Array) -> np.ndarray[Any, Any]:
 
 def filled(score: Any, arrays: Mapping[str, Array], named: Callable[[str], Any]) -> Any:
     """Return the score of a template: `arrays` in the place of its own, `named(name)` in the place of a name."""
-    if array_names := arrays_of(score):
-        replacements = iter([arrays[_parameter_name(name)] for name in array_names])
-        score = with_arrays(score, lambda _: next(replacements))
+    score = with_new_arrays(score, [arrays[_parameter_name(name)] for name in arrays_of(score)])
     return _with_names(score, named)
 
 
 def _with_names(score: Any, named: Callable[[str], Any]) -> Any:
-    if isinstance(score, str):
-        return named(score)
+    """Return a template with ``named(name)`` in the place of each name, or of what is no score."""
     if isinstance(score, Wrapper):
         return replace(score, score=_with_names(score.score, named))  # type: ignore[type-var]  # each is a dataclass
     if isinstance(score, Combination):
         return Combination(tuple(_with_names(term, named) for term in score.scores), score.weights)
-    return score
+    return score if callable(getattr(score, "tile", None)) and not isinstance(score, type) else named(score)
 
 
 # ------------------------------------------------------------------ plain data

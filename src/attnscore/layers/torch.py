@@ -31,7 +31,6 @@ from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter
 from attnscore.layers.documentation import Documentation, documented_call
 from attnscore.parallel.shard import Shard
 from attnscore.plans.padding import may_save_time, project_rows, real_rows
-from attnscore.plans.prepared import PreparedKeys
 from attnscore.scores.base import with_nonfinite_rows_isolated
 
 __all__ = ["AdditiveAttention", "BilinearAttention", "DotProductAttention", "GaussianAttention", "MultiHeadAttention"]
@@ -193,9 +192,8 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         for part in self._layer.parts:
             if isinstance(module := getattr(self, part.name), nn.Module):
                 module.reset_parameters()  # type: ignore[operator]  # each has parameters
-        for parameter in self._layer.parameters:
-            if not parameter.inputs:
-                _start(self.get_parameter(parameter.name), parameter)
+            elif isinstance(part, Parameter):
+                _start(self.get_parameter(part.name), part)
 
     @documented_call()
     def forward(
@@ -209,9 +207,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        linears = self._layer.linears
-        if isinstance(keys, PreparedKeys):
-            keys, linears = self._unprepared(keys)
+        keys, linears = self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
         may_unpad = self._check(inputs, linears)
         is_plain = may_unpad is not None
@@ -271,18 +267,13 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         return with_nonfinite_rows_isolated(_OPS, x, self._modules[linear.name])  # type: ignore[no-any-return]
 
     def _project_unpadded(self, linear: Linear, x: Tensor, lens: Any) -> Tensor:
-        module = self._modules[linear.name]
+        module, rows = self._modules[linear.name], None
         is_read = (type(lens) is Tensor and lens.is_cpu) or type(lens) is np.ndarray
-        if not (is_read and may_save_time(_OPS, x, linear.units) and _is_bare(module, nn.Linear)):
+        if is_read and may_save_time(_OPS, x, linear.units) and _is_bare(module, nn.Linear):
+            rows = real_rows(_OPS, x, lens, linear.units)
+        if rows is None:
             return self._project(linear, x)
-        if (rows := real_rows(_OPS, x, lens, linear.units)) is None:
-            return self._project(linear, x)
-        weight, bias = module._parameters["weight"], module._parameters["bias"]
-
-        def product(x: Tensor) -> Tensor:
-            return nn.functional.linear(x, weight, bias)
-
-        projected: Tensor = project_rows(_OPS, x, rows, lambda x: with_nonfinite_rows_isolated(_OPS, x, product))
+        projected: Tensor = project_rows(_OPS, x, rows, lambda x: with_nonfinite_rows_isolated(_OPS, x, module))
         return projected
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Tensor]) -> Tensor:
