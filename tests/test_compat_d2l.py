@@ -6,12 +6,10 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from attnscore.compat.d2l.shared import ADDITIVE, OLD_ADDITIVE, named
 from test_mxnet import PYTHON as MXNET
 
 TORCH = """
@@ -134,14 +132,17 @@ def test_the_lines_of_the_book_run(
 
 
 def test_the_arguments_of_both_editions() -> None:
-    assert named((8, 0.1), {}, ADDITIVE, OLD_ADDITIVE) == {"num_hiddens": 8, "dropout": 0.1}
-    old: dict[str, Any] = {"key_size": 2, "query_size": 20, "num_hiddens": 8, "dropout": 0.1}
-    assert named((2, 20, 8, 0.1), {}, ADDITIVE, OLD_ADDITIVE) == old
-    assert named((2, 20, 8), {"dropout": 0.1}, ADDITIVE, OLD_ADDITIVE) == old
-    with pytest.raises(TypeError, match="several values for dropout"):
-        named((8, 0.1), {"dropout": 0.1}, ADDITIVE, OLD_ADDITIVE)
+    from attnscore.compat.d2l import torch as d2l
+
+    newer = d2l.AdditiveAttention(8, 0.1)
+    assert (newer.num_hiddens, newer.dropout, newer.key_size) == (8, 0.1, None)
+    for older in (d2l.AdditiveAttention(2, 20, 8, 0.1), d2l.AdditiveAttention(2, 20, 8, dropout=0.1)):
+        assert (older.key_size, older.query_size, older.num_hiddens, older.dropout) == (2, 20, 8, 0.1)
+    assert d2l.MultiHeadAttention(8, 2, 0.1, True).W_o.bias is not None
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'dropout'"):
+        d2l.AdditiveAttention(8, 0.1, dropout=0.1)
     with pytest.raises(TypeError, match="at most the arguments key_size"):
-        named((1, 2, 3, 4, 5), {}, ADDITIVE, OLD_ADDITIVE)
+        d2l.AdditiveAttention(1, 2, 3, 4, 5)
 
 
 def test_constructors_can_be_pickled() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import warnings
 from functools import reduce
 from typing import Any
 
@@ -312,8 +311,13 @@ def multi_head_attention_forward(
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     query_len, batch, _ = query.shape
     _check_sizes(query, key, value, embed_dim_to_check, num_heads, agreeing=2 if use_separate_proj_weight else 3)
-    _check_bias_kv(bias_k, bias_v, static_k, static_v)
-    _warn_about_masks(key_padding_mask, attn_mask)
+    if (bias_k is None) != (bias_v is None):
+        raise AssertionError(message("bias_k, bias_v", "both or neither", "one of them"))
+    for name, static in (("key", static_k), ("value", static_v)):
+        if bias_k is not None and static is not None:
+            hint = f"bias cannot be added to static {name}."
+            raise AssertionError(message(f"bias_{name[0]}", f"None with static_{name[0]}", "a tensor", hint=hint))
+    _check_dtypes(key_padding_mask, attn_mask)
     if is_causal and attn_mask is None:
         raise RuntimeError(message("attn_mask", "the causal mask, as is_causal is only a hint", "None"))
 
@@ -374,28 +378,14 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_
         raise RuntimeError(message("key", f"the batch of query, {query.shape[1]}", key.shape[1]))
 
 
-def _check_bias_kv(
-    bias_k: Tensor | None, bias_v: Tensor | None, static_k: Tensor | None, static_v: Tensor | None
-) -> None:
-    """Raise AssertionError, as the original, for one of bias_k and bias_v alone, or with a static key or value."""
-    if (bias_k is None) != (bias_v is None):
-        raise AssertionError(message("bias_k, bias_v", "both or neither", "one of them"))
-    for name, static in (("key", static_k), ("value", static_v)):
-        if bias_k is not None and static is not None:
-            hint = f"bias cannot be added to static {name}."
-            raise AssertionError(message(f"bias_{name[0]}", f"None with static_{name[0]}", "a tensor", hint=hint))
-
-
-def _warn_about_masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
+def _check_dtypes(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
     """Warn, as the original, of masks of two dtypes, and raise AssertionError for integers."""
-    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-            raise AssertionError(message(name, "a boolean or floating tensor", mask.dtype))
-    if key_padding_mask is not None and attn_mask is not None and key_padding_mask.dtype != attn_mask.dtype:
-        warnings.warn(
-            "Support for mismatched key_padding_mask and attn_mask is deprecated. Use same type for both instead.",
-            stacklevel=4,
-        )
+    # The original makes floats of the masks: of none of their elements here.
+    padding, pairs = (None if x is None else x.new_empty(0) for x in (key_padding_mask, attn_mask))
+    _PRIVATE._canonical_mask(
+        padding, "key_padding_mask", None if pairs is None else pairs.dtype, "attn_mask", torch.float32
+    )
+    _PRIVATE._canonical_mask(pairs, "attn_mask", None, "", torch.float32)
 
 
 def _mask_and_bias(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mxnet import np
 
 from attnscore.analysis.functional import masked_softmax
-from attnscore.compat.d2l.shared import additive_attention, check_shape, multi_head_attention, sequence_mask
+from attnscore.compat.d2l.shared import check_shape, of_both_editions, sequence_mask
 from attnscore.layers import mxnet as layers
 from attnscore.layers.mxnet import DotProductAttention
 from attnscore.plotting.heatmaps import show_heatmaps
@@ -30,5 +30,7 @@ __all__ = [
 
 tensor, ones, zeros, normal = np.array, np.ones, np.zeros, np.random.normal
 rand, arange, eye, reshape = np.random.rand, np.arange, np.eye, np.reshape
-AdditiveAttention = additive_attention(layers.AdditiveAttention, __name__)
-MultiHeadAttention = multi_head_attention(layers.MultiHeadAttention, __name__)
+AdditiveAttention = of_both_editions(layers.AdditiveAttention, __name__, "num_hiddens", "dropout")
+MultiHeadAttention = of_both_editions(
+    layers.MultiHeadAttention, __name__, "num_hiddens", "num_heads", "dropout", "bias"
+)

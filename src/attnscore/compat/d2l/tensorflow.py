@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from attnscore.analysis.functional import masked_softmax
-from attnscore.compat.d2l.shared import additive_attention, check_shape, multi_head_attention, sequence_mask
+from attnscore.compat.d2l.shared import check_shape, of_both_editions, sequence_mask
 from attnscore.layers import keras as layers
 from attnscore.layers.keras import DotProductAttention
 from attnscore.plotting.heatmaps import show_heatmaps
@@ -31,5 +31,7 @@ __all__ = [
 
 tensor, ones, zeros, normal = tf.constant, tf.ones, tf.zeros, tf.random.normal
 rand, randn, arange, eye, reshape = tf.random.uniform, tf.random.normal, tf.range, tf.eye, tf.reshape
-AdditiveAttention = additive_attention(layers.AdditiveAttention, __name__)
-MultiHeadAttention = multi_head_attention(layers.MultiHeadAttention, __name__)
+AdditiveAttention = of_both_editions(layers.AdditiveAttention, __name__, "num_hiddens", "dropout")
+MultiHeadAttention = of_both_editions(
+    layers.MultiHeadAttention, __name__, "num_hiddens", "num_heads", "dropout", "bias"
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnscore.analysis.functional import masked_softmax
-from attnscore.compat.d2l.shared import additive_attention, check_shape, multi_head_attention, sequence_mask
+from attnscore.compat.d2l.shared import check_shape, of_both_editions, sequence_mask
 from attnscore.layers import torch as layers
 from attnscore.layers.torch import DotProductAttention
 from attnscore.plotting.heatmaps import show_heatmaps
@@ -31,5 +31,7 @@ __all__ = [
 
 tensor, ones, zeros, normal = torch.tensor, torch.ones, torch.zeros, torch.normal
 rand, randn, arange, eye, reshape = torch.rand, torch.randn, torch.arange, torch.eye, torch.reshape
-AdditiveAttention = additive_attention(layers.AdditiveAttention, __name__)
-MultiHeadAttention = multi_head_attention(layers.MultiHeadAttention, __name__)
+AdditiveAttention = of_both_editions(layers.AdditiveAttention, __name__, "num_hiddens", "dropout")
+MultiHeadAttention = of_both_editions(
+    layers.MultiHeadAttention, __name__, "num_hiddens", "num_heads", "dropout", "bias"
+)
