@@ -553,8 +553,7 @@ class BaseAttention(Generic[A]):
     def _project(self, linear: Linear, x: A) -> A:
         """Apply a projection to an input of the call, with positions that hold a NaN or infinity isolated.
 
-        Positions that a mask hides afterwards propagate into no gradient, the projection's included. The framework's
-        module itself is called, so that hooks, parametrisations and replacements (adapters, quantised weights) act.
+        The framework's module itself is called, so that hooks, parametrisations and replacements (adapters) act.
         """
 
     def _call_module(self, linear: Linear, x: A) -> A:
@@ -611,18 +610,10 @@ class BaseAttention(Generic[A]):
         positions: Any = None,
         lens: Any = None,
     ) -> tuple[tuple[A, A, A], dict[str, Any]]:
-        """Return query, key and value of the softmax, and the other arguments of `attend`.
+        """Return query, key and value of the softmax, after the projections `linears`, and the arguments of `attend`.
 
-        With a cache, the arguments include the cache that holds the new positions too.
-
-        Parameters
-        ----------
-        linears
-            The projections to apply.
-        positions
-            Positions of the inputs for a rotary embedding; None: 0, 1, 2, ..., or the positions after the cache.
-        lens
-            The valid lengths if no key beyond them is read or kept, else None.
+        With a cache, these include the cache that holds the new positions too. `positions` are for a rotary embedding;
+        None: 0, 1, 2, ..., or those after the cache. `lens` are the valid lengths if no key beyond them is read.
         """
         layer, projected = self._layer, dict(inputs)
         for linear in linears:
@@ -666,14 +657,9 @@ class BaseAttention(Generic[A]):
         is_concrete: bool = False,
         returns_weights: bool = False,
     ) -> tuple[A, A | None, KeyValueCache | None]:
-        """Return the output of the layer, the weights if they were computed, and the cache; keep the call.
+        """Return the output for the result of `_operands`, the weights if they were computed, the cache; keep the call.
 
-        Parameters
-        ----------
-        operands, arguments
-            The result of `_operands`.
-        is_concrete
-            Whether the caller knows that no array is traced.
+        `is_concrete` says that no array is traced.
         """
         (query, key, value), heads = operands, self._layer.heads
         cache = arguments.pop("cache", None)

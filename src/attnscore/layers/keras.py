@@ -79,20 +79,6 @@ use_causal_mask : bool
 # ------------------------------------------------------------------ parameters
 
 
-def _dense(linear: Linear, owner: keras.layers.Layer, settings: Mapping[str, Any]) -> Any:
-    """Return a projection of the layer `owner`, with a copy of the initializer: one object draws one array."""
-    initializer = keras.initializers.get(settings["kernel_initializer"])
-    if isinstance(initializer, keras.initializers.Initializer):
-        initializer = initializer.clone()
-    return keras.layers.Dense(
-        linear.units,
-        use_bias=linear.bias,
-        name=linear.name,
-        dtype=owner.dtype_policy,
-        **{**settings, "kernel_initializer": initializer},
-    )
-
-
 def _matrix_and_bias(dense: Any, x: Array) -> tuple[Array, Array | None] | None:
     """Return the arrays of a projection that only multiplies and adds, in the dtype of `x`; None of another one."""
     if BACKEND == "torch":  # hooks of a module see its calls
@@ -169,41 +155,39 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         self._allow_non_tensor_positional_args = True
         # As in Keras's layers: a generator is a variable of the model, and in its files.
         self.seed_generator = keras.random.SeedGenerator(seed) if self.dropout > 0 else None
-        # Initializers and regularizers of the projections.
         settings = {"kernel_initializer": kernel_initializer, "kernel_regularizer": kernel_regularizer}
         if layer.heads:
             settings |= {"bias_initializer": bias_initializer, "bias_regularizer": bias_regularizer}
-        self._settings = (
-            {name: _KINDS[name.rpartition("_")[2]].get(x) for name, x in settings.items()} if layer.linears else {}
-        )
+        # Initializers and regularizers of the projections.
+        self._settings = {name: _KINDS[name.rpartition("_")[2]].get(x) for name, x in settings.items()}
         for linear in layer.linears:
-            setattr(self, linear.name, _dense(linear, self, self._settings))
+            options = {"use_bias": linear.bias, "name": linear.name, "dtype": self.dtype_policy, **self._settings}
+            if isinstance(initializer := options["kernel_initializer"], keras.initializers.Initializer):
+                options["kernel_initializer"] = initializer.clone()  # one object draws one array
+            setattr(self, linear.name, keras.layers.Dense(linear.units, **options))
         for parameter in layer.parameters:
             # Made when the layer is built.
             setattr(self, parameter.name, None)
 
     def build(self, queries_shape: Any, keys_shape: Any = None, values_shape: Any = None) -> None:
         """Make the parameters, of the sizes of these inputs."""
-
-        def features(name: str, expected: int | None, owner: str) -> int:
-            shape = unpacked(queries_shape, keys_shape, values_shape)[INPUTS.index(name)]
-            if shape[-1] is None:
-                raise ShapeError(message(name, "vectors of a known length", "None", shapes={name: tuple(shape)}))
-            if expected is not None:
-                shared.check_features(name, shape[-1], expected, owner)
-            return int(shape[-1])
-
-        for linear in self._layer.linears:
-            size = features(linear.input, linear.size, linear.name) if linear.input in INPUTS else linear.size
-            getattr(self, linear.name).build((None, None, size))
-        for parameter in self._layer.parameters:
-            sizes = zip(parameter.inputs, parameter.shape, strict=False)
-            sized = parameter.sized([features(name, size, parameter.name) for name, size in sizes])
+        for part in self._layer.parts:
+            shapes = dict(zip(INPUTS, unpacked(queries_shape, keys_shape, values_shape), strict=True))
+            for name, size in zip(part.inputs, part.shape[-len(part.inputs) :], strict=False):
+                if shapes[name][-1] is None:
+                    shape = {name: tuple(shapes[name])}
+                    raise ShapeError(message(name, "vectors of a known length", "None", shapes=shape))
+                if size is not None:
+                    shared.check_features(name, shapes[name][-1], size, part.name)
+            sized = part.sized([int(shapes[name][-1]) for name in part.inputs])
+            if isinstance(sized, Linear):
+                getattr(self, sized.name).build((None, None, sized.size))
+                continue
             bound, start = sized.bound, keras.initializers.Constant(sized.start)
             start = keras.initializers.RandomUniform(-bound, bound) if bound else start
             # In the variable dtype, which `attend` takes as it is under mixed precision too.
             variable = self.add_weight(name=sized.name, shape=sized.sizes, initializer=start, autocast=False)
-            setattr(self, parameter.name, variable)
+            setattr(self, sized.name, variable)
 
     def __call__(
         self, queries: Any, keys: Any = None, values: Any = None, valid_lens: Any = None, *args: Any, **kwargs: Any
@@ -321,7 +305,8 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration of the layer for `from_config`, a rotary embedding by its name."""
-        settings = {name: keras.saving.serialize_keras_object(x) for name, x in self._settings.items()}
+        settings = self._settings if self._layer.linears else {}
+        settings = {name: keras.saving.serialize_keras_object(x) for name, x in settings.items()}
         options = {"dropout": self.dropout, "seed": self.seed, "keep_last": self.keep_last}
         rotary = getattr(self, "rotary", None)
         rotary_config = {} if rotary is None else {"rotary": keras.saving.serialize_keras_object(rotary)}

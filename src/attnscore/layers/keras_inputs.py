@@ -33,15 +33,7 @@ _SEED_DTYPE = {"jax": "uint32"}.get(BACKEND, "int64")
 
 
 def unpacked(queries: Any, keys: Any, values: Any) -> tuple[Any, Any, Any]:
-    """Return queries, keys and values (or their shapes); a list is [query, value] or [query, value, key].
-
-    Raises
-    ------
-    ArgumentError
-        A list of another length, a list together with keys, or no keys at all.
-    FrameworkError
-        Something that is no tensor.
-    """
+    """Return queries, keys and values (or their shapes); a list is [query, value] or [query, value, key]."""
     if isinstance(queries, (list, tuple)) and not _is_shape(queries):
         expected = "a tensor, or a list [query, value] or [query, value, key]"
         if len(queries) not in (2, 3):

@@ -77,13 +77,7 @@ def _with_names(score: Any, named: Callable[[str], Any]) -> Any:
 
 
 def to_config(score: Any) -> Any:
-    """Return a template as names, numbers, lists and dictionaries; arrays as lists of numbers.
-
-    Raises
-    ------
-    ArgumentError
-        A custom score, which only its own code can make.
-    """
+    """Return a template as names, numbers, lists and dictionaries; raise ArgumentError for a custom score."""
     if isinstance(score, (tuple, list)):
         return {"tuple": [to_config(x) for x in score]}
     if backends.is_array(score):
