@@ -82,11 +82,6 @@ def _data(parameter: gluon.Parameter, like: Array | None) -> Array:
     return parameter.data(None if like is None else like.ctx).as_np_ndarray()
 
 
-def _is_plain(block: gluon.Block) -> bool:
-    """Whether a block is a projection that no hook sees the calls of."""
-    return type(block) is gluon.nn.Dense and not (block._forward_hooks or block._forward_pre_hooks)
-
-
 def _check(inputs: dict[str, Any]) -> None:
     """Raise unless the inputs are arrays (batch, length, features) that belong together."""
     shared.check_inputs(_OPS, inputs, mx.np.ndarray, expected="an mx.np.ndarray", hint="mx.np.array(x) makes one")
@@ -174,7 +169,7 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Array]) -> Array:
         attribute, like = getattr(self, part.name), inputs.get("queries")
         if isinstance(part, Linear):
-            return _data(attribute.weight, like).reshape((-1,)) if _is_plain(attribute) else self._vector(part, like)
+            return self._vector(part, like)
         if part.inputs:
             return attribute(*[inputs[name] for name in part.inputs])
         return _data(attribute, like) if part.shape else _data(attribute, like).reshape(())
