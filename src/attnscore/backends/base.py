@@ -468,15 +468,6 @@ class Backend(ABC):
         """Whether the first tile of a shape costs a compilation, or makes a program longer."""
         return False
 
-    def zeros_of(
-        self, function: Callable[[], tuple[Array, ...]], length: int, reads: Sequence[Array]
-    ) -> tuple[Array, ...] | None:
-        """Return zeros like the results of a function that is not run, with `length` on the last axis but one.
-
-        `reads` are the arrays that it depends on. None where only a run tells the shapes.
-        """
-        return None
-
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         """Fold ``carry = body(i, carry)`` over range(count); a traced loop is not unrolled."""
         for i in range(count):

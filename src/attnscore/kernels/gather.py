@@ -138,12 +138,8 @@ class Gather(Kernel):
             yield block, subproblem, tiling.plan(subproblem), self._kernel_of(subproblem)
 
     def _kernel_of(self, problem: Problem) -> Kernel:
-        """Return the first kernel of blocks that can run `problem` and is not slower there than a later one."""
-        return next(
-            kernel
-            for kernel in self.block_kernels
-            if not kernel.reasons_not_automatic(problem) and not kernel.reasons_against(problem)
-        )
+        """Return the first kernel of blocks that can run `problem`."""
+        return next(kernel for kernel in self.block_kernels if not kernel.reasons_against(problem))
 
 
 def _split_neighbours(mask: Mask | None) -> tuple[Neighbours | None, Mask | None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -169,9 +169,13 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
         out, row_max, log_denom, statistics = online_softmax.finish(ops, state, sink, requested)
         return ops.astype(out, problem.dtype), row_max, log_denom, *matrix, *statistics.values()
 
-    out, row_max, log_denom, *remaining = _map_query_tiles(ops, tiles, query_tile_result, problem.operands().values())
-    matrix = None if problem.matrix is None else remaining.pop(0)
     names = [name for name in requested if name != "log_sum_exp"]
+    widths = (1, 1, *(() if problem.matrix is None else (score_shape.key_len,)), *(1 for _ in names))
+    columns = [(problem.layout.value_dim, problem.dtype), *((width, dtype) for width in widths)]
+    out, row_max, log_denom, *remaining = _map_query_tiles(
+        problem, tiles, query_tile_result, problem.operands().values(), columns
+    )
+    matrix = None if problem.matrix is None else remaining.pop(0)
     return Result(out, row_max, log_denom, dict(zip(names, remaining, strict=True)), matrix)
 
 
@@ -298,7 +302,7 @@ def _delta_of_softmax(inputs: _Inputs, tiles: TilePlan, result: Result, grads: R
         return (total,)
 
     # By query tiles: the products of all queries at once would be the largest arrays of the backward.
-    (delta,) = _map_query_tiles(ops, tiles, dot_products, [x for pair in pairs for x in pair])
+    (delta,) = _map_query_tiles(problem, tiles, dot_products, [x for pair in pairs for x in pair], [(1, dtype)])
     return delta if grads.log_sum_exp is None else delta - grads.log_sum_exp
 
 
@@ -332,9 +336,8 @@ def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads:
             products = products - normalizer.threshold_slope * _slice(ops, grads.log_sum_exp, -2, rows)
         return (products / ops.where(slopes == 0, 1.0, slopes),)
 
-    (delta,) = _map_query_tiles(
-        ops, tiles, query_tile_delta, [result.row_max, result.log_denom, grads.out, *problem.operands().values()]
-    )
+    arrays = [result.row_max, result.log_denom, grads.out, *problem.operands().values()]
+    (delta,) = _map_query_tiles(problem, tiles, query_tile_delta, arrays, [(1, problem.accumulator)])
     return delta
 
 
@@ -554,14 +557,20 @@ def _iter_dynamic_key_tiles(
 
 
 def _map_query_tiles(
-    ops: Backend, tiles: TilePlan, query_tile_result: Callable[[Any, Span], tuple[Array, ...]], arrays: Iterable[Array]
+    problem: Problem,
+    tiles: TilePlan,
+    query_tile_result: Callable[[Any, Span], tuple[Array, ...]],
+    arrays: Collection[Array],
+    columns: Iterable[tuple[int, str]],
 ) -> tuple[Array, ...]:
-    """Concatenate ``query_tile_result(tile, rows)`` of all query tiles; the result depends on `arrays`."""
-    length, tile, tail = tiles.query_len, tiles.query_tile, tiles.tail
+    """Concatenate ``query_tile_result(tile, rows)`` of all query tiles; the result depends on `arrays`.
+
+    `columns` are the length of the last axis and the dtype of each array in the result.
+    """
+    ops, length, tile, tail = problem.ops, tiles.query_len, tiles.query_tile, tiles.tail
     full = len(tiles.segments) - (tail > 0)
     if full + (tail > 0) < 2:
         return query_tile_result(0, (0, length))
-    arrays = tuple(arrays)
     if ops.needs_grad(*arrays) or not all(map(ops.has_cpu_buffer, arrays)):
         results = ops.map_tiles(full, lambda i: query_tile_result(i, (i * tile, tile)))
         results += [query_tile_result(full, (full * tile, tail))] if tail else []
@@ -572,16 +581,9 @@ def _map_query_tiles(
     def write(outputs: tuple[Array, ...], tile_outputs: tuple[Array, ...], start: Any) -> tuple[Array, ...]:
         return tuple(ops.add_at(x, -2, start, y) for x, y in zip(outputs, tile_outputs, strict=True))
 
-    outputs, begin = ops.zeros_of(lambda: query_tile_result(0, (0, tile)), length, arrays), 0
-    if outputs is None:
-        first, begin = query_tile_result(0, (0, tile)), 1
-        zeros = tuple(ops.zeros((*ops.shape(x)[:-2], length, ops.shape(x)[-1]), x) for x in first)
-        outputs = write(zeros, first, 0)
-    outputs = ops.loop(
-        full - begin,
-        lambda i, x: write(x, query_tile_result(i + begin, ((i + begin) * tile, tile)), (i + begin) * tile),
-        outputs,
-    )
+    lead = problem.score_shape.rows[:-1]
+    outputs = tuple(ops.zeros((*lead, length, width), problem.value, dtype) for width, dtype in columns)
+    outputs = ops.loop(full, lambda i, x: write(x, query_tile_result(i, (i * tile, tile)), i * tile), outputs)
     return write(outputs, query_tile_result(full, (full * tile, tail)), full * tile) if tail else outputs
 
 

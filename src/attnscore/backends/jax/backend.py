@@ -241,14 +241,6 @@ class JaxBackend(Backend):
     def compiles_each_shape(self) -> bool:
         return True
 
-    def zeros_of(
-        self, function: Callable[[], tuple[Array, ...]], length: int, reads: Sequence[Array]
-    ) -> tuple[Array, ...] | None:
-        if not is_tracing():
-            return None
-        zeros = [jnp.zeros((*x.shape[:-2], length, x.shape[-1]), x.dtype) for x in jax.eval_shape(function)]
-        return tuple(differing(x, axes_of(reads)) for x in zeros)
-
     def loop(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         if is_unknown(count) or (count > 1 and is_tracing()):
             return lax.fori_loop(0, count, lambda i, c: _in_dtypes_of(carry, body(i, c)), carry)
