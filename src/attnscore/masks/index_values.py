@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -63,26 +62,12 @@ def document_intervals(query_ids: HostArray, key_ids: HostArray) -> tuple[HostAr
 
 def small_ids(ids: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return ids of queries and keys, numbered anew where they exceed 32 bits: JAX has no more by default."""
-    arrays = [x for x in map(host_ints, ids) if x is not None]
-    is_small = len(arrays) < 2 or all(np.abs(x).max(initial=0) < 2**31 for x in arrays)
-    return ids if is_small else join_ids([ids])
-
-
-def join_ids(pairs: Sequence[tuple[Any, Any]]) -> tuple[HostArray, HostArray]:
-    """Return ids of queries and keys, (batch or 1, length), that are equal where the ids of all `pairs` are."""
-    arrays = [[np.atleast_2d(np.asarray(host_ints(x))) for x in pair] for pair in pairs]
-    batch = max(len(x) for pair in arrays for x in pair)
-    joined, is_padding = np.zeros((), np.int64), np.zeros((), bool)
-    for pair in arrays:
-        ids = np.concatenate([np.broadcast_to(x, (batch, x.shape[-1])) for x in pair], -1)
-        is_padding = is_padding | (ids < 0)
-        index = np.unique(ids, return_inverse=True)[1].reshape(ids.shape)
-        joined = joined * (index.max(initial=0) + 1) + index
-        # Renumbered, so that no product exceeds 64 bits.
-        joined = np.unique(joined, return_inverse=True)[1].reshape(ids.shape)
-    joined = np.where(is_padding, -1, joined)
-    query_len = arrays[0][0].shape[-1]
-    return joined[:, :query_len], joined[:, query_len:]
+    query_ids, key_ids = map(host_ints, ids)
+    if query_ids is None or key_ids is None or all(np.abs(x).max(initial=0) < 2**31 for x in (query_ids, key_ids)):
+        return ids
+    unique_ids = np.unique(np.append(query_ids, key_ids))
+    query_ids, key_ids = (np.where(x < 0, -1, np.searchsorted(unique_ids, x)) for x in (query_ids, key_ids))
+    return query_ids, key_ids
 
 
 def per_batch(ops: Backend, score_shape: ScoreShape, x: Any, like: Array, *, flat: bool = False) -> Array:

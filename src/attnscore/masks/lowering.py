@@ -20,7 +20,7 @@ from attnscore.masks.base import And, Mask, Not, Or, all_of, atoms_of, parts_of
 from attnscore.masks.builtin import Dense, Documents, KeyPadding
 from attnscore.masks.dynamic_intervals import without_interval_parts
 from attnscore.masks.function import EvaluatedFunction
-from attnscore.masks.index_values import host_ints, join_ids, per_batch, small_ids
+from attnscore.masks.index_values import per_batch, small_ids
 from attnscore.masks.intervals import IntervalSet
 
 Parts = list[Mask]
@@ -64,11 +64,10 @@ def _is_custom_code(mask: Mask) -> bool:
 
 def partition(remaining: Mask | None) -> tuple[Parts, Parts]:
     """Split `remaining`, a mask without intervals, into parts that are direct operands and parts to evaluate."""
-    if remaining is None or isinstance(remaining, DIRECT):
-        return [] if remaining is None else [remaining], []
-    parts = parts_of(remaining)
-    direct: Parts = [part for part in parts if isinstance(part, (KeyPadding, Documents))]
-    others = [part for part in parts if not isinstance(part, (KeyPadding, Documents))]
+    parts = [] if remaining is None else parts_of(remaining)
+    documents = [part for part in parts if isinstance(part, Documents)][:1]
+    direct: Parts = [part for part in parts if isinstance(part, KeyPadding) or part in documents]
+    others = [part for part in parts if part not in direct]
     # One array is an operand without a copy; the AND of several has to be computed.
     return ([*direct, *others], []) if len(others) == 1 and isinstance(others[0], Dense) else (direct, others)
 
@@ -80,10 +79,6 @@ def partition_staged(ops: Backend, score_shape: ScoreShape, like: Array, remaini
     program then computes it once, not in chunks.
     """
     direct, others = partition(remaining)
-    documents = [part for part in direct if isinstance(part, Documents)]
-    if len(documents) > 1 and any(host_ints(x) is None for part in documents for x in part.ids):
-        # Joining the ids of several documents needs values on the host.
-        return [part for part in direct if part not in documents[1:]], [*others, *documents[1:]]
     return ([*direct, *others], []) if _fits_in_caller_arrays(ops, score_shape, like, others) else (direct, others)
 
 
@@ -115,11 +110,11 @@ def arrays(
     `with_evaluated`: the caller will fill ``mask`` with the evaluated parts, so padding must not use it.
     """
     operands: dict[str, Array] = {}
-    if documents := [part for part in direct if isinstance(part, Documents)]:
-        pairs = [part.ids for part in documents]
-        ids = small_ids(pairs[0]) if len(pairs) == 1 else join_ids(pairs)
-        operands = {name: per_batch(ops, score_shape, x, like, flat=True) for name, x in zip(_IDS, ids, strict=True)}
-    others = [part for part in direct if not isinstance(part, (KeyPadding, Documents))]
+    documents = next((part for part in direct if isinstance(part, Documents)), None)
+    if documents is not None:
+        ids = zip(_IDS, small_ids(documents.ids), strict=True)
+        operands = {name: per_batch(ops, score_shape, x, like, flat=True) for name, x in ids}
+    others = [part for part in direct if part is not documents and not isinstance(part, KeyPadding)]
     masks: list[Array] = []
     for padding in direct:
         if not isinstance(padding, KeyPadding):
