@@ -147,7 +147,7 @@ FAULTS: list[Fault] = [
     Fault(
         "one-tile-masked-nan-reaches-the-output",
         "src/attnscore/kernels/formula.py",
-        "OneTile._forward",
+        "OneTile.forward",
         "_needs_recomputing(ops, A, B)",
         "None",
         "tests/test_one_tile.py",

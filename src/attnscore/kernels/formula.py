@@ -16,11 +16,10 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.backends.base import Array, Backend, VjpFunction, sum_to
 from attnscore.base import thresholds
 from attnscore.base.layout import is_unknown
 from attnscore.kernels import tiled, tiling
@@ -40,7 +39,7 @@ _FORMS = (InnerForm, AdditiveForm, DistanceForm)
 
 
 class _Formula(Kernel):
-    """Base of both kernels, which differentiate a gradient of the output; tiled attention does the rest."""
+    """Base of both kernels. A gradient into the log-sum-exp alone is rare: tiled attention takes it."""
 
     needs = frozenset(("staged",))
     has_vjp = True
@@ -48,18 +47,6 @@ class _Formula(Kernel):
     @property
     def differentiable(self) -> Kernel:
         return Streaming()
-
-    def backward(
-        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
-    ) -> dict[str, Array]:
-        # A gradient into the log-sum-exp alone is rare.
-        if grads.out is None:
-            return tiled.backward(problem, tiles, result, grads)
-        return self.gradients(problem, tiles, result, grads)
-
-    def gradients(self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
-        """Return the gradients of all operands from the gradients of the output and of the matrix."""
-        raise NotImplementedError
 
 
 def _has_scores_and_mask_alone(problem: Problem) -> bool:
@@ -84,8 +71,15 @@ def _max_and_log_denom(ops: Backend, scores: Array) -> tuple[Array, Array]:
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class OneTile(_Formula):
-    """The formula on one tile, for small calls of graphs, where a callback to the native kernel takes longer."""
+    """The formula on one tile, for small calls of graphs, where a callback to the native kernel takes longer.
+
+    Where sums are not finite, or an expanded square is not exact, a branch of the program that is rarely taken computes
+    them again: without expanding the square, otherwise by tiles.
+    """
+
+    may_expand_squares: bool = True
 
     name = "one_tile"
     summary = "the formula on a single tile, for small calls of graphs"
@@ -119,17 +113,14 @@ class OneTile(_Formula):
         return ("a call for which the callback to the native kernel takes less time",)
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
-        return self._forward(problem, tiles, _expands_square(problem))
-
-    def _forward(self, problem: Problem, tiles: TilePlan, expands_square: bool) -> Result:
-        """Run the forward in one tile; a branch of the program, rarely taken, computes it again by a slower way."""
-        ops, tile = problem.ops, _tile(problem, tiles, expands_square, with_vjp=False)
+        ops, expands_square = problem.ops, self.may_expand_squares and _expands_square(problem)
+        tile = _tile(problem, tiles, expands_square, with_vjp=False)
         matrix = () if problem.matrix is None else (tile.weights,)
         out = ops.matmul(tile.dropped_weights, tile.value)
         outputs: tuple[Array, ...] = (ops.astype(out, problem.dtype), *matrix)
 
         def recompute(_: Any) -> tuple[Array, ...]:
-            result = self._forward(problem, tiles, False) if expands_square else tiled.forward(problem, tiles)
+            result = (OneTile(False) if expands_square else Streaming()).forward(problem, tiles)
             return (result.out,) if problem.matrix is None else (result.out, result.matrix)
 
         if (condition := _needs_recomputing(ops, tile, out)) is not None:
@@ -138,18 +129,13 @@ class OneTile(_Formula):
             outputs[0], *_max_and_log_denom(ops, tile.scores), {}, outputs[1] if problem.matrix is not None else None
         )
 
-    def gradients(self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
-        return self._gradients(problem, tiles, result, grads, _expands_square(problem))
-
-    def _gradients(
-        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, expands_square: bool
+    def backward(
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
-        """Return the gradients by the formula on one tile.
-
-        Where sums are not finite, or an expanded square is not exact, a branch of the program that is rarely taken
-        computes them again: without expanding the square, otherwise by tiles.
-        """
+        if grads.out is None:
+            return tiled.backward(problem, tiles, result, grads)
         ops, dtype = problem.ops, problem.accumulator
+        expands_square = self.may_expand_squares and _expands_square(problem)
         tile = _tile(problem, tiles, expands_square, with_vjp=True)
         grad_out, out = (ops.astype(x, dtype) for x in (grads.out, result.out))
         # Forward: out = (p * dropout_factors) @ value
@@ -177,7 +163,7 @@ class OneTile(_Formula):
 
         def recompute(_: Any) -> dict[str, Array]:
             if expands_square:
-                return self._gradients(problem, tiles, result, grads, False)
+                return OneTile(False).backward(problem, tiles, result, grads, requested)
             # `result` has the formula's row_max and log_denom, which may not be finite: tiles need their own.
             return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
 
@@ -199,17 +185,13 @@ class _Tile:
     """Weights before dropout; 0 where masked."""
     dropout_factors: Array | None
     value: Array
-    scores_vjp: Callable[[Array], tuple[Array, ...]]
+    scores_vjp: VjpFunction
     """VJP from a gradient of `raw` to the gradients of the form's arrays, in their order; a forward's gives none."""
 
     @property
     def dropped_weights(self) -> Array:
         """The weights after dropout."""
         return self.weights if self.dropout_factors is None else self.weights * self.dropout_factors
-
-
-def _no_gradients(_: Array) -> tuple[Array, ...]:
-    return ()
 
 
 def _expands_square(problem: Problem) -> bool:
@@ -233,9 +215,9 @@ def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: boo
         in_accumulator = {name: ops.astype(x, dtype) for name, x in zip(names, arrays, strict=True)}
         return ops.astype(form.with_arrays(in_accumulator).scores(ops), dtype)
 
-    vjp: Callable[[Array], tuple[Array, ...]] = _no_gradients
+    vjp: VjpFunction = lambda _: ()  # noqa: E731
     is_exact = None
-    if expands_square or (with_vjp and isinstance(form, InnerForm)):
+    if expands_square or isinstance(form, InnerForm):
         # The framework's own would transpose the gradient of the keys.
         form_in_accumulator: Any = form.part(lambda x, _: ops.astype(x, dtype))
         if expands_square:
@@ -321,7 +303,11 @@ class FewKeys(_Formula):
         out, row_max, log_denom, matrix = (ops.reshape(x, (*rows, x.shape[-1])) for x in outputs)
         return Result(out, row_max, log_denom, {}, None if problem.matrix is None else matrix)
 
-    def gradients(self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients) -> dict[str, Array]:
+    def backward(
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
+    ) -> dict[str, Array]:
+        if grads.out is None:
+            return tiled.backward(problem, tiles, result, grads)
         ops, query_len = problem.ops, problem.score_shape.query_len
         # The compiler finds that the forward has computed these.
         _, unmasked, weights, scores_vjp = _weights(problem, tiles)
