@@ -364,23 +364,18 @@ class TorchBackend(Backend):
         return outputs
 
     def vjp(self, function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:
-        if torch.is_grad_enabled() or any(is_traced(x) for x in inputs):
-            # The gradient itself is differentiated: autograd records it.
-            inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in inputs]
-            value = function(*inputs)
-            return value, lambda grad: _zeros_for_none(
-                torch.autograd.grad(value, inputs, grad, create_graph=True, allow_unused=True), inputs
-            )
-        leaves = [x.detach().requires_grad_() for x in inputs]
+        # Whether the gradient itself is differentiated.
+        is_recorded = torch.is_grad_enabled() or any(map(is_traced, inputs))
+        leaves = [x if is_recorded and x.requires_grad else x.detach().requires_grad_() for x in inputs]
         with torch.enable_grad():
             value = function(*leaves)
 
         def vjp(grad: Array) -> tuple[Array, ...]:
             if not value.requires_grad:
                 return tuple(torch.zeros_like(x) for x in inputs)
-            return _zeros_for_none(torch.autograd.grad(value, leaves, grad, allow_unused=True), inputs)
+            return torch.autograd.grad(value, leaves, grad, create_graph=is_recorded, materialize_grads=True)
 
-        return value.detach(), vjp
+        return value if is_recorded else value.detach(), vjp
 
     def stop_gradient(self, x: Array) -> Array:
         return x.detach()
@@ -439,11 +434,6 @@ class _AttentionFunction(torch.autograd.Function):
         requested = ctx.needs_input_grad[1:]
         return None, *run.backward(operands, outputs, grads[: run.differentiable_outputs], requested)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        # Not reached: `differentiable` runs PyTorch's own operations for duals.
-        raise NotImplementedError("attnscore: forward-mode through a recorded attend() call")
-
 
 _apply: Any = super(torch.autograd.Function, _AttentionFunction).apply
 
@@ -490,7 +480,3 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 def _is_dual(x: torch.Tensor) -> bool:
     """Whether `x` carries a forward-mode tangent."""
     return private.dual_levels._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]  # torch's own
-
-
-def _zeros_for_none(grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=True))
