@@ -215,12 +215,14 @@ class TensorFlowBackend(Backend):
     def matmul(self, a: Array, b: Array) -> Array:
         if len(b.shape) > 2 or len(a.shape) < 3 or not a.shape[-1]:
             return tf.matmul(a, b)
+        # As one product: `tf.matmul` computes one for each leading axis, each on one thread, and their gradients, which
+        # it adds up (additive (32, 8, 8), h 128, in a graph: 95 and 295 us in place of 19 and 15).
         if not tf.executing_eagerly():
-            # As one product: `tf.matmul` computes one for each leading axis, and their gradients, which it adds up
-            # (additive (32, 8, 8), h 128: 95 and 295 us in place of 19 and 15).
             flat = tf.matmul(tf.reshape(a, (-1, a.shape[-1])), b)
             return tf.reshape(flat, sizes([*self.shape(a)[:-1], b.shape[-1]]))
-        return gradients.rows_times_matrix(a, b)
+        # Reshaping takes 15 us more, and `tf.einsum` 30.
+        a, b, rows = tf.convert_to_tensor(a), tf.convert_to_tensor(b), "abcdefgh"[: len(a.shape) - 1]
+        return tf.raw_ops.Einsum(inputs=(a, b), equation=f"{rows}y,yz->{rows}z")
 
     def softmax(self, x: Array) -> Array:
         if len(x.shape) <= 5:

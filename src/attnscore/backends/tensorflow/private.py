@@ -30,11 +30,10 @@ could_possibly_record: Callable[[], bool] = _resolve(
 should_record: Callable[[Any], bool] = _resolve(
     "tensorflow.python.eager.record.should_record_backprop", lambda _: True, "all gradients of a call are computed"
 )
-# None: `tf.custom_gradient` records calls, and TensorFlow's own gradients products.
+# None: `tf.custom_gradient` records calls.
 record_operation: Callable[..., None] | None = _resolve(
     "tensorflow.python.eager.record.record_operation", None, "gradients are recorded by tf.custom_gradient"
 )
-stop_recording: Any = _resolve("tensorflow.python.eager.record.stop_recording", None, "products have slower gradients")
 # None: each tensor may have a tangent.
 pack_tangents: Callable[[Any], Any] | None = _resolve(
     "tensorflow.python.eager.forwardprop_util.pack_tangents",
