@@ -318,9 +318,6 @@ class _GatheredCall:
         self.problem, self.ops, self.score_shape = problem, problem.ops, problem.score_shape
         neighbours, remaining_mask = _split_neighbours(problem.mask)
         self.table = cast(NeighbourTable, cast(Neighbours, neighbours).table(self.score_shape.key_len))
-        if {*problem.statistics} & {*KEYS}:
-            # Among equal scores the first entry has to be the first key.
-            self.table = self.table.in_key_order
         sizes = (self.score_shape.query_len, self.score_shape.key_len, self.score_shape.batch)
         self.intervals = None if remaining_mask is None else remaining_mask.interval_set(*sizes)
         width = problem.form.key.shape[-1] + problem.value.shape[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -38,13 +38,11 @@ class _Graph:
 
 @dataclass(frozen=True, eq=False)
 class NeighbourTable:
-    """Copies of ``indptr`` and ``indices``, for keys below `key_len`, each of them at most once in a row."""
+    """Neighbours of each query in the order of the keys, for keys below `key_len`, each at most once in a row."""
 
-    indptr: HostArray
-    indices: HostArray
-    key_len: int
     arrays: tuple[HostArray, HostArray]
-    """``indptr`` and ``indices`` in the dtypes of the caller."""
+    """Copies of ``indptr`` and ``indices``, in the order and the dtypes of the caller."""
+    key_len: int
     _plans: BoundedCache[Any] = field(default_factory=lambda: BoundedCache(thresholds.NEIGHBOUR_PLANS))
 
     @classmethod
@@ -59,7 +57,7 @@ class NeighbourTable:
         if table is None:
             # The key holds the copies: the caller may write to the arrays.
             new = cls._checked_copy(ends, keys, key_len)
-            table = _TABLES.get_or_compute(_Graph(new.arrays, key_len), lambda: new, weight=new.indices.size)
+            table = _TABLES.get_or_compute(_Graph(new.arrays, key_len), lambda: new, weight=keys.size)
         return table
 
     @classmethod
@@ -75,7 +73,7 @@ class NeighbourTable:
         copies = np.array(ends), np.array(keys)
         for x in copies:
             x.flags.writeable = False
-        table = cls(copies[0].astype(np.int64, copy=False), copies[1].astype(np.int64, copy=False), key_len, copies)
+        table = cls(copies, key_len)
         duplicates = np.flatnonzero(table.codes[1:] == table.codes[:-1])
         if duplicates.size:
             row, key = divmod(int(table.codes[duplicates[0]]), key_len)
@@ -83,15 +81,15 @@ class NeighbourTable:
             raise MaskError(message("indices", "each key once in a row", f"key {key} twice for query {row}", hint=hint))
         return table
 
-    @property
+    @cached_property
     def start(self) -> HostArray:
         """First edge of each query."""
-        return self.indptr[:-1]
+        return self.arrays[0][:-1].astype(np.int64, copy=False)
 
     @cached_property
     def lens(self) -> HostArray:
         """Number of neighbours of each query."""
-        return np.diff(self.indptr)
+        return np.diff(self.arrays[0].astype(np.int64, copy=False))
 
     @cached_property
     def rows(self) -> HostArray:
@@ -101,15 +99,14 @@ class NeighbourTable:
     @cached_property
     def codes(self) -> HostArray:
         """``query * key_len + key`` of all edges in rising order, after -1."""
-        return np.append(-1, np.sort(self.rows * self.key_len + self.indices))
+        keys = self.arrays[1].astype(np.int64, copy=False)
+        return np.append(-1, np.sort(self.rows * self.key_len + keys))
 
     @cached_property
-    def in_key_order(self) -> NeighbourTable:
-        """The table with the neighbours of each query in the order of the keys: the first of equal scores counts."""
-        indices = self.codes[1:] % self.key_len
-        if np.array_equal(indices, self.indices):
-            return self
-        return replace(self, indices=indices, _plans=BoundedCache(thresholds.NEIGHBOUR_PLANS))
+    def indices(self) -> HostArray:
+        """The key of each edge."""
+        indices: HostArray = self.codes[1:] % max(1, self.key_len)
+        return indices
 
     def get_or_compute(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """Return a value that a kernel derives from the table alone, computed at the first call for each `key`."""
