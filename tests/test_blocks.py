@@ -184,7 +184,8 @@ def test_keys_by_turns(score: str, extras: str, framework: str, monkeypatch: pyt
     (query, key), arguments = given(call, framework)
     value = tensor(call.value) if framework == "torch" else call.value
     whole = array(ats.attention_weights(query, key, **arguments))
-    monkeypatch.setattr("attnscore.base.thresholds.MATRIX_VALUES", 64)
+    for name in ("TILE_SCORES", "SMALLEST_TILE"):
+        monkeypatch.setattr(f"attnscore.base.thresholds.{name}", 2)
     _, weights = ats.attend(query, key, value, return_weights=True, kernel="streaming", **arguments)
     assert np.allclose(array(weights), whole, rtol=1e-12, atol=1e-14)
 

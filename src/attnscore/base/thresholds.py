@@ -17,9 +17,6 @@ SMALLEST_TILE = 16
 SHORTEST_GAP = 64
 # Keys of a tile with all queries, where their number is unknown.
 LONGEST_KEY_TILE = 128
-# Numbers computed at a time where a matrix of all pairs is returned, by a score that holds several for each pair: 4 MB
-# in float32.
-MATRIX_VALUES = 2**20
 
 # Up to these sizes TensorFlow's own operations take less time in a graph than a callback to the native kernel
 # (csrc/TUNING.md), of which the smallest call takes 150 us (Zen 5, 2026-11-28): elements of query, key and value

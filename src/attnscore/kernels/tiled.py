@@ -12,13 +12,11 @@ non-finite inputs, and slices.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 from attnscore.backends.base import HALF_PRECISION, Array, Backend, sum_to
-from attnscore.base import thresholds
 from attnscore.base.layout import Span, entries_of, is_unknown
 from attnscore.kernels.tiling import DynamicSegment, Segment, TilePlan
 from attnscore.masks.shape_spec import ShapeSpec
@@ -70,18 +68,12 @@ def _score_tile(
 def _all_scores(inputs: _Inputs, tiles: TilePlan, rows: Span) -> tuple[Array, Array | None]:
     """Return the scores of some queries against every key (-inf where masked) and the unmasked pairs (None: all).
 
-    A score that holds h numbers for each pair is computed for some keys at a time: at 131072 keys and h = 64 one query
-    would need 34 MB for each of several arrays.
+    A score that holds h numbers for each pair is computed for one key tile at a time: at 131072 keys and h = 64 one
+    query would need 34 MB for each of several arrays.
     """
     problem, ops, key_len = inputs.problem, inputs.problem.ops, inputs.problem.score_shape.key_len
     shape = (*problem.score_shape.rows[:-1], rows[1], key_len)
-    per_pair = problem.form.values_per_pair()
-    per_key = math.prod(1 if is_unknown(n) else n for n in shape[:-1]) * per_pair
-    step = (
-        key_len
-        if per_pair == 1 or is_unknown(key_len)
-        else max(1, min(key_len, thresholds.MATRIX_VALUES // max(1, per_key)))
-    )
+    step = key_len if is_unknown(key_len) or problem.form.values_per_pair() == 1 else tiles.key_tile
     tiles_of_scores = []
     for first in (0,) if is_unknown(key_len) else range(0, max(1, key_len), max(1, step)):
         cols = (first, step if is_unknown(key_len) else min(step, key_len - first))
