@@ -102,13 +102,7 @@ def of_type(kind: type) -> Backend | None:
 
 
 def of(arrays: Mapping[str, Any]) -> Backend:
-    """Return the backend of the one framework that all named arrays belong to.
-
-    Raises
-    ------
-    FrameworkError
-        Something is not an array, the arrays are of several frameworks, or of one without a backend.
-    """
+    """Return the backend of the framework that all named arrays belong to; raise FrameworkError if there is none."""
     frameworks = {_name_of(type(array)) for array in arrays.values()}
     if len(frameworks) == 1 and (backend := _LOADED.get(next(iter(frameworks)) or "")) is not None:
         return backend

@@ -154,20 +154,11 @@ class NumpyBackend(Backend):
             a, b = (x if hasattr(x, "dtype") else other.dtype.type(x) for x in (a, b))
         return np.where(condition, a, b)
 
-    def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
-        return x.sum(axis=axis, keepdims=keepdims)
-
-    def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return x.max(axis=axis, keepdims=keepdims)
-
     def top_k(self, x: Array, k: int) -> tuple[Array, Array]:
         index = np.argpartition(-x, k - 1, axis=-1)[..., :k] if k < x.shape[-1] else np.argsort(-x, axis=-1)
         values = np.take_along_axis(x, index, -1)
         order = np.argsort(-values, axis=-1, kind="stable")
         return np.take_along_axis(values, order, -1), np.take_along_axis(index, order, -1)
-
-    def any(self, x: Array, axis: int, keepdims: bool = False) -> Array:
-        return x.any(axis=axis, keepdims=keepdims)
 
     def numeric_scope(self) -> AbstractContextManager[Any]:
         return np.errstate(all="ignore")

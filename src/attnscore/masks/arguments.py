@@ -18,10 +18,7 @@ _NAMES = ("Causal", "Dense", "Documents", "KeyPadding", "Packed", "PrefixLM", "S
 def as_mask(mask: Any, valid_lens: Any, score_shape: ScoreShape) -> Mask | None:
     """Return the AND of both arguments, not yet checked against `score_shape`, or None without any.
 
-    Raises
-    ------
-    MaskError
-        `mask` is neither a mask nor an array, or is an array of ambiguous shape.
+    Raise MaskError where `mask` is neither a mask nor an array, or is an array of ambiguous shape.
     """
     parts: list[Mask] = []
     if mask is not None:

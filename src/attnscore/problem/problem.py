@@ -92,10 +92,6 @@ def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Axis
     """Check query, key and value against each other; return how their axes map to canonical ones.
 
     Without a query, the layout is as if queries had the keys' shape; without a value, value_dim is 0.
-
-    Raises
-    ------
-    ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
     """
     names, shapes = ", ".join(arrays), _check_each(ops, arrays)
     dtypes = {name: ops.dtype(x) for name, x in arrays.items()}

@@ -341,12 +341,7 @@ def times(ops: Backend, grad: Array, x: Array | float) -> Array:
 
 
 def checked_tile(ops: Backend, score: Any, query: Array, key: Array) -> Array:
-    """Return ``score.tile(ops, query, key)``; raise unless that is an array of scores for every query and key.
-
-    Raises
-    ------
-    ShapeError, DtypeError, FrameworkError
-    """
+    """Return ``score.tile(ops, query, key)``; raise unless that is an array of scores for every query and key."""
     scores = score.tile(ops, query, key)
     leads = tuple(query.shape[:-2]), tuple(key.shape[:-2])
     expected = (*(leads[0] if leads[0] == leads[1] else broadcast(*leads)), query.shape[-2], key.shape[-2])

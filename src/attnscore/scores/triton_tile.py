@@ -81,12 +81,7 @@ class TritonTile:
 
 
 def triton_tile_of(score: Any) -> TritonTile | None:
-    """Return ``score.triton_tile()``, checked against the score's fields; None where there is no such method.
-
-    Raises
-    ------
-    ArgumentError
-    """
+    """Return ``score.triton_tile()``, checked against the score's fields; None where there is no such method."""
     if not hasattr(score, "triton_tile"):
         return None
     owner = f"triton_tile of {type(score).__name__}"
