@@ -152,7 +152,8 @@ def _sdpa_inputs(problem: Problem, operands: dict[str, Array]) -> SdpaInputs:
     """Return query, key and value as PyTorch's function takes them: views, unless leading axes are broadcast."""
     shape = problem.score_shape
     # Where every query head has keys or values of its own, both are expanded to all query heads.
-    groups = shape.groups if _is_grouped(operands) else 1
+    is_grouped = all(operands[name].shape[-3] == 1 for name in ("key", "value"))
+    groups = shape.groups if is_grouped else 1
     counts = {"query": shape.groups, "key": shape.groups // groups, "value": shape.groups // groups}
 
     def merged(name: str, count: int) -> Array:
@@ -161,11 +162,6 @@ def _sdpa_inputs(problem: Problem, operands: dict[str, Array]) -> SdpaInputs:
 
     query, key, value = (merged(name, count) for name, count in counts.items())
     return query, key, value
-
-
-def _is_grouped(operands: dict[str, Array]) -> bool:
-    """Return whether the query heads of a group share keys and values."""
-    return all(operands[name].shape[-3] == 1 for name in ("key", "value"))
 
 
 def _attention(problem: Problem, operands: dict[str, Array]) -> Array:

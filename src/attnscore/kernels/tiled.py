@@ -154,8 +154,7 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
             matrix = (online_softmax.weights_of_rows(ops, scores, unmasked, sink) if is_weights else scores,)
         if problem.matrix is None or problem.layout.value_dim > 0:
             # The same tiles with and without the matrix, so that it changes no bit of the output.
-            segments = tiles.segments_of(ops, tile, problem.value) if tiles.segments else ()
-            state = _iter_key_tiles(ops, segments, tiles, visit, state)
+            state = _iter_key_tiles(problem, tiles, tile, visit, state)
         elif problem.matrix == "weights" and scores.shape[-1] != 0:
             state = update(state, scores, unmasked, rows, (0, score_shape.key_len))
         out, row_max, log_denom, statistics = online_softmax.finish(ops, state, sink, requested)
@@ -187,8 +186,7 @@ def _normalized_query_tile(
             scores, unmasked, _ = _score_tile(inputs, tiles, rows, cols, partial)
             return body(carry, scores, unmasked, cols)
 
-        segments = tiles.segments_of(ops, tile, problem.value) if tiles.segments else ()
-        return _iter_key_tiles(ops, segments, tiles, visit, carry)
+        return _iter_key_tiles(problem, tiles, tile, visit, carry)
 
     score_stats = tuple(name for name in requested if TABLE[name].describes == "scores")
     state = online_softmax.start(ops, shape, 0, problem.value, dtype, score_stats)
@@ -322,8 +320,7 @@ def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads:
             )
 
         zero = 0.0 * _slice(ops, result.row_max, -2, rows)
-        segments = tiles.segments_of(ops, tile, problem.value) if tiles.segments else ()
-        products, slopes = _iter_key_tiles(ops, segments, tiles, visit, (zero, zero))
+        products, slopes = _iter_key_tiles(problem, tiles, tile, visit, (zero, zero))
         if grads.log_sum_exp is not None:
             products = products - normalizer.threshold_slope * _slice(ops, grads.log_sum_exp, -2, rows)
         return (products / ops.where(slopes == 0, 1.0, slopes),)
@@ -442,9 +439,7 @@ def backward(problem: Problem, tiles: TilePlan, result: Result, grads: RowGradie
     # The axis of the keys (of a relative bias: of the diagonals) in each gradient that has one.
     key_axis = {name: -2 for name in shapes if name == "value" or roles.get(name) == "key"} | {"bias": -1}
 
-    def visit_query_tile(
-        rows: Span, segments: tuple[Segment, ...] | DynamicSegment, buffers: dict[str, Array]
-    ) -> dict[str, Array]:
+    def visit_query_tile(tile: Any, rows: Span, buffers: dict[str, Array]) -> dict[str, Array]:
         # Gradients with an axis of queries are summed over the key tiles in a buffer of this query tile, and then added
         # to the buffer of all queries. The others (key, value) are added to their buffers key tile by key tile.
         query_tile_buffers = {
@@ -465,16 +460,14 @@ def backward(problem: Problem, tiles: TilePlan, result: Result, grads: RowGradie
                 for name, grad in gradients.items()
             }
 
-        summed: dict[str, Array] = _iter_key_tiles(ops, segments, tiles, visit, buffers | query_tile_buffers)
+        summed: dict[str, Array] = _iter_key_tiles(problem, tiles, tile, visit, buffers | query_tile_buffers)
         return summed | {name: _add(ops, buffers[name], summed[name], -2, rows) for name in by_query}
 
     buffers = {name: ops.zeros(shape, context.delta, dtype) for name, shape in shapes.items()}
     size, tail, full = tiles.query_tile, tiles.tail, len(tiles.segments) - (tiles.tail > 0)
-    buffers = ops.loop(
-        full, lambda i, x: visit_query_tile((i * size, size), tiles.segments_of(ops, i, problem.value), x), buffers
-    )
+    buffers = ops.loop(full, lambda i, x: visit_query_tile(i, (i * size, size), x), buffers)
     if tail:
-        buffers = visit_query_tile((full * size, tail), tiles.segments[full], buffers)
+        buffers = visit_query_tile(full, (full * size, tail), buffers)
     if problem.bias is not None and not is_relative:
         for axis, length in enumerate(ops.shape(problem.bias)):
             if is_unknown(length):
@@ -504,14 +497,11 @@ def _add(ops: Backend, buffer: Array, grad: Array, axis: int | None, span: Span)
 
 
 def _iter_key_tiles(
-    ops: Backend,
-    segments: tuple[Segment, ...] | DynamicSegment,
-    tiles: TilePlan,
-    visit: Callable[[Any, Span, bool], Any],
-    carry: Any,
+    problem: Problem, tiles: TilePlan, query_tile: Any, visit: Callable[[Any, Span, bool], Any], carry: Any
 ) -> Any:
-    """Visit the key tiles of the segments in order: ``carry = visit(carry, (start, count), partial)``."""
-    tile = tiles.key_tile
+    """Visit the key tiles of a query tile in order: ``carry = visit(carry, (start, count), partial)``."""
+    ops, tile = problem.ops, tiles.key_tile
+    segments = tiles.segments_of(ops, query_tile, problem.value)
     if isinstance(segments, DynamicSegment):
         return _iter_dynamic_key_tiles(ops, segments, tiles, visit, carry)
     for segment in segments:

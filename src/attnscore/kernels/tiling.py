@@ -59,6 +59,8 @@ class TilePlan:
 
     def segments_of(self, ops: Backend, tile: Any, like: Array) -> tuple[Segment, ...] | DynamicSegment:
         """Return the segments of a query tile, whose index may be traced."""
+        if not self.segments:
+            return ()
         if isinstance(tile, int):
             return self.segments[tile]
         full = self.segments[: self.query_len // self.query_tile]

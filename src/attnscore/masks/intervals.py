@@ -86,18 +86,13 @@ class IntervalSet:
         """Return the keys in both sets."""
         first, second = self.single, other.single
         if first is not None and second is not None:
-            return IntervalSet.of(intersect(first, second))
+            start = np.maximum(first[0], second[0])
+            return IntervalSet.of((start, np.maximum(np.minimum(first[1], second[1]), start)))
         return self.complement(key_len).union(other.complement(key_len), key_len).complement(key_len)
 
     def within(self, limit: int) -> IntervalSet | None:
         """Return the set itself, or None where a query has more than `limit` intervals."""
         return self if self.count <= limit else None
-
-
-def intersect(first: Intervals, second: Intervals) -> Intervals:
-    """Return the intervals of the keys in both."""
-    start = np.maximum(first[0], second[0])
-    return start, np.maximum(np.minimum(first[1], second[1]), start)
 
 
 def runs_of(array: HostArray, limit: int) -> IntervalSet | None:
