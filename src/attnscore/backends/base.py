@@ -171,6 +171,7 @@ class Backend(ABC):
 
     name: str
     has_autodiff: bool
+    """Whether there is ``vjp(function, inputs)``, which returns ``function(*inputs)`` and its VJP function."""
     xp: Any
     """The framework's module of array functions (or `Modules`)."""
     settles_sizes = False
@@ -180,7 +181,8 @@ class Backend(ABC):
     has_programs = False
     """Whether it traces programs, whose arrays `needs_host_callback` and `fuses` tell apart."""
     has_slow_callbacks = False
-    """Whether a `host_callback` takes longer than a small call in the framework's own operations."""
+    """Whether a `host_callback` takes longer than a small call in the framework's own operations. There is then
+    `cond_rarely`, a `cond` for a condition that is rarely true: the function costs nothing where it does not run."""
     has_mutable_arrays = True
     """Whether arrays may be written to."""
     can_unpad = False
@@ -311,22 +313,13 @@ class Backend(ABC):
         """Whether the framework's own autodiff may differentiate operations on these."""
 
     def needs_host_callback(self, *arrays: Array) -> bool:
-        """Whether these are traced by a program that can run `host_callback`."""
-        return False
+        """Whether these are traced by a program that can run ``host_callback(function, results, arrays, otherwise)``.
 
-    def host_callback(
-        self,
-        function: Callable[..., Sequence[np.ndarray[Any, Any]]],
-        results: Sequence[tuple[tuple[int, ...], str]],
-        arrays: Sequence[Array],
-        otherwise: Callable[..., tuple[Array, ...]],
-    ) -> tuple[Array, ...]:
-        """Trace a call of ``function`` on NumPy arrays, which returns arrays of the shapes and dtypes `results`.
-
+        It traces a call of ``function`` on NumPy arrays, which returns arrays of the shapes and dtypes `results`.
         TensorFlow traces ``otherwise(*arrays)``, the same in its own operations, where the graph may run in another
         process, and for derivatives; JAX does not.
         """
-        raise NotImplementedError(f"{self.name} has no host callbacks")
+        return False
 
     def fuses(self, *arrays: Array) -> bool:
         """Whether these are traced by a program whose compiler fuses operations on them into few loops."""
@@ -460,10 +453,6 @@ class Backend(ABC):
         """Return ``function(carry) if condition else carry``, for a condition that may be traced."""
         return function(carry) if condition else carry
 
-    def cond_rarely(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
-        """As `cond`, for a condition that is rarely true: `function` costs nothing where it does not run."""
-        return self.cond(condition, function, carry)
-
     def compiles_each_shape(self) -> bool:
         """Whether the first tile of a shape costs a compilation, or makes a program longer."""
         return False
@@ -511,10 +500,6 @@ class Backend(ABC):
     def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         """Return `differentiable` of plain operands, some of which need a gradient."""
         return self.differentiable(run, operands)
-
-    def vjp(self, function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:
-        """Return ``function(*inputs)`` and its VJP function, by the framework's autodiff; `tape.vjp` needs none."""
-        raise NotImplementedError(f"{self.name} has no autodiff")
 
     @abstractmethod
     def stop_gradient(self, x: Array) -> Array: ...

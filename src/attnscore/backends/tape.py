@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from attnscore.backends.base import Array, Backend, sum_to
+from attnscore.backends.base import Array, Backend, VjpFunction, sum_to
 from attnscore.errors import FrameworkError, message
 
 Vjp = Callable[[Array], Array]
@@ -124,12 +124,11 @@ class Tape:
         return tuple(sums[x.index] if x.index in sums else self._ops.zeros(x.shape, x.value) for x in inputs)
 
 
-def vjp(
-    ops: Backend, function: Callable[..., Array], inputs: Sequence[Array]
-) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
+def vjp(ops: Backend, function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:
     """Return ``function(ops, *inputs)`` and its VJP, by the framework's autodiff or by a tape in place of `ops`."""
     if ops.has_autodiff:
-        return ops.vjp(partial(function, ops), inputs)
+        value_and_vjp: tuple[Array, VjpFunction] = ops.vjp(partial(function, ops), inputs)
+        return value_and_vjp
     tape = Tape(ops)
     variables = [Variable(tape, x) for x in inputs]
     out = function(tape, *variables)

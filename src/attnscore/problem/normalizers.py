@@ -149,8 +149,9 @@ class Entmax(Normalizer):
             step = ops.stop_gradient(newton_step(state[0]))
             return state[0] + step, step
 
-        def has_not_converged(state: tuple[Array, Array]) -> Any:
-            return _any_above(ops, state[1], tolerance)
+        def has_not_converged(state: tuple[Array, Array]) -> Array:
+            is_large = ops.astype(ops.abs(state[1]) > tolerance, ops.dtype(row_max))
+            return ops.sum(is_large, axis=tuple(range(len(row_max.shape)))) > 0
 
         # Two steps follow, and each squares the distance.
         tolerance = 2.0 ** (-29 if ops.dtype(row_max) == "float64" else -15)
@@ -191,21 +192,13 @@ def _power(ops: Backend, x: Array, exponent: float) -> Array:
     return ops.where(is_zero, 0.0, power)
 
 
-def _repeat(ops: Backend, body: Callable[[Any], Any], condition: Callable[[Any], Any], carry: Any) -> Any:
+def _repeat(ops: Backend, body: Callable[[Any], Any], condition: Callable[[Any], Array], carry: Any) -> Any:
     """Return ``carry = body(carry)`` repeated while ``condition(carry)``, `_MAX_PASSES` times at most."""
-    if not isinstance(condition(carry), bool):
+    if ops.number(condition(carry)) is None:
         # Not read on the host: a loop of a fixed length, whose last steps do nothing.
         return ops.loop(_MAX_PASSES, lambda _, carry: ops.cond(condition(carry), body, carry), carry)
     for _ in range(_MAX_PASSES):
-        if not condition(carry):
+        if not ops.number(condition(carry)):
             break
         carry = body(carry)
     return carry
-
-
-def _any_above(ops: Backend, x: Array, limit: float) -> Any:
-    """Return whether a number of `x` is larger than `limit` in size: a bool, or an array that the host cannot read."""
-    axes = tuple(range(len(x.shape)))
-    above = ops.sum(ops.astype(ops.abs(x) > limit, ops.dtype(x)), axis=axes)
-    count = ops.number(above)
-    return above > 0 if count is None else count > 0

@@ -150,10 +150,8 @@ class Wrapper(Score):
     @final
     def check(self, dim: int, key_dim: int) -> None:
         name, x = self.parameter, getattr(self, self.parameter)
-        if not backends.is_array(x):
-            check_positive(name, x)
-        else:
-            check_all_positive(name, x)
+        check_all_positive(name, x)
+        if backends.is_array(x):
             if len(x.shape) > 1:
                 raise ShapeError(message(name, "a number, () or (heads,)", tuple(x.shape)))
             # Gradients of arrays are returned by name.

@@ -109,7 +109,7 @@ class JaxBackend(Backend):
             return np.asarray(detached(x))
         x = concrete(x)
         # The primal of a tracer may be a number of Python or NumPy, which is on no device.
-        if x is None or (isinstance(x, jax.Array) and not _on_cpu(x)):
+        if x is None or (isinstance(x, jax.Array) and _cpu_of(x) is None):
             return None
         values = np.asarray(x)
         return values.astype(np.float32) if values.dtype.name == "bfloat16" else values
@@ -121,7 +121,7 @@ class JaxBackend(Backend):
             return False
         if kind_of(x) == RECORDED:
             return jax.default_backend() == "cpu" and not _is_symbolic(x)
-        return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and _on_cpu(x)
+        return _cpu_of(x) is not None
 
     def is_plain(self, *arrays: Array) -> bool:
         return None not in map(_cpu_of, map(_differentiated, arrays))
@@ -264,7 +264,7 @@ class JaxBackend(Backend):
         x = concrete(x)
         if x is None:
             return False
-        return is_finite(np.asarray(x)) if _on_cpu(x) else bool(jnp.isfinite(x).all())
+        return is_finite(np.asarray(x)) if _cpu_of(x) is not None else bool(jnp.isfinite(x).all())
 
     def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         # A projection without a gradient is a NumPy array (`plain_product`), which JAX would pass on as another type.
@@ -342,10 +342,6 @@ def _is_on_one_device(*arrays: Any) -> bool:
 def _canonical_dtype(dtype: str) -> Any:
     """Return a dtype by name: without jax_enable_x64 int64 is int32."""
     return jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
-
-
-def _on_cpu(x: Any) -> bool:
-    return all(device.platform == "cpu" for device in x.devices()) and len(x.devices()) == 1
 
 
 def _in_dtypes_of(carry: Any, updated: Any) -> Any:
