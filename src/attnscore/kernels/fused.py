@@ -32,20 +32,19 @@ SdpaInputs = tuple[Array, Array, Array]
 """Query, key and value, each (batch, head, length, dim)."""
 
 
-@dataclass
-class Tape:
-    """The operands and the output of a forward that PyTorch recorded, until its backward."""
-
-    recorded: tuple[dict[str, Array], Array] | None = None
+Record = tuple[dict[str, Array], Array]
+"""The operands and the output of a forward, with the autograd graph between them."""
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Fused(Kernel):
     """PyTorch's fused attention."""
 
-    tape: Tape | None = None
-    """Record of the forward, in a call whose backward follows."""
+    has_backward: bool = False
+    """Whether a backward follows the forward."""
+    record: Record | None = None
+    """The forward, until its backward."""
 
     name = "fused"
     summary = "PyTorch's scaled_dot_product_attention, for plain 16-bit products on a GPU"
@@ -59,7 +58,7 @@ class Fused(Kernel):
         return missing_package("torch")
 
     def with_backward(self, problem: Problem, tiles: TilePlan) -> Kernel:
-        return Fused(Tape())
+        return Fused(has_backward=True)
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
         if problem.ops.name != "torch":
@@ -72,11 +71,11 @@ class Fused(Kernel):
         return tuple(differences)
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
-        operands = problem.operands()
-        if self.tape is None:
-            out = _attention(problem, operands)
+        if self.has_backward:
+            self.record = _recorded(problem)
+            out = self.record[1].detach()
         else:
-            out = self._record(self.tape, problem, operands)
+            out = _attention(problem, problem.operands())
         # PyTorch returns neither row_max nor log_denom: no statistic is requested, and the backward reads neither.
         nothing = out[..., :1].detach() * 0.0
         return Result(out, nothing, nothing.clone(), {})
@@ -91,25 +90,20 @@ class Fused(Kernel):
             return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
         if grads.out is None:
             return {name: torch.zeros_like(x) for name, x in operands.items()}
-        tape = self.tape or Tape()
-        if tape.recorded is None:
-            # A second backward of one forward.
-            self._record(tape, problem, operands)
-        leaves, out = tape.recorded or ({}, result.out)
-        tape.recorded = None
+        # Without a record, this is a second backward of one forward.
+        leaves, out = self.record or _recorded(problem)
+        self.record = None
         names = [name for name in leaves if name in requested]
         return dict(zip(names, torch.autograd.grad(out, [leaves[name] for name in names], grads.out), strict=True))
 
-    @staticmethod
-    def _record(tape: Tape, problem: Problem, operands: dict[str, Array]) -> Array:
-        """Return the output, and keep it in `tape` with the autograd graph that computed it."""
-        import torch
 
-        with torch.enable_grad():
-            leaves = {name: x.detach().requires_grad_() for name, x in operands.items()}
-            out = _attention(problem, leaves)
-        tape.recorded = leaves, out
-        return out.detach()
+def _recorded(problem: Problem) -> Record:
+    """Run the forward while autograd records it."""
+    import torch
+
+    with torch.enable_grad():
+        leaves = {name: x.detach().requires_grad_() for name, x in problem.operands().items()}
+        return leaves, _attention(problem, leaves)
 
 
 def _differences(problem: Problem) -> list[str]:
