@@ -19,7 +19,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import NamedTuple, cast, final
 
 import numpy as np
@@ -238,13 +238,6 @@ class _Sums:
     limit: int
     _orders_by_matrix: dict[int, tuple[HostArray, HostArray]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, edges: tuple[HostArray, HostArray], count: int, gathered: Sequence[_Block], limit: int) -> _Sums:
-        """Plan the sums from the ids of edges, each below `count`, and their indices in the entries of the blocks."""
-        ids, entries = edges
-        ends = np.append(0, np.cumsum(np.bincount(ids, minlength=count)))
-        return cls(ends, entries[np.argsort(ids, kind="stable")], gathered, limit)
-
     @cached_property
     def blocks(self) -> list[_Block]:
         """Blocks of the ids."""
@@ -325,7 +318,7 @@ class _GatheredCall:
         # A matrix or a further mask of all pairs of a block in edge order would have the square of its edges.
         has_pairs = any(x is not None for x in (problem.matrix, problem.dropout, remaining_mask))
         self.split = _edge_order_blocks if isinstance(block_kernel, Native) and not has_pairs else _degree_blocks
-        self.blocks: list[_Block] = self.table.get_or_compute(
+        self.blocks: list[_Block] = self.table.plans.get_or_compute(
             ("blocks", self.split, self.limit), lambda: self.split(self.table.start, self.table.lens, self.limit)
         )
 
@@ -404,8 +397,7 @@ class _GatheredCall:
         """Return the entries of the queries of a block, of an array (*lead, head, group, query, dim)."""
         if self.split is _edge_order_blocks:
             return lambda block: self._slice(x, block)
-        rows = _rows_first(self.ops, x)
-        return lambda block: self._entries(rows, block.members, tuple(x.shape[:-2]), x.shape[-1])
+        return self._reader(x, lambda block: block.members)
 
     def _slice(self, x: Array, block: _Block) -> Array:
         """Return a view of the rows of neighbouring queries, with an axis of one batch row before it."""
@@ -415,8 +407,7 @@ class _GatheredCall:
 
     def keys_of(self, x: Array) -> Callable[[_Block], Array]:
         """Return the entries of the neighbours in a block, of an array (*lead, head, group, key, dim)."""
-        rows = _rows_first(self.ops, x)
-        return lambda block: self._entries(rows, self._keys(block), tuple(x.shape[:-2]), x.shape[-1])
+        return self._reader(x, self._keys)
 
     def matrix_of(self, x: Array) -> Callable[[_Block], Array]:
         """Return `pairs_of` of a matrix of weights or its gradient, with 0 for the padding, which has no weight."""
@@ -432,16 +423,20 @@ class _GatheredCall:
 
     def pairs_of(self, x: Array) -> Callable[[_Block], Array]:
         """Return the entries of the pairs of a block, of an array of all pairs or a relative bias."""
-        ops, lead, size = self.ops, tuple(x.shape[:-2]), x.shape[-2] * x.shape[-1]
-        rows = _rows_first(ops, ops.reshape(x, (*lead, size, 1)))
-        return lambda block: ops.in_c_order(
-            ops.matrix_transpose(self._entries(rows, self._flat_indices(x, block), lead, 1))
-        )
+        ops, flat = self.ops, self.ops.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1], 1))
+        read = self._reader(flat, partial(self._flat_indices, x))
+        return lambda block: ops.in_c_order(ops.matrix_transpose(read(block)))
 
-    def _entries(self, rows: Array, indices: HostArray, lead: tuple[int, ...], width: int) -> Array:
-        """Return the rows at (batch, entry) as (batch, *lead, entry, width)."""
-        x = self.ops.reshape(_take(self.ops, rows, indices.reshape(-1)), (*indices.shape, math.prod(lead), width))
-        return self.ops.reshape(self.ops.swap_axes(x, 1, 2), (len(indices), *lead, indices.shape[1], width))
+    def _reader(self, x: Array, indices_of: Callable[[_Block], HostArray]) -> Callable[[_Block], Array]:
+        """Return a function that gives the entries of `x` at ``indices_of(block)``: (batch, *lead, entry, width)."""
+        ops, rows, (*lead, _, width) = self.ops, _rows_first(self.ops, x), x.shape
+
+        def read(block: _Block) -> Array:
+            indices = indices_of(block)
+            entries = ops.reshape(_take(ops, rows, indices.reshape(-1)), (*indices.shape, math.prod(lead), width))
+            return ops.reshape(ops.swap_axes(entries, 1, 2), (len(indices), *lead, indices.shape[1], width))
+
+        return read
 
     def _flat_indices(self, x: Array, block: _Block) -> HostArray:
         """Return the index of each pair in the flattened last two axes of `x`; an axis of length 1 is broadcast."""
@@ -473,28 +468,24 @@ class _GatheredCall:
         """Join the blocks of an array along its axis of queries."""
         rows = self.ops.concat([_flatten_entries(self.ops, x) for x in parts], 0)
         if self.split is not _edge_order_blocks:
-            order = self.table.get_or_compute(("inverse", self.limit), lambda: _inverse(self.blocks))
+            order = self.table.plans.get_or_compute(("inverse", self.limit), lambda: _inverse(self.blocks))
             rows = _take(self.ops, rows, order)
         return _rows_back(self.ops, rows, tuple(parts[0].shape[1:-2]), parts[0].shape[-1])
 
     def join_keys(self, parts: Sequence[Array], joined_rows: Array | None = None) -> Array:
         """Return an array with an axis of keys: the sums of the blocks' entries for each key."""
-        key_len = self.score_shape.key_len
-        plan = ("sums", self.split, self.limit)
-        return self._sum_entries(
-            parts,
-            self.table.get_or_compute(
-                plan, lambda: _Sums.of(self._edge_ids(self._keys), key_len, self.blocks, self.limit)
-            ),
-            joined_rows,
+        sums = self.table.plans.get_or_compute(
+            ("sums", self.split, self.limit), lambda: self._sums(self._keys, self.score_shape.key_len)
         )
+        return self._sum_entries(parts, sums, joined_rows)
 
-    def join_pairs(self, parts: Sequence[Array], like: Array) -> Array:
-        """Return an array of pairs, of the shape of `like` but for its leading axes, as the sum over the blocks."""
-        size = like.shape[-2] * like.shape[-1]
-        sums = _Sums.of(self._edge_ids(lambda block: self._flat_indices(like, block)), size, self.blocks, self.limit)
+    def join_pairs(
+        self, parts: Sequence[Array], shape: tuple[int, int], indices_of: Callable[[_Block], HostArray]
+    ) -> Array:
+        """Return an array (..., *shape) of pairs: the sums of the blocks' entries for each index in it."""
+        sums = self._sums(indices_of, math.prod(shape))
         totals = self._sum_entries([self.ops.matrix_transpose(x) for x in parts], sums)
-        return self.ops.reshape(totals, (*totals.shape[:-2], *like.shape[-2:]))
+        return self.ops.reshape(totals, (*totals.shape[:-2], *shape))
 
     def join_matrix(self, parts: Sequence[Array], outside: float) -> Array:
         """Join the matrices of the blocks to the matrix of all pairs, `outside` where a pair is no edge."""
@@ -502,38 +493,33 @@ class _GatheredCall:
         is_edge = np.zeros(shape, bool)
         is_edge[self.table.rows, self.table.indices] = True
         # The -inf that the remaining mask puts into a block is added to the zeros of other edges alone.
-        ids = self._edge_ids(lambda block: block.members * shape[1] + self._keys(block))
-        sums = _Sums.of(ids, math.prod(shape), self.blocks, self.limit)
-        totals = self._sum_entries([ops.matrix_transpose(x) for x in parts], sums)
-        matrix = ops.reshape(totals, (*totals.shape[:-2], *shape))
+        matrix = self.join_pairs(parts, shape, lambda block: block.members * shape[1] + self._keys(block))
         return matrix if outside == 0 else ops.where(ops.asarray(is_edge, matrix), matrix, outside)
 
     def join_gradients(self, parts: dict[str, list[Array]], memory: _KeyGradientMemory) -> dict[str, Array]:
         """Return the gradients of the operands from the blocks' gradients, some of which are in `memory`."""
-        ops, operands = self.ops, self.problem.operands()
+        ops, operands, form = self.ops, self.problem.operands(), self.problem.form
+        roles: dict[str, Role] = {name: form.role(name) for name in form.arrays()} | {"value": "key"}
         joined: dict[str, Array] = {}
         for name, grads in parts.items():
-            role = self.role(name)
+            role, x = roles.get(name, "shared"), operands[name]
             if name == "bias":
-                joined[name] = self.join_pairs(grads, operands[name])
+                joined[name] = self.join_pairs(grads, tuple(x.shape[-2:]), partial(self._flat_indices, x))
             elif role == "shared":
                 joined[name] = reduce(operator.add, grads)
             else:
                 is_query, rows = role == "query", memory.joined_rows(name, grads)
                 gradient = self.join_rows(grads) if is_query else self.join_keys(grads, rows)
-                joined[name] = sum_to(ops, gradient, operands[name].shape)
+                joined[name] = sum_to(ops, gradient, x.shape)
         return joined
 
-    def role(self, name: str) -> Role:
-        """Return which axis an operand has."""
-        form = self.problem.form
-        return "key" if name == "value" else form.role(name) if name in form.arrays() else "shared"
-
-    def _edge_ids(self, ids: Callable[[_Block], HostArray]) -> tuple[HostArray, HostArray]:
-        """Return the ids of all edges, block after block, and their indices among the entries of the blocks."""
+    def _sums(self, ids_of: Callable[[_Block], HostArray], count: int) -> _Sums:
+        """Plan the sums of the edges with the same id; ``ids_of(block)`` are below `count`."""
         has_edge = np.concatenate([block.has_edge.reshape(-1) for block in self.blocks])
-        all_ids = np.concatenate([np.broadcast_to(ids(block), block.slots.shape).reshape(-1) for block in self.blocks])
-        return all_ids[has_edge], np.flatnonzero(has_edge)
+        all_ids = [np.broadcast_to(ids_of(block), block.slots.shape).reshape(-1) for block in self.blocks]
+        ids = np.concatenate(all_ids)[has_edge]
+        ends = np.append(0, np.cumsum(np.bincount(ids, minlength=count)))
+        return _Sums(ends, np.flatnonzero(has_edge)[np.argsort(ids, kind="stable")], self.blocks, self.limit)
 
     def _sum_entries(self, parts: Sequence[Array], sums: _Sums, joined_rows: Array | None = None) -> Array:
         """Sum blocks (batch, *lead, entry, dim) to (*lead, id, dim); `joined_rows`: the rows of all blocks, or None."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -43,7 +42,8 @@ class NeighbourTable:
     arrays: tuple[HostArray, HostArray]
     """Copies of ``indptr`` and ``indices``, in the order and the dtypes of the caller."""
     key_len: int
-    _plans: BoundedCache[Any] = field(default_factory=lambda: BoundedCache(thresholds.NEIGHBOUR_PLANS))
+    plans: BoundedCache[Any] = field(default_factory=lambda: BoundedCache(thresholds.NEIGHBOUR_PLANS))
+    """Values that a kernel derives from the table alone."""
 
     @classmethod
     def of(cls, indptr: Any, indices: Any, key_len: int) -> NeighbourTable | None:
@@ -107,10 +107,6 @@ class NeighbourTable:
         """The key of each edge."""
         indices: HostArray = self.codes[1:] % max(1, self.key_len)
         return indices
-
-    def get_or_compute(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Return a value that a kernel derives from the table alone, computed at the first call for each `key`."""
-        return self._plans.get_or_compute(key, compute)
 
 
 _TABLES: BoundedCache[NeighbourTable] = BoundedCache(16, thresholds.ALL_CACHED_EDGES)
