@@ -104,7 +104,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "mask-argument-and-lengths-joined-by-or",
-        "src/attnscore/masks/arguments.py",
+        "src/attnscore/masks/builtin.py",
         "as_mask",
         "all_of(A)",
         "A[0] | A[1] if len(A) == 2 else all_of(A)",

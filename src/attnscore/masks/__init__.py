@@ -1,6 +1,5 @@
 """Masks: which keys a query may attend."""
 
-from attnscore.masks.arguments import as_mask
 from attnscore.masks.base import And, IntervalMask, Mask, Not, Or, parts_of, split_intervals
 from attnscore.masks.builtin import (
     BUILTIN,
@@ -14,6 +13,7 @@ from attnscore.masks.builtin import (
     PrefixLM,
     SlidingWindow,
     ValidLens,
+    as_mask,
 )
 from attnscore.masks.cached import CachedMask, cached_mask
 from attnscore.masks.function import EvaluatedFunction, MaskFunction

@@ -42,14 +42,6 @@ def call(function: Callable[..., Any], portable: Callable[..., Any], *arguments:
     return tuple(_attention.bind(*leaves, native=native, portable=flat(portable), types=tuple(program.out_avals)))
 
 
-def _run(*arrays: Any, native: Any, portable: Any, types: Any) -> Any:
-    return native(*arrays)
-
-
-def _types(*arrays: Any, native: Any, portable: Any, types: Any) -> Any:
-    return types
-
-
 def _differentiate(arrays: Sequence[Any], tangents: Sequence[Any], *, native: Any, portable: Any, types: Any) -> Any:
     return jax.jvp(portable, tuple(arrays), tuple(map(ad.instantiate_zeros, tangents)))
 
@@ -65,8 +57,8 @@ def _lower(context: Any, *arrays: Any, native: Any, portable: Any, types: Any) -
     return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
 
 
-_attention.def_impl(_run)
-_attention.def_abstract_eval(_types)
+_attention.def_impl(lambda *arrays, native, **_: native(*arrays))
+_attention.def_abstract_eval(lambda *_, types, **__: types)
 ad.primitive_jvps[_attention] = _differentiate
 batching.primitive_batchers[_attention] = _map
 mlir.register_lowering(_attention, _lower)
