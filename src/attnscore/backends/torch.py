@@ -456,11 +456,7 @@ def causal_alignment(mask: Any) -> Literal["top_left", "bottom_right"] | None:
 
 
 def is_traced(x: torch.Tensor) -> bool:
-    """Whether `x` has no memory that the host reads.
-
-    It is wrapped by a torch.func transform, meta, being compiled, or of a class that dispatches operations itself
-    (fake tensors, DTensor).
-    """
+    """Whether the host reads no memory of `x`: transformed, meta, being compiled, fake, or of a class like DTensor."""
     if is_compiling() or x.is_meta or type(x).__torch_dispatch__ is not _NO_DISPATCH:
         return True
     # Legacy batched tensors: `torch.autograd.functional.jacobian(vectorize=True)`.

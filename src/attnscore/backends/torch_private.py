@@ -129,10 +129,7 @@ _HAS_FUSED = all(x is not None for x in _fused)
 
 
 def fused_encoder() -> list[tuple[Any, list[str]]] | None:
-    """Return the functions of a fused encoder layer as they are bound now, each with the names of its arguments.
-
-    None where a release has others.
-    """
+    """Return the functions of a fused encoder layer as bound now, with their arguments' names; None without them."""
     if not _HAS_FUSED:
         return None
     functions, schemas = ([pkgutil.resolve_name(path) for path in paths] for paths in (_FUSED, _SCHEMAS))

@@ -64,10 +64,7 @@ class Kernel(ABC):
         return self
 
     def explain_tiles(self, problem: Problem, tiles: TilePlan) -> TilePlan:
-        """Return the tiles of this kernel, for `explain`; `tiles` are the streaming kernel's.
-
-        All sizes are known.
-        """
+        """Return this kernel's tiles for `explain`, where all sizes are known; `tiles` are the streaming kernel's."""
         return tiles
 
     def notes(self, problem: Problem, tiles: TilePlan) -> tuple[str, ...]:

@@ -83,10 +83,7 @@ class Dense(Kernel):
 
 
 def _softmax(problem: Problem, scores: Array) -> tuple[Array, Array, Array]:
-    """Return the weights (the keys' weights, then the sink's), the largest logit and the log of the denominator.
-
-    A row in which every logit is -inf has weights of 0.
-    """
+    """Return the weights (0 in a row of -inf; the sink's last), the largest logit and the log of the denominator."""
     ops, score_shape, logits = problem.ops, problem.score_shape, scores
     if problem.sink is not None:
         sink = ops.reshape(ops.astype(problem.sink, problem.accumulator), (*problem.sink.shape, 1, 1))

@@ -247,10 +247,7 @@ _GAP, _SOME, _ALL = range(3)
 
 
 def _segments_of_intervals(start: HostArray, stop: HostArray, is_tested: bool) -> tuple[Segment, ...]:
-    """Return the segments from several intervals per query: (interval, batch or 1, query).
-
-    Between two neighbouring ends, the number of queries that attend to the keys decides.
-    """
+    """Return the segments from several intervals a query: between two ends the number of attending queries decides."""
     has_keys = stop > start
     if not has_keys.any():
         return ()

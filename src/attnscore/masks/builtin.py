@@ -562,10 +562,7 @@ BUILTIN: tuple[type[Mask], ...] = (
 
 
 def as_mask(mask: Any, valid_lens: Any, score_shape: ScoreShape) -> Mask | None:
-    """Return the AND of both arguments, not yet checked against `score_shape`, or None without any.
-
-    Raise MaskError where `mask` is neither a mask nor an array, or is an array of ambiguous shape.
-    """
+    """Return the AND of both arguments, not yet checked against `score_shape`; None without any."""
     parts: list[Mask] = []
     if mask is not None:
         parts.append(mask if isinstance(mask, Mask) else _dense(mask, score_shape))

@@ -116,10 +116,7 @@ def check_widths(left: Any, right: Any) -> None:
 
 
 def check_cumulative(name: str, cu: Any, highest: Any) -> HostArray | None:
-    """Return cumulative lengths, (sequences + 1,), or None where the host cannot read them.
-
-    Raise MaskError unless they are whole numbers from 0 to `highest` at most, none below the one before.
-    """
+    """Return cumulative lengths, checked to rise from 0 to `highest` at most; None where the host cannot read them."""
     values = check_whole(name, cu)
     if values is None:
         return None

@@ -51,10 +51,7 @@ class IntervalSet:
 
     @cached_property
     def with_holes(self) -> Intervals:
-        """The interval around all, followed on the first axis by the holes in it: the operands of the native kernel.
-
-        Without holes the shape is (batch or 1, query).
-        """
+        """The interval around all, then the holes in it, for the native kernel; without holes (batch or 1, query)."""
         start, stop = np.ascontiguousarray(self.start, np.int64), np.ascontiguousarray(self.stop, np.int64)
         if self.count == 1:
             return start[0], stop[0]

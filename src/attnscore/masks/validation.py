@@ -136,10 +136,7 @@ _CHECKS: dict[str, Callable[..., Any]] = {
 def _check_intervals_and_cast(
     name: str, start: Any, stop: Any, shapes: Sequence[tuple[int, ...]], key_len: int
 ) -> Intervals:
-    """Return both ends as int64, broadcast; raise MaskError unless they are whole numbers of one of these shapes.
-
-    Everywhere 0 <= start <= stop <= key_len.
-    """
+    """Return int64 ends of one of these shapes with 0 <= start <= stop <= key_len; raise MaskError for others."""
     start, stop = np.broadcast_arrays(
         _check_integers(name, "start", start, shapes), _check_integers(name, "stop", stop, shapes)
     )

@@ -172,10 +172,7 @@ def of_pairs(ops: Backend, bias: Array, query_len: int, key_len: int) -> Array:
 
 
 def expand_if_relative(ops: Backend, bias: Array, shape: ScoreShape) -> Array:
-    """Return a canonical bias (..., 1, unknown), expanded to all pairs if it proves to be relative.
-
-    TensorFlow's graphs learn when they run which of the two it is.
-    """
+    """Return a bias (..., 1, unknown), expanded to all pairs if it proves to be relative when the graph runs."""
     allowed = [*((1, n) for n in shape.rows), (1, shape.key_len, shape.query_len + shape.key_len - 1)]
     bias = ops.assert_shape(bias, [("bias", bias, [allowed])])
     size, keys = (ops.positions(n, 1, bias)[0] for n in (ops.shape(bias)[-1], shape.key_len))

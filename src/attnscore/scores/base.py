@@ -106,10 +106,7 @@ class Score(ABC):
         return key, self
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-        """Count multiplications, additions and function evaluations for all scores of one head.
-
-        The default counts a matrix product.
-        """
+        """Count multiplications, additions and functions for one head's scores; by default of a matrix product."""
         return 2 * query_len * key_len * dim
 
 
@@ -183,10 +180,7 @@ _field_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def arrays_of(score: object) -> dict[str, Array]:
-    """Return the array fields of a score and of a wrapped score by name.
-
-    Arrays of the scores in a tuple are named by their place: ``scores.0.bandwidth``.
-    """
+    """Return the arrays of a score and of the scores in it by name; in a tuple by place: ``scores.0.bandwidth``."""
     arrays: dict[str, Array] = {}
     for name in _field_names(type(score)):
         value = getattr(score, name)

@@ -56,10 +56,7 @@ class Form(ABC):
         """
 
     def values_per_pair(self) -> int:
-        """Return how many values one (query, key) pair takes while a tile is computed, which sets the tile size.
-
-        The default, one for each channel, holds for most scores that are no matrix product.
-        """
+        """Return how many values a pair takes while a tile is computed, by which tiles are sized: one a channel."""
         return max(1, int(self.query.shape[-1]))
 
     def role(self, name: str) -> Role:
