@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import attnscore as ats
 from attnscore import backends
 from attnscore.diagnostics.watching.staged import NotRecorded, Site
-from attnscore.diagnostics.watching.sums import MASKED_BIAS, HostCall, HostScores, as_float32, with_infinity
+from attnscore.diagnostics.watching.sums import MASKED_BIAS, Call, Scores, as_float32, with_infinity
 from attnscore.masks.base import Mask, all_of
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.normalizers import ONLY_SOFTMAX, resolve
@@ -48,7 +48,7 @@ def dot_product(
     }  # fmt: skip
     arrays = {name: x for name, x in named.items() if x is not None}
 
-    def build(numbers: Arrays) -> HostCall:
+    def build(numbers: Arrays) -> Call:
         # One sequence is a batch of one.
         numbers = {
             name: x[(None,) * (4 - x.ndim)] if x.ndim < 4 and not name.endswith("_lens") else x
@@ -68,7 +68,7 @@ def dot_product(
         options: dict[str, Any] = {"score": ats.ScaledDot(scale), "head_axis": -2, "mask": all_of(parts)}
         if "bias" in numbers:
             options["bias"] = as_float32(with_infinity(numbers["bias"], MASKED_BIAS)).astype(as_float32(q).dtype)
-        return HostCall(q, k, options, numbers.get("value"))
+        return Call(q, k, options, numbers.get("value"))
 
     return Site(arrays, build)
 
@@ -80,14 +80,14 @@ def scores(x: Any, mask: Any = None) -> Site:
     """
     arrays = {"scores": x} | ({} if mask is None else {"mask": mask})
 
-    def build(numbers: Arrays) -> HostScores:
+    def build(numbers: Arrays) -> Scores:
         x = numbers["scores"]
         if "mask" in numbers:
             visible = np.asarray(numbers["mask"]) != 0
             if visible.ndim == 2:  # (batch, key)
                 visible = visible[:, None]
             x = np.where(visible, x, np.array(-np.inf, x.dtype))
-        return HostScores(x)
+        return Scores(x)
 
     return Site(arrays, build)
 
@@ -121,8 +121,8 @@ def attended(query: Any, key: Any, value: Any, **options: Any) -> Site:
         elif x is not None and not (name == "mask" and isinstance(x, Mask)):
             kept[name] = x
 
-    def build(numbers: Arrays) -> HostCall:
+    def build(numbers: Arrays) -> Call:
         options = kept | dict(make(numbers) for make in restore)
-        return HostCall(numbers["query"], numbers["key"], options, numbers.get("value"))
+        return Call(numbers["query"], numbers["key"], options, numbers.get("value"))
 
     return Site(arrays, build)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from attnscore.diagnostics.watching.base import WHOLE, Step, Watch
 from attnscore.diagnostics.watching.padding import named_arguments, padding_like
-from attnscore.diagnostics.watching.sums import Array, HostCall, HostScores, describe_error, merged, sums_of
+from attnscore.diagnostics.watching.sums import Array, Call, Scores, describe_error, merged, sums_of
 
 # Runs whose end never came, as of a program that failed, are forgotten when there are more than these.
 _MAX_OPEN_RUNS = 64
@@ -38,7 +38,7 @@ NOT_SAMPLED, NEWEST = -1, -2
 _REAL = ("attention_mask", "padding_mask", "input_mask", "mask")
 
 
-Build: TypeAlias = Callable[[dict[str, NDArray[Any]]], HostCall | HostScores]
+Build: TypeAlias = Callable[[dict[str, NDArray[Any]]], Call | Scores]
 """Makes an attention call of its arrays on the host."""
 
 

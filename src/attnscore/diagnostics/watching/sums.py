@@ -1,15 +1,18 @@
-"""Sums per head from which the statistics of an attention call follow, in NumPy: the same for every framework.
+"""Sums per head from which the statistics of an attention call follow: the same for NumPy's arrays and PyTorch's.
 
 Requirements:
 - the statistics are `attend`'s, from a pass of their own over queries and keys, in O(n) memory;
+- no array of queries by keys is made: scores that the model itself made are read a few queries at a time;
 - the weight on the first key, and on padding, is the output of the same pass, with values that mark these keys;
-- queries at padding do not count; queries with one attended key have no choice and never count as saturated.
+- queries at padding do not count; queries with one attended key have no choice and never count as saturated;
+- queries, keys and values are read once more for their squares alone: which of them hold NaN or infinity, how much the
+  queries can change the weights, whether the values of a head differ.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +21,8 @@ from numpy.typing import NDArray
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.backends.base import Backend
+from attnscore.backends.base import Backend, accumulator
+from attnscore.base.arguments import largest_of
 from attnscore.errors import AttnscoreError
 
 Array = NDArray[np.float64]
@@ -29,7 +33,7 @@ BLOCK = 2**20
 # a failing model may be as low as the first of these: scores have a lower bound.
 MASKED_BIAS = -9e3
 MASKED_SCORE = -1e8
-# Statistics of `attend`, in the order in which `added` takes them apart.
+# Statistics of `attend`, in the order in which `add_up` takes them apart.
 NEEDED = (
     "mean_score",
     "var_score",
@@ -47,13 +51,39 @@ LARGEST = ("max_logit", "dtype_max", "scale_ratio")
 
 
 @dataclass(frozen=True, eq=False)
-class HostCall:
-    """Queries and keys as NumPy arrays, with the options of `attend` that decide their weights."""
+class Call:
+    """Queries and keys as `attend` takes them, of NumPy or PyTorch, with the options that decide their weights."""
 
-    query: NDArray[Any]
-    key: NDArray[Any]
+    query: Any
+    key: Any
     options: dict[str, Any] = field(default_factory=dict)
-    value: NDArray[Any] | None = None
+    value: Any = None
+    """Values, where the caller has them."""
+    heads: int | None = None
+    """Heads of the model, where the query has fewer: single queries of a GQA group are then stacked as queries."""
+    counted: Any = None
+    """Queries (batch, 1, query) that count, where the call itself says so; None: all that are no padding."""
+    within: str = ""
+    """Submodule that attends, where the calling module runs its code without calling it."""
+    is_recorded: bool | None = None
+    """Whether autograd records the output, where the pass of the statistics may compute it; None: it may not."""
+
+    @property
+    def head_axis(self) -> int:
+        """Axis of the heads, counted from the end, of arrays that have one."""
+        return int(self.options.get("head_axis", -3))
+
+    @property
+    def length_axis(self) -> int:
+        """Axis of the positions, counted from the end."""
+        return -3 if self.head_axis == -2 and self.key.ndim >= 4 else -2
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Scores (..., head, query, key) that the model made itself; masked ones are -inf, or a number for it."""
+
+    scores: Any
 
 
 class Moments(NamedTuple):
@@ -66,35 +96,14 @@ class Moments(NamedTuple):
     spread: Array
 
 
-@dataclass(frozen=True, eq=False)
-class HostScores:
-    """Scores (..., head, query, key) that the model made itself, as a NumPy array; masked ones are -inf."""
-
-    scores: NDArray[Any]
-
-
-def sums_of(call: HostCall | HostScores, real: NDArray[np.bool_] | None, saturated_weight: float) -> dict[str, Array]:
+def sums_of(call: Call | Scores, real: Any, saturated_weight: float) -> dict[str, Array]:
     """Return sums over the queries of every head, and the largest logit: each (head,).
 
     `real` is (batch, token), True where there is a token, or None where padding is unknown; a query is saturated when
     its largest weight is at least `saturated_weight`.
     """
-    counted = _counted(call, real)
-    sums = merged(
-        [
-            _block_sums(block, real, None if counted is None else counted[..., rows], saturated_weight)
-            for block, rows in _in_blocks(call)
-        ]
-    )
-    heads = len(sums["rows"])
-    if isinstance(call, HostScores):
-        return sums | input_sums({}, heads, -lowest_finite(call.scores.dtype))
-    head_axis, query = call.options.get("head_axis", -3), call.query
-    arrays = {"query": query, "key": call.key, "value": call.value}
-    moments = {name: moments_of(x, head_axis, heads) for name, x in arrays.items() if x is not None}
-    queries = query.shape[-3 if head_axis == -2 and query.ndim >= 4 else -2]
-    scale = score_scale(call.options.get("score", "scaled_dot"), query.shape[-1]) if queries > 1 else None
-    return sums | input_sums(moments, heads, -lowest_finite(query.dtype), scale, query.shape[-1])
+    sums = merged([_block_sums(block, counted, real, saturated_weight) for block, counted in _in_blocks(call, real)])
+    return sums | input_sums(call, len(sums["rows"]))
 
 
 def merged(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
@@ -104,53 +113,73 @@ def merged(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
     return {name: (np.max if name in LARGEST else np.sum)([part[name] for part in parts], axis=0) for name in parts[0]}
 
 
-def _in_blocks(call: HostCall | HostScores) -> Iterator[tuple[HostCall, slice]]:
-    """Yield a call as it is, and scores as biases of calls with scores of 0, a few queries at a time."""
-    if isinstance(call, HostCall):
-        yield call, slice(None)
-        return
-    *lead, queries, keys = call.scores.shape
-    step = max(1, BLOCK // max(1, call.scores.size // max(1, queries)))
-    for start in range(0, queries, step):
-        rows = slice(start, min(queries, start + step))
-        bias = as_float32(with_infinity(call.scores[..., rows, :], MASKED_SCORE))
-        zeros = np.zeros((), bias.dtype)
-        query, key = (np.broadcast_to(zeros, (*lead, n, 1)) for n in (bias.shape[-2], keys))
-        yield HostCall(query, key, {"score": "dot", "bias": bias}), rows
+def _in_blocks(call: Call | Scores, real: Any) -> Iterator[tuple[Call, Any]]:
+    """Yield a call as it is, and scores as biases of calls with scores of 0, a few queries at a time.
 
-
-def _counted(call: HostCall | HostScores, real: NDArray[np.bool_] | None) -> Any:
-    """Return the queries (batch, 1, query) that count: in self-attention, queries not at padding. None: all."""
-    if isinstance(call, HostScores):
-        return counted_queries(real, call.scores.shape[-2:], call.scores)
-    axis = -3 if call.options.get("head_axis") == -2 and call.key.ndim >= 4 else -2
-    return counted_queries(real, (call.query.shape[axis], call.key.shape[axis]), call.query)
-
-
-def counted_queries(real: Any, lengths: Sequence[int], like: Any) -> Any:
-    """Return the queries (batch, 1, query) that are tokens, of a call of so many queries and keys in self-attention.
-
-    `like` is an array with the batch on its first axis. None: all queries count.
+    With each come the queries (batch, 1, query) that count; None: all.
     """
-    fits = real is not None and like.ndim >= 3 and [*real.shape] == [like.shape[0], lengths[0]]
+    if isinstance(call, Call):
+        yield call, counted_queries(call, real)
+        return
+    ops = backends.of({"scores": call.scores})
+    scores = ops.stop_gradient(call.scores)
+    *lead, queries, keys = scores.shape
+    step = max(1, BLOCK // max(1, math.prod(scores.shape) // max(1, queries)))
+    counted = _counted(real, (queries, keys), scores)
+    for start in range(0, queries, step):
+        bias = as_float32(with_infinity(scores[..., start : start + step, :], MASKED_SCORE))
+        zero = ops.zeros((), bias)
+        query, key = (ops.broadcast_to(zero, (*lead, n, 1)) for n in (bias.shape[-2], keys))
+        block = Call(query, key, {"score": "dot", "bias": bias})
+        yield block, None if counted is None else counted[..., start : start + step]
+
+
+def counted_queries(call: Call, real: Any) -> Any:
+    """Return the queries (batch, 1, query) of a call that count: in self-attention, those not at padding. None: all."""
+    query, key = call.query, call.key
+    if call.heads is not None and query.ndim >= 4 and query.shape[call.head_axis] != call.heads:
+        return None
+    if call.counted is not None:
+        return call.counted
+    return _counted(real, (query.shape[call.length_axis], key.shape[call.length_axis]), query)
+
+
+def _counted(real: Any, lengths: tuple[int, int], like: Any) -> Any:
+    """Return the queries that are tokens, in self-attention; `like` is an array with the batch on its first axis."""
+    fits = real is not None and like.ndim >= 3 and (*real.shape,) == (like.shape[0], lengths[0])
     return real[:, None] if fits and lengths[0] == lengths[1] else None
 
 
-def _block_sums(
-    call: HostCall, real: NDArray[np.bool_] | None, counted: NDArray[np.bool_] | None, saturated_weight: float
-) -> dict[str, Array]:
-    """Return the sums of a call over the queries (batch, 1, query) that are `counted`; None: all."""
-    head_axis, key = call.options.get("head_axis", -3), call.key
-    marks = marks_of(backends.load("numpy"), key, head_axis, real)
-    value = np.broadcast_to(marks, (*key.shape[:-1], marks.shape[-1]))
-    marked, stats = ats.attend(call.query, key, value, **call.options, return_stats=NEEDED)
-    columns = [marked[..., column] for column in range(marked.shape[-1])]
-    numbers = [by_head(np.asarray(x), head_axis) for x in (*(getattr(stats, name) for name in NEEDED), *columns)]
-    return add_up(numbers, counted, saturated_weight)
+def _block_sums(call: Call, counted: Any, real: Any, saturated_weight: float) -> dict[str, Array]:
+    ops = backends.of({"query": call.query})
+    query, key = ops.stop_gradient(call.query), ops.stop_gradient(call.key)
+    marks = marks_of(ops, key, call.head_axis, real)
+    value = ops.broadcast_to(marks, (*key.shape[:-1], marks.shape[-1]))
+    marked, stats = ats.attend(query, key, value, **call.options, return_stats=NEEDED)
+    return query_sums(call, marked, stats, counted, saturated_weight)
 
 
-def by_head(x: Any, head_axis: int, heads: int | None = None) -> Any:
-    """Reshape an array of any framework, with the queries' numbers, to (batch, head, query).
+def query_sums(call: Call, marked: Any, stats: Any, counted: Any, saturated_weight: float) -> dict[str, Array]:
+    """Return the sums of a call over the queries that are `counted` (None: all), from its statistics.
+
+    `marked` has the weights on the first key, and on padding where it is known.
+    """
+    marks = [marked[..., column] for column in range(marked.shape[-1])]
+    # In NumPy from here on: on a few thousand queries its calls cost a fraction of PyTorch's.
+    numbers = [
+        _by_head(to_numpy(as_float32(x)), call.head_axis, call.heads)
+        for x in (*(getattr(stats, name) for name in NEEDED), *marks)
+    ]
+    return _add_up(numbers, None if counted is None else to_numpy(counted), saturated_weight)
+
+
+def to_numpy(x: Any) -> NDArray[Any]:
+    """Return an array of NumPy or PyTorch as one of NumPy's."""
+    return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x)
+
+
+def _by_head(x: NDArray[Any], head_axis: int, heads: int | None) -> NDArray[Any]:
+    """Reshape an array with the queries' numbers to (batch, head, query).
 
     Where the model has `heads` heads and the array as many stacked as queries, each is a head of one query.
     """
@@ -162,66 +191,58 @@ def by_head(x: Any, head_axis: int, heads: int | None = None) -> Any:
     return x.reshape(math.prod(lead), array_heads, queries)
 
 
-def add_up(numbers: list[NDArray[Any]], counted: NDArray[np.bool_] | None, saturated_weight: float) -> dict[str, Array]:
+def _add_up(numbers: list[NDArray[Any]], counted: NDArray[Any] | None, saturated_weight: float) -> dict[str, Array]:
     """Return sums over (batch, head, query) of numbers in the order of `NEEDED`, then first key and padding."""
     mean, variance, total, entropy, weight, weights, squares, top, first, *padding = numbers
-    attends = weights > 0
-    alive = attends if counted is None else attends & counted
+    is_counted = True if counted is None else counted
+    alive, empty, is_nan = (x & is_counted for x in (weights > 0, weights <= 0, np.isnan(weights)))
     # A single attended key has the whole weight and no variance; saturated queries with a choice have a variance.
-    has_one_key = variance == 0
-    if has_one_key.any():
-        has_one_key &= weight >= 1 - 1e-6
-    choice = alive & ~has_one_key
-    # Selecting queries costs more than all the sums: where all count, as in most models, it is left out.
-    all_alive = bool(alive.all())
-
-    def sum_over_rows(x: NDArray[Any]) -> Array:
-        return np.asarray((x if all_alive else np.where(alive, x, 0)).sum((0, 2), dtype=np.float64))
-
-    count = sum_over_rows(alive)
-    empty = broken = overflown = 0 * count
-    if not all_alive:
-        is_nan, is_counted = np.isnan(weights), True if counted is None else counted
-        # Weights are NaN where a score is infinite: the sum of exponentials was.
-        kinds = (~attends & ~is_nan, is_nan, is_nan & (top == np.inf))
-        empty, broken, overflown = ((x & is_counted).sum((0, 2), dtype=np.float64) for x in kinds)
-    return {
-        "rows": count,
+    choice = alive & ~((variance == 0) & (weight >= 1 - 1e-6))
+    counts = {
+        "rows": alive,
         "empty_rows": empty,
-        "nan_rows": broken,
-        "choice_rows": sum_over_rows(choice),
-        "saturated_rows": sum_over_rows(choice & (weight >= saturated_weight)),
-        "logit_mean": sum_over_rows(mean),
-        "logit_variance": sum_over_rows(variance),
-        "log_sum_exp": sum_over_rows(total),
-        "entropy": sum_over_rows(entropy),
-        "max_weight": sum_over_rows(weight),
-        "effective_keys": sum_over_rows(np.exp(entropy)),
-        "jacobian_trace": sum_over_rows(weights) - sum_over_rows(squares),
-        "first_key": sum_over_rows(first),
-        "padding": sum_over_rows(padding[0]) if padding else 0 * count,
-        "padding_rows": count if padding else 0 * count,
-        "max_logit": (top if all_alive else np.where(alive, top, -np.inf))
-        .max((0, 2), initial=-np.inf)
-        .astype(np.float64),
-        "overflow_rows": overflown,
+        "nan_rows": is_nan,
+        "choice_rows": choice,
+        "saturated_rows": choice & (weight >= saturated_weight),
+        "padding_rows": alive & bool(padding),
+        # Weights are NaN where a score is infinite: the sum of exponentials was.
+        "overflow_rows": is_nan & (top == np.inf),
     }
+    of_rows = {
+        "logit_mean": mean,
+        "logit_variance": variance,
+        "log_sum_exp": total,
+        "entropy": entropy,
+        "max_weight": weight,
+        "effective_keys": np.exp(entropy),
+        "jacobian_trace": weights - squares,
+        "first_key": first,
+        "padding": padding[0] if padding else 0 * first,
+    }
+    # Selecting queries costs more than all the sums: where all count, as in most models, it is left out.
+    if not alive.all():
+        of_rows = {name: np.where(alive, x, 0) for name, x in of_rows.items()}
+        top = np.where(alive, top, -np.inf)
+    sums = {name: np.asarray(x.sum((0, 2), dtype=np.float64)) for name, x in (counts | of_rows).items()}
+    return sums | {"max_logit": top.max((0, 2), initial=-np.inf).astype(np.float64)}
 
 
-def input_sums(
-    moments: Mapping[str, Moments | None], heads: int, dtype_max: float, scale: float | None = None, dim: int = 1
-) -> dict[str, Array]:
+def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
     """Return sums over the sequences of a call from its queries, keys and values, each (head,), without the weights.
 
     `query_variance` bounds the variance of a logit over the queries, Var(q.k) <= trace Cov(q) trace Cov(k), where the
-    score is `scale` q.k; `scale_ratio` is this scale as a multiple of 1/sqrt(dim); `value_spread` is the share of the
-    values' squares that their mean does not explain: 0 where all are alike. Moments of None have their heads in another
-    axis, as single queries of a GQA group.
+    score is a multiple of q.k; `scale_ratio` is its scale as a multiple of 1/sqrt(d); `value_spread` is the share of
+    the values' squares that their mean does not explain: 0 where all are alike.
     """
     sums = {name: np.zeros(heads) for name in ("sequences", "query_variance", "value_sequences", "value_spread")}
     sums |= {f"nan_{name}": np.zeros(heads) for name in ("query", "key", "value")}
-    sums["dtype_max"] = np.full(heads, dtype_max)
-    sums["scale_ratio"] = np.full(heads, math.nan if scale is None else scale * math.sqrt(dim))
+    first = call.scores if isinstance(call, Scores) else call.query
+    sums["dtype_max"] = np.full(heads, -lowest_finite(first))
+    sums["scale_ratio"] = np.full(heads, math.nan)
+    if isinstance(call, Scores):
+        return sums
+    arrays = {"query": call.query, "key": call.key, "value": call.value}
+    moments = {name: _moments(x, call.head_axis, heads) for name, x in arrays.items() if x is not None}
     known = {name: x for name, x in moments.items() if x is not None}
     for name, (square, spread) in known.items():
         is_finite = np.isfinite(square)
@@ -229,7 +250,12 @@ def input_sums(
         if name == "value":
             share = np.divide(spread, square, out=np.zeros_like(square), where=is_finite & (square > 0))
             sums |= {"value_sequences": is_finite.sum(0, dtype=np.float64), "value_spread": share.sum(0)}
-    if scale is not None and "query" in known and "key" in known:
+    dim = call.query.shape[-1]
+    scale = _score_scale(call.options.get("score", "scaled_dot"), dim)
+    if scale is None or call.query.shape[call.length_axis] <= 1:
+        return sums
+    sums["scale_ratio"] = np.full(heads, scale * math.sqrt(dim))
+    if "query" in known and "key" in known:
         with np.errstate(all="ignore"):  # of numbers that are not finite
             variance = scale**2 * known["query"].spread * known["key"].spread
         is_finite = np.isfinite(variance)
@@ -238,20 +264,29 @@ def input_sums(
     return sums
 
 
-def moments_of(x: NDArray[Any], head_axis: int, heads: int) -> Moments | None:
-    """Return the moments of queries, keys or values; None where the array has its heads in another axis."""
-    x = np.swapaxes(x, -3, -2) if head_axis == -2 and x.ndim >= 4 else x
+def _moments(x: Any, head_axis: int, heads: int) -> Moments | None:
+    """Return the moments of queries, keys or values, computed on their device.
+
+    None where the array has its heads in another axis, as single queries of a GQA group, or holds no numbers to sum.
+    """
+    ops = backends.of({"x": x})
+    if not ops.is_floating(x) or ops.unsupported(x) is not None:
+        return None
+    x = ops.stop_gradient(x)
+    x = x.swapaxes(-3, -2) if head_axis == -2 and x.ndim >= 4 else x
     array_heads = x.shape[-3] if x.ndim >= 4 else 1
     if array_heads == 0 or heads % array_heads or x.shape[-2] == 0:
         return None
     x = as_float32(x).reshape(-1, array_heads, *x.shape[-2:])
     with np.errstate(all="ignore"):  # of numbers that are not finite
-        square = np.einsum("...ij,...ij->...", x, x, dtype=np.float64) / x.shape[-2]
-        spread = np.maximum(square - (x.mean(-2, dtype=np.float64) ** 2).sum(-1), 0)
-    return Moments(*(np.repeat(moment, heads // array_heads, axis=-1) for moment in (square, spread)))
+        mean = x.mean(-2)
+        # Not the mean square less the mean's: its rounding would hide a small spread.
+        spread = ((x - mean[..., None, :]) ** 2).sum((-2, -1)) / x.shape[-2]
+        pair = [to_numpy(moment).astype(np.float64) for moment in (spread + (mean**2).sum(-1), spread)]
+    return Moments(*(np.repeat(moment, heads // array_heads, axis=-1) for moment in pair))
 
 
-def score_scale(score: Any, dim: int) -> float | None:
+def _score_scale(score: Any, dim: int) -> float | None:
     """Return the factor of q.k in a score; None where the score is no multiple of q.k by one number."""
     if score == "dot" or type(score) is ats.Dot:
         return 1.0
@@ -276,21 +311,22 @@ def marks_of(ops: Backend, key: Any, head_axis: int, real: Any) -> Any:
     return marks.reshape(*lead[:-1], length, 1, 2) if per_head else marks.reshape(*lead, length, 2)
 
 
-def with_infinity(x: NDArray[Any], bound: float) -> NDArray[Any]:
+def with_infinity(x: Any, bound: float) -> Any:
     """Replace numbers up to `bound`, or near the least of the dtype, which models write for -inf, by -inf."""
-    masked = x <= max(lowest_finite(x.dtype) / 2, bound)
-    return np.where(masked, x.dtype.type(-np.inf), x) if (masked & (x != -np.inf)).any() else x
+    masked, ops = x <= max(lowest_finite(x) / 2, bound), backends.of({"x": x})
+    return ops.where(masked, ops.full((), -math.inf, x), x) if bool((masked & (x != -math.inf)).any()) else x
 
 
-def lowest_finite(dtype: np.dtype[Any]) -> float:
-    """Return the lowest finite number of a dtype, also of bfloat16."""
-    # NumPy knows no bfloat16; it has the range of float32.
-    return float(np.finfo(dtype if dtype.kind == "f" else np.float32).min)
+def lowest_finite(x: Any) -> float:
+    """Return the lowest finite number of an array's dtype."""
+    dtype = backends.of({"x": x}).dtype(x)
+    return -(2.0**128 - 2.0**120 if dtype == "bfloat16" else largest_of(dtype))
 
 
-def as_float32(x: NDArray[Any]) -> NDArray[Any]:
+def as_float32(x: Any) -> Any:
     """Return float16 and bfloat16 as float32, in which their sums are exact enough."""
-    return x.astype(np.float32) if x.dtype.itemsize < 4 else x
+    ops = backends.of({"x": x})
+    return ops.astype(x, accumulator(ops.dtype(x)))
 
 
 def describe_error(error: Exception) -> str:

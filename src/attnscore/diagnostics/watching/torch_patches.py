@@ -27,16 +27,8 @@ import attnscore as ats
 from attnscore import api
 from attnscore.backends import torch_private as private
 from attnscore.diagnostics.watching.rebinding import Rebinding, is_active
-from attnscore.diagnostics.watching.sums import describe_error
-from attnscore.diagnostics.watching.torch_calls import (
-    Call,
-    Scores,
-    bias_of,
-    pooling_of,
-    projected,
-    sdpa_call,
-    with_head_axis,
-)
+from attnscore.diagnostics.watching.sums import Call, Scores, describe_error
+from attnscore.diagnostics.watching.torch_calls import bias_of, can_pool, projected, sdpa_call, with_head_axis
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.normalizers import ONLY_SOFTMAX, resolve
 
@@ -265,9 +257,10 @@ def _sdpa(original: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, 
     names = ("attn_mask", "dropout_p", "is_causal")
     arguments = dict(zip(names, more, strict=False)) | options
     heads = _THREAD.scopes[-1].heads if _THREAD.scopes else None
-    pooling = pooling_of(query, key, value, arguments) if any(x.is_pooling() for x in _WATCHERS) else None
+    pools = any(x.is_pooling() for x in _WATCHERS) and can_pool(query, key, value, arguments)
+    is_recorded = torch.is_grad_enabled() if pools else None
     out = _report(
-        lambda: dataclasses.replace(sdpa_call(query, key, arguments), heads=heads, pooling=pooling, value=value)
+        lambda: dataclasses.replace(sdpa_call(query, key, arguments), heads=heads, is_recorded=is_recorded, value=value)
     )
     if out is not None:
         return out

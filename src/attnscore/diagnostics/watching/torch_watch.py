@@ -25,8 +25,8 @@ from attnscore.base.arguments import check_flag, is_whole, shown
 from attnscore.diagnostics.watching import torch_patches
 from attnscore.diagnostics.watching.base import WHOLE, Step, Watch
 from attnscore.diagnostics.watching.padding import named_arguments, padding_like
-from attnscore.diagnostics.watching.sums import describe_error
-from attnscore.diagnostics.watching.torch_calls import Call, Scores, output_and_sums, reason_against, sums_of
+from attnscore.diagnostics.watching.sums import Call, Scores, describe_error, sums_of
+from attnscore.diagnostics.watching.torch_calls import output_and_sums, reason_against
 from attnscore.errors import ArgumentError, message
 
 # Arguments of models, (batch, token): True (1) at tokens, and True (or -inf) at padding.
@@ -141,8 +141,8 @@ class TorchWatch(Watch):
             # Where there are two halves the mask is the encoder's, also where lengths are equal by chance.
             real = None if self._has_two and "decoder" in name else step.real
             weight = self.thresholds.saturated_weight
-            if self._one_pass and isinstance(call, Call) and call.pooling is not None:
-                out, step.sums[name] = output_and_sums(call, call.pooling, real, weight)
+            if self._one_pass and isinstance(call, Call) and call.is_recorded is not None:
+                out, step.sums[name] = output_and_sums(call, real, weight)
             else:
                 step.sums[name] = sums_of(call, real, weight)
         except Exception as error:  # recording must never break the model
