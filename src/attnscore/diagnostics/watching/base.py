@@ -40,10 +40,11 @@ class Step:
     sums: dict[str, dict[str, Array]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
 
-    def call_name(self, name: str) -> str:
-        """Return the name of one more call of a module; its second attention call in a step is "name #2"."""
-        self.calls[name] += 1
-        return name if (number := self.calls[name]) == 1 else f"{name} #{number}"
+
+def next_name(calls: Counter[str], name: str) -> str:
+    """Return the name of one more call of a module; its second attention call in a step is "name #2"."""
+    calls[name] += 1
+    return name if calls[name] == 1 else f"{name} #{calls[name]}"
 
 
 class Watch(Records):

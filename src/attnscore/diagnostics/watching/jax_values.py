@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from numpy.typing import NDArray
 
 from attnscore.backends.jax.tracers import trace_state
-from attnscore.diagnostics.watching import staged
-from attnscore.diagnostics.watching.staged import NEWEST, Root, Site
+from attnscore.diagnostics.watching.staged import NOT_SAMPLED, Values
 
 # A number that no call returns, which a program cannot know.
 _IMPOSSIBLE = np.iinfo(np.int32).min
@@ -35,7 +33,7 @@ _CONTEXT: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]  # 
 _OUTSIDE = trace_state()
 
 
-class Context:
+class _Context:
     """The keys of the watches that run, as a part of the key of JAX's caches, in the thread that starts them."""
 
     def __init__(self) -> None:
@@ -55,79 +53,20 @@ class Context:
                 self._entered = threading.get_ident(), context
 
 
-CONTEXT = Context()
+_WATCHED = _Context()
 
 
-class JaxValues:
-    """Arrays of JAX, and of programs of JAX. See `staged.Values`."""
+class JaxValues(Values):
+    """Arrays of JAX, and of programs of JAX."""
 
-    def state(self, leaves: Sequence[Any]) -> Any:
+    def state(self, leaves: Iterable[Any]) -> Any:
         """Return the state of tracing; None outside of all transformations."""
         state = trace_state()
         return None if state == _OUTSIDE and not any(map(self.is_abstract, leaves)) else state
 
-    def reason_against(self, key: Hashable) -> str | None:
-        """Return why a program of this thread must not report: others without the watch may use it."""
-        if key in (_CONTEXT.value or ()):
-            return None
-        return "a program of another thread than the one that started the watch"
-
     def is_abstract(self, x: Any) -> bool:
         """Return whether an array stands for values of a later run."""
         return isinstance(x, jax.core.Tracer)
-
-    def numpy(self, x: Any) -> NDArray[Any]:
-        """Return the values of an array."""
-        return np.asarray(x)
-
-    def begin(self, key: Hashable, inputs: Any, real: Any) -> tuple[Any, Any]:
-        """Begin a run of a model when the program runs; return its number, and the inputs that follow from it."""
-        operands = [_probe(inputs)] + ([] if real is None else [real])
-        ranks = [np.ndim(x) for x in operands]
-
-        def call(*arrays: Any) -> Any:
-            probe, *masks = arrays
-            lead = np.shape(probe)
-            return np.full(lead, staged.begin(key, *map(np.asarray, masks)), np.int32)
-
-        if any(rank > 2 for rank in ranks):
-            operands = operands[:1]
-        number = _send(call, *operands)
-        return number, _all_following(inputs, number)
-
-    def report(self, root: Root, name: str, site: Site, out: Any) -> Any:
-        """Record a call when the program runs; return its output, which follows from that."""
-        # Not the site or the root, whose values belong to a trace that ends before the program runs.
-        key, build, names = root.key, site.build, tuple(site.arrays)
-        ranks = [np.ndim(x) for x in site.arrays.values()]
-
-        def record(number: Any, *arrays: Any) -> Any:
-            first = int(np.ravel(np.asarray(number))[0])
-            if first != staged.NOT_SAMPLED:
-                staged.receive(first, key, name, build, dict(zip(names, arrays, strict=True)), ranks)
-            return np.zeros(np.shape(number), np.int32)
-
-        # A value of another trace must not go into a program that JAX may use again: use the last run that began.
-        number = root.number if trace_state() == root.state else jnp.int32(NEWEST)
-        arrays = [lax.stop_gradient(x) for x in map(jnp.asarray, site.arrays.values())]
-        done = lax.cond(
-            number != staged.NOT_SAMPLED, lambda *x: _send(record, *x), lambda *_: jnp.int32(0), number, *arrays
-        )
-        return _all_following(out, done)
-
-    def end(self, root: Root, out: Any) -> Any:
-        """End a run when the program has computed its output; return the output, which follows from that."""
-
-        def call(number: Any, _: Any) -> Any:
-            first = int(np.ravel(np.asarray(number))[0])
-            staged.end_of_program(first)
-            return np.zeros(np.broadcast_shapes(np.shape(number), np.shape(_)), np.int32)
-
-        number, probe = root.number, _probe(out)
-        done = lax.cond(
-            number != staged.NOT_SAMPLED, lambda *x: _send(call, *x), lambda *_: jnp.int32(0), number, probe
-        )
-        return _all_following(out, done)
 
     def wait(self) -> None:
         """Wait until the programs that have been started are done, as far as JAX can tell."""
@@ -137,36 +76,49 @@ class JaxValues:
             for device in jax.local_devices():
                 _next(jax.device_put(0, device)).block_until_ready()
 
+    def watched(self, keys: tuple[Hashable, ...]) -> None:
+        """Let this thread run programs that are traced for watches with these keys."""
+        _WATCHED.set(keys)
+
+    def reason_against(self, key: Hashable) -> str | None:
+        """Return why a program of this thread must not report: others without the watch may use it."""
+        if key in (_CONTEXT.value or ()):
+            return None
+        return "a program of another thread than the one that started the watch"
+
+    def probe(self, tree: Any) -> Any:
+        """Return a number that follows from the first array of a tree."""
+        for x in jax.tree.leaves(tree):
+            if _is_number(x) and x.size:
+                return x[(0,) * x.ndim]
+        return jnp.int32(0)
+
+    def following(self, tree: Any, number: Any) -> Any:
+        """Return arrays as they are, once the number is there; objects of NNX, which have a state, are passed on."""
+
+        def has_state(x: Any) -> bool:
+            return any(c.__module__.startswith("flax.nnx") for c in type(x).__mro__)
+
+        return jax.tree.map(lambda x: _following(x, number), tree, is_leaf=has_state)
+
+    def send(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """Call a function of the host when the program runs; return the number that it returns."""
+        return jax.pure_callback(function, _NUMBER, *map(lax.stop_gradient, arrays), vmap_method="expand_dims")
+
+    def send_if_sampled(self, function: Callable[..., Any], number: Any, *arrays: Any) -> Any:
+        """Call a function with the number of a run and arrays when the program runs, if the run is sampled."""
+        operands = [lax.stop_gradient(x) for x in (jnp.asarray(number, jnp.int32), *map(jnp.asarray, arrays))]
+        is_sampled = operands[0] != NOT_SAMPLED
+        return lax.cond(is_sampled, lambda *x: self.send(function, *x), lambda *_: jnp.int32(0), *operands)
+
 
 @jax.jit
 def _next(x: Any) -> Any:
     return x + 1
 
 
-def _send(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Call a function of the host when the program runs; return the number that it returns."""
-    return jax.pure_callback(function, _NUMBER, *map(lax.stop_gradient, arrays), vmap_method="expand_dims")
-
-
 def _is_number(x: Any) -> bool:
     return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def _probe(tree: Any) -> Any:
-    """Return a number that follows from the first array of a tree."""
-    for x in jax.tree.leaves(tree):
-        if _is_number(x) and x.size:
-            return lax.stop_gradient(x[(0,) * x.ndim])
-    return jnp.int32(0)
-
-
-def _all_following(tree: Any, number: Any) -> Any:
-    """Return arrays as they are, once the number is there; objects of NNX, which have a state, are passed on."""
-
-    def has_state(x: Any) -> bool:
-        return any(c.__module__.startswith("flax.nnx") for c in type(x).__mro__)
-
-    return jax.tree.map(lambda x: _following(x, number), tree, is_leaf=has_state)
 
 
 def _following(x: Any, number: Any) -> Any:

@@ -21,7 +21,7 @@ import jax
 from attnscore import api
 from attnscore.diagnostics.watching import sites, staged
 from attnscore.diagnostics.watching.base import WHOLE
-from attnscore.diagnostics.watching.jax_values import CONTEXT, JaxValues
+from attnscore.diagnostics.watching.jax_values import JaxValues
 from attnscore.diagnostics.watching.rebinding import Rebinding
 from attnscore.diagnostics.watching.staged import HERE, Root, Site, StagedWatch
 
@@ -33,6 +33,8 @@ _LINEN: list[contextlib.AbstractContextManager[Any]] = []
 
 class JaxWatch(StagedWatch):
     """Records of a Flax model that can be started and stopped. See `watch` and `Records`."""
+
+    values = VALUES
 
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model, *arguments)
@@ -52,10 +54,6 @@ class JaxWatch(StagedWatch):
             _NAMES.restore()
         _observe_modules(watches)
 
-    def flush(self) -> None:
-        """Wait until programs that run have reported their calls."""
-        VALUES.wait()
-
 
 def _running() -> list[JaxWatch]:
     return [watch for watch in staged.running() if isinstance(watch, JaxWatch)]
@@ -63,7 +61,6 @@ def _running() -> list[JaxWatch]:
 
 def _observe_modules(watches: list[JaxWatch]) -> None:
     """Note the calls of the modules of these models, and no others."""
-    CONTEXT.set(tuple(watch.key for watch in staged.running()))
     _METHODS.restore()
     while _LINEN:
         _LINEN.pop().__exit__(None, None, None)

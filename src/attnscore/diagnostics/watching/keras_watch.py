@@ -21,7 +21,8 @@ from attnscore.diagnostics.watching import keras_private as private
 from attnscore.diagnostics.watching import sites, staged
 from attnscore.diagnostics.watching.base import WHOLE
 from attnscore.diagnostics.watching.rebinding import Rebinding
-from attnscore.diagnostics.watching.staged import HERE, NotRecorded, Root, Site, StagedWatch, Values
+from attnscore.diagnostics.watching.staged import HERE, Root, Site, StagedWatch, Values
+from attnscore.diagnostics.watching.sums import NotRecorded
 
 _BACKEND = keras.backend.backend()
 _NAMES = Rebinding(lambda: HERE.root is None or HERE.is_recorded)
@@ -29,11 +30,8 @@ _CALLS = Rebinding(private.in_symbolic_scope)
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
-class _EagerValues:
-    """Arrays of backends that compute at once. See `staged.Values`."""
-
-    def state(self, leaves: Any) -> Any:
-        """Return None: every call is eager."""
+class _EagerValues(Values):
+    """Arrays of backends that compute at once."""
 
     def is_abstract(self, x: Any) -> bool:
         """Return whether an array has no values, as on PyTorch's device "meta"."""
@@ -42,14 +40,6 @@ class _EagerValues:
     def numpy(self, x: Any) -> Any:
         """Return the values of an array."""
         return keras.ops.convert_to_numpy(x)
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def _never(self, *_: Any) -> Any:
-        raise NotRecorded("symbolic tensors, which hold no numbers")
-
-    reason_against = begin = report = end = _never
 
 
 def _values() -> Values:
@@ -72,6 +62,7 @@ class KerasWatch(StagedWatch):
     """Records of a Keras model that can be started and stopped. See `watch` and `Records`."""
 
     framework = "keras"
+    values = VALUES
 
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model, *arguments)
@@ -101,7 +92,6 @@ class KerasWatch(StagedWatch):
         if _BACKEND in ("tensorflow", "torch") and getattr(self._model, "jit_compile", False):
             self._jit_compile, self._model.jit_compile = self._model.jit_compile, False
         self._make_functions_anew()
-        _set_context()
 
     def _stop_observing(self) -> None:
         if not _running():
@@ -110,17 +100,12 @@ class KerasWatch(StagedWatch):
         if self._jit_compile is not None:
             self._model.jit_compile, self._jit_compile = self._jit_compile, None
         self._make_functions_anew()
-        _set_context()
 
     def _make_functions_anew(self) -> None:
         """Forget the functions that ``fit``, ``evaluate`` and ``predict`` have compiled."""
         for name in _FUNCTIONS:
             if getattr(self._model, name, None) is not None:
                 setattr(self._model, name, None)
-
-    def flush(self) -> None:
-        """Wait until programs that run have reported their calls."""
-        VALUES.wait()
 
 
 def layer_in(outer: Any, name: str) -> Any:
@@ -134,13 +119,6 @@ def layer_in(outer: Any, name: str) -> Any:
 
 def _running() -> list[KerasWatch]:
     return [watch for watch in staged.running() if isinstance(watch, KerasWatch)]
-
-
-def _set_context() -> None:
-    if _BACKEND == "jax":
-        from attnscore.diagnostics.watching.jax_values import CONTEXT
-
-        CONTEXT.set(tuple(watch.key for watch in staged.running()))
 
 
 # ------------------------------------------------------------------ calls of layers, the original first

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 import attnscore as ats
 from attnscore import backends
-from attnscore.diagnostics.watching.staged import NotRecorded, Site
-from attnscore.diagnostics.watching.sums import MASKED_BIAS, Call, Scores, as_float32, with_infinity
+from attnscore.diagnostics.watching.staged import Site
+from attnscore.diagnostics.watching.sums import MASKED_BIAS, Call, NotRecorded, Scores, as_float32, with_infinity
 from attnscore.masks.base import Mask, all_of
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.normalizers import ONLY_SOFTMAX, resolve

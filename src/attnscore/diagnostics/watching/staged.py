@@ -17,16 +17,24 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscore.diagnostics.watching.base import WHOLE, Step, Watch
+from attnscore.diagnostics.watching.base import WHOLE, Step, Watch, next_name
 from attnscore.diagnostics.watching.padding import named_arguments, padding_like
-from attnscore.diagnostics.watching.sums import Array, Call, Scores, describe_error, merged, sums_of
+from attnscore.diagnostics.watching.sums import (
+    Array,
+    Call,
+    NotRecorded,
+    Scores,
+    describe_error,
+    merged,
+    sums_of,
+)
 
 # Runs whose end never came, as of a program that failed, are forgotten when there are more than these.
 _MAX_OPEN_RUNS = 64
@@ -40,10 +48,6 @@ _REAL = ("attention_mask", "padding_mask", "input_mask", "mask")
 
 Build: TypeAlias = Callable[[dict[str, NDArray[Any]]], Call | Scores]
 """Makes an attention call of its arrays on the host."""
-
-
-class NotRecorded(Exception):
-    """The reason why a call cannot be recorded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,19 +73,22 @@ class StagedWatch(Watch):
     padding_names = f"{', '.join(_REAL)} (1 at tokens)"
     key: Hashable = None
     """Key of the model in compiled programs: watches with one key get the calls of the same programs."""
+    values: Values
+    """How the framework's arrays come to the host."""
 
     def _install(self) -> None:
         with _LOCK:
             _WATCHES.append(self)
             try:
                 self._start_observing()
+                self.values.watched(tuple(watch.key for watch in _WATCHES))
             except BaseException:
                 self._uninstall()
                 raise
 
     def _uninstall(self) -> None:
         if not HERE.is_called_back:  # a program that waits for itself would wait forever
-            self.flush()
+            self.values.wait()
             until = time.monotonic() + _LONGEST_WAIT
             while any(watch is self for run in tuple(_RUNS.values()) for watch, _ in run.steps):
                 if time.monotonic() > until:  # a program has failed, or the model is being called
@@ -95,6 +102,7 @@ class StagedWatch(Watch):
                 if not run.steps:
                     del _RUNS[number]
             self._stop_observing()
+            self.values.watched(tuple(watch.key for watch in _WATCHES))
 
     @abstractmethod
     def _start_observing(self) -> None:
@@ -103,9 +111,6 @@ class StagedWatch(Watch):
     @abstractmethod
     def _stop_observing(self) -> None:
         """Undo `_start_observing`; `running` has this watch no more."""
-
-    def flush(self) -> None:
-        """Wait until programs that run have reported their calls."""
 
 
 _LOCK = threading.RLock()
@@ -149,28 +154,18 @@ def receive(number: int, key: Hashable, name: str, build: Build, arrays: dict[st
         return
     for watch, step in tuple(run.steps):
         try:
-            with recorded():
+            with here(is_recorded=True):
                 sums = _unrolled_sums(build, arrays, ranks, run.real, watch.thresholds.saturated_weight)
         except Exception as error:  # recording must never break the model
             watch._count_unseen(name, describe_error(error))
             continue
         with watch._lock:
-            names = (name if k == 1 else f"{name} #{k}" for k in itertools.count(1))
-            for free in names:
-                if free not in step.sums:
-                    step.sums[free] = sums
-                    break
+            counts: Counter[str] = Counter()
+            while (free := next_name(counts, name)) in step.sums:
                 if _are_same(step.sums[free], sums):  # computed again before the end of the run
                     break
-
-
-def end_of_program(number: int) -> None:
-    """End a run, called by the program itself."""
-    HERE.is_called_back = True
-    try:
-        end(number)
-    finally:
-        HERE.is_called_back = False
+            else:
+                step.sums[free] = sums
 
 
 def end(number: int, failed: bool = False) -> None:
@@ -244,39 +239,87 @@ class Root:
     state: Any = None
     """State of the framework's tracing where the call began; None: it is made eagerly."""
 
-    def call_name(self) -> str:
-        """Return the name of one more call of the innermost module."""
-        name = self.stack[-1]
-        self.calls[name] += 1
-        return name if (number := self.calls[name]) == 1 else f"{name} #{number}"
 
+class Values:
+    """How a framework's arrays come to the host: at once, as here, or when the program runs that is traced now."""
 
-class Values(Protocol):
-    """How a framework's arrays come to the host: at once, or when the program runs that is traced now."""
-
-    def state(self, leaves: Sequence[Any]) -> Any:
+    def state(self, leaves: Iterable[Any]) -> Any:
         """Return the state of tracing in which a model is called with these arrays; None where it is called eagerly."""
+        return None
+
+    def is_abstract(self, x: Any) -> bool:
+        """Return whether an array stands for values of a later run."""
+        return False
+
+    def numpy(self, x: Any) -> NDArray[Any]:
+        """Return the values of an array, detached."""
+        return np.asarray(x)
+
+    def wait(self) -> None:
+        """Wait until programs that run have reported their calls."""
+
+    def watched(self, keys: tuple[Hashable, ...]) -> None:
+        """Take the keys of all watches that run now."""
 
     def reason_against(self, key: Hashable) -> str | None:
         """Return why a program that is traced now cannot report; None where it can."""
+        return None
+
+    def probe(self, tree: Any) -> Any:
+        """Return a number that follows from a tree of arrays."""
+        return 0
+
+    def following(self, tree: Any, number: Any) -> Any:
+        """Return a tree of arrays as it is, once the number is there; in the order of the code where that is kept."""
+        return tree
+
+    def send(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """Call a function of the host when the program runs; return the number that it returns."""
+        raise NotRecorded("symbolic tensors, which hold no numbers")
+
+    def send_if_sampled(self, function: Callable[..., Any], number: Any, *arrays: Any) -> Any:
+        """Call a function with the number of a run and arrays when the program runs, if the run is sampled."""
+        raise NotRecorded("symbolic tensors, which hold no numbers")
+
+    # Under ``vmap`` a function of the host gets arrays, and gives numbers, with more axes in front.
 
     def begin(self, key: Hashable, inputs: Any, real: Any) -> tuple[Any, Any]:
         """Begin a run of a model when the program runs; return its number, and the inputs that follow from it."""
 
+        def call(probe: Any, *masks: Any) -> Any:
+            return np.full(np.shape(probe), begin(key, *map(np.asarray, masks)), np.int32)
+
+        number = self.send(call, self.probe(inputs), *([] if real is None else [real]))
+        return number, self.following(inputs, number)
+
     def report(self, root: Root, name: str, site: Site, out: Any) -> Any:
         """Record a call when the program runs; return its output, which follows from that."""
+        # Not the site or the root, whose values belong to a trace that ends before the program runs.
+        key, build, names = root.key, site.build, tuple(site.arrays)
+        arrays = site.arrays.values()
+        ranks = [len(x.shape) for x in arrays]
+
+        def call(number: Any, *arrays: Any) -> Any:
+            receive(_first(number), key, name, build, dict(zip(names, arrays, strict=True)), ranks)
+            return np.zeros(np.shape(number), np.int32)
+
+        # A value of another trace must not go into a program that may run again: use the last run that began.
+        number = root.number if self.state(arrays) == root.state else NEWEST
+        return self.following(out, self.send_if_sampled(call, number, *arrays))
 
     def end(self, root: Root, out: Any) -> Any:
         """End a run when the program has computed its output; return the output, which follows from that."""
 
-    def is_abstract(self, x: Any) -> bool:
-        """Return whether an array stands for values of a later run."""
+        def call(number: Any, probe: Any) -> Any:
+            with here(is_called_back=True):
+                end(_first(number))
+            return np.zeros(np.broadcast_shapes(np.shape(number), np.shape(probe)), np.int32)
 
-    def numpy(self, x: Any) -> NDArray[Any]:
-        """Return the values of an array, detached."""
+        return self.following(out, self.send_if_sampled(call, root.number, self.probe(out)))
 
-    def wait(self) -> None:
-        """Wait until programs that run have reported their calls."""
+
+def _first(number: Any) -> int:
+    return int(np.ravel(np.asarray(number))[0])
 
 
 class _ThreadState(threading.local):
@@ -292,23 +335,14 @@ HERE = _ThreadState()
 
 
 @contextlib.contextmanager
-def inside(root: Root) -> Iterator[None]:
-    """Make `root` the call of a model that this thread is in."""
-    before, HERE.root = HERE.root, root
+def here(**state: Any) -> Iterator[None]:
+    """Change parts of this thread's state for a while."""
+    before = {name: getattr(HERE, name) for name in state}
+    vars(HERE).update(state)
     try:
         yield
     finally:
-        HERE.root = before
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[None]:
-    """Ignore attention calls inside of one that is recorded."""
-    before, HERE.is_recorded = HERE.is_recorded, True
-    try:
-        yield
-    finally:
-        HERE.is_recorded = before
+        vars(HERE).update(before)
 
 
 @contextlib.contextmanager
@@ -345,12 +379,12 @@ def call_model(
                 watch._count_unseen(WHOLE, why)
             return function(*arguments, **options)
         root.number, (arguments, options) = values.begin(key, inputs, real)
-        with inside(root):
+        with here(root=root):
             out = function(*arguments, **options)
         return values.end(root, out)
     root.number = number = begin(key, None if real is None else values.numpy(real))
     try:
-        with inside(root):
+        with here(root=root):
             out = function(*arguments, **options)
     except BaseException:
         end(number, failed=True)
@@ -367,11 +401,11 @@ def record(
     """Call an attention function, and record the call as the site that `make_site` makes of its arguments."""
     if (root := HERE.root) is None:
         return original(*arguments, **options)
-    with recorded():
+    with here(is_recorded=True):
         out = original(*arguments, **options)
     if root.state is None and root.number == NOT_SAMPLED:
         return out
-    name = root.call_name()
+    name = next_name(root.calls, root.stack[-1])
     try:
         site = make_site(*arguments, **options)
         if root.state is None and not any(map(values.is_abstract, site.arrays.values())):
@@ -381,9 +415,8 @@ def record(
         root.has_programs = True
         return values.report(root, name, site, out)
     except Exception as error:  # recording must never break the model
-        why = str(error) if isinstance(error, NotRecorded) else describe_error(error)
         for watch in watches_of(root.key):
-            watch._count_unseen(name, why)
+            watch._count_unseen(name, describe_error(error))
         return out
 
 

@@ -86,6 +86,10 @@ class Scores:
     scores: Any
 
 
+class NotRecorded(Exception):
+    """The reason why a call cannot be recorded."""
+
+
 class Moments(NamedTuple):
     """Mean square of the positions of each (sequence, head), and the part that their mean does not explain.
 
@@ -331,5 +335,7 @@ def as_float32(x: Any) -> Any:
 
 def describe_error(error: Exception) -> str:
     """Describe an error of recording in one line."""
+    if isinstance(error, NotRecorded):
+        return str(error)
     kind = "refused" if isinstance(error, AttnscoreError) else type(error).__name__
     return f"{kind}: {' '.join(str(error).split())[:160]}"

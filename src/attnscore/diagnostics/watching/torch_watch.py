@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from attnscore.backends import torch_private as private
 from attnscore.base.arguments import check_flag, is_whole, shown
 from attnscore.diagnostics.watching import torch_patches
-from attnscore.diagnostics.watching.base import WHOLE, Step, Watch
+from attnscore.diagnostics.watching.base import WHOLE, Step, Watch, next_name
 from attnscore.diagnostics.watching.padding import named_arguments, padding_like
 from attnscore.diagnostics.watching.sums import Call, Scores, describe_error, sums_of
 from attnscore.diagnostics.watching.torch_calls import output_and_sums, reason_against
@@ -159,7 +159,7 @@ class TorchWatch(Watch):
         name = self._thread.stack[-1]
         if within:
             name = within if name == WHOLE else f"{name}.{within}"
-        return step.call_name(name)
+        return next_name(step.calls, name)
 
 
 def _named_arguments(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
