@@ -376,13 +376,6 @@ def test_every_failure_has_words() -> None:
     assert {each.name for each in dataclasses.fields(Thresholds)} >= {"window", "query_variance", "value_spread"}
 
 
-def test_sums_of_an_observer_that_knows_less() -> None:
-    """Observers of other frameworks may lack the sums of queries, keys and values."""
-    few = {name: value for name, value in sums(**BAD).items() if name in (*list(MEANS)[:10], "rows", "choice_rows",
-           "padding_rows", "empty_rows", "nan_rows", "max_logit")}  # fmt: skip
-    assert recorded(few, few).failing() == [("a.0", 1)] and math.isnan(recorded(few).rows()[0]["value_spread"])
-
-
 def test_a_layer_whose_rate_is_too_large_is_told_from_a_model_whose_rate_is() -> None:
     """From the start: the other layers tell, by what fails and by what grows in them."""
     all_heads, grown = sums(saturated_rows=0.6, logit_variance=400.0), sums(max_logit=30.0)

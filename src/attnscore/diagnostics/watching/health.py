@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -251,32 +251,19 @@ class Period(NamedTuple):
     """First and last step of the period before a present one."""
 
 
-@dataclass
-class _Sign:
-    """One sign of every head of a layer, over the steps so far."""
-
-    streak: NDArray[np.int64]
-    """Steps in succession with the sign (positive) or without it (negative)."""
-    first: NDArray[np.int64]
-    """Step at which the sign's present or last period began."""
-    last: NDArray[np.int64]
-    """Last step with the sign."""
-    holds: Flags
-    evidence: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Numbers of a head at the step where the present or last period began."""
-    ended: dict[int, Period] = field(default_factory=dict)
-    """Last period of a head that is over."""
-
-
 class Memory:
-    """Periods of all signs of one layer, from one step after another."""
+    """Periods of all signs of one layer, from one step after another. Arrays are (sign, head)."""
 
     def __init__(self, heads: int) -> None:
-        self._heads = heads
-        self._signs = {
-            sign: _Sign(np.zeros(heads, int), np.full(heads, -1), np.full(heads, -1), np.zeros(heads, bool))
-            for sign in SIGNS
-        }
+        shape = len(SIGNS), heads
+        # Steps in succession with the sign (positive) or without it (negative).
+        self._streak = np.zeros(shape, int)
+        # Step at which the sign's present or last period began, and last step with the sign.
+        self._first, self._last = np.full(shape, -1), np.full(shape, -1)
+        self._holds = np.zeros(shape, bool)
+        # By place in these arrays: numbers at the first step of the present or last period, and last ended period.
+        self._evidence: dict[tuple[int, int], dict[str, float]] = {}
+        self._ended: dict[tuple[int, int], Period] = {}
         self._so_far: dict[str, Array] = {
             name: np.full(heads, math.nan) for name in ("logit_variance", "entropy", "max_logit", "query_variance")
         }
@@ -285,12 +272,31 @@ class Memory:
     def add(
         self, step: int, numbers: Mapping[str, Array], limit: Thresholds, *, leaks: bool, usual_siblings: bool
     ) -> None:
-        """Take the numbers of a sampled step, with the arguments of `signs_of`."""
+        """Take the numbers of a sampled step, with the arguments of `signs_of`: begin, lengthen or end periods."""
         self._steps += 1
-        signs = signs_of(numbers, self._so_far, limit, leaks=leaks, usual_siblings=usual_siblings)
-        for sign, flags in signs.items():
-            self._extend(sign, step, flags, numbers, limit)
         old = self._so_far
+        signs = signs_of(numbers, old, limit, leaks=leaks, usual_siblings=usual_siblings)
+        flags, saturated = np.stack([signs[sign] for sign in SIGNS]), SIGNS.index("saturated")
+        # A head that has jumped keeps the sign.
+        keeps = self._holds[saturated] | (self._streak[saturated] > 0)
+        flags[saturated] |= keeps & (numbers["saturated_rows"] >= limit.saturated_rows)
+        # A head without numbers, as with NaN, keeps the other signs that it had.
+        has_numbers = (numbers["rows"] > 0) | np.isin(SIGNS, _WITHOUT_NUMBERS)[:, None]
+        began = flags & (self._streak <= 0) & ~self._holds & has_numbers
+        streak = np.where(flags, np.maximum(self._streak, 0) + 1, np.minimum(self._streak, 0) - 1)
+        self._streak = np.where(has_numbers, streak, self._streak)
+        self._first = np.where(began, step, self._first)
+        for sign, head in np.argwhere(began).tolist():
+            evidence = {name: float(values[head]) for name, values in numbers.items()}
+            before = float(old["logit_variance"][head])
+            evidence["rise"] = evidence["logit_variance"] / before if before > 0 else math.nan
+            self._evidence[sign, head] = evidence
+        self._last = np.where(flags & has_numbers, step, self._last)
+        needed = np.where(np.isin(SIGNS, _AT_ONCE), 1, min(limit.window, self._steps))[:, None]
+        holds = np.where(self._holds, self._streak > -limit.window, self._streak >= needed)
+        for sign, head in np.argwhere(self._holds & ~holds).tolist():
+            self._ended[sign, head] = self._period(sign, head, holds=False)
+        self._holds = holds
         self._so_far = {
             "logit_variance": numbers["logit_variance"],
             "entropy": np.fmax(old["entropy"], numbers["entropy"]),
@@ -298,43 +304,19 @@ class Memory:
             "max_logit": np.where(np.isnan(old["max_logit"]), _positive(numbers["max_logit"]), old["max_logit"]),
         }
 
-    def _extend(self, sign: str, step: int, flags: Flags, numbers: Mapping[str, Array], limit: Thresholds) -> None:
-        """Begin, lengthen or end the periods of a sign."""
-        state = self._signs[sign]
-        if sign == "saturated":  # a head that has jumped keeps the sign
-            flags = flags | (state.holds & (numbers["saturated_rows"] >= limit.saturated_rows))
-            flags = flags | ((state.streak > 0) & (numbers["saturated_rows"] >= limit.saturated_rows))
-        # A head without numbers, as with NaN, keeps the other signs that it had.
-        has_numbers = (numbers["rows"] > 0) | (sign in _WITHOUT_NUMBERS)
-        began = flags & (state.streak <= 0) & ~state.holds & has_numbers
-        longer, shorter = np.maximum(state.streak, 0) + 1, np.minimum(state.streak, 0) - 1
-        state.streak = np.where(has_numbers, np.where(flags, longer, shorter), state.streak)
-        state.first = np.where(began, step, state.first)
-        for head in np.flatnonzero(began).tolist():
-            state.evidence[head] = {name: float(values[head]) for name, values in numbers.items()}
-            before = float(self._so_far["logit_variance"][head])
-            state.evidence[head]["rise"] = state.evidence[head]["logit_variance"] / before if before > 0 else math.nan
-        state.last = np.where(flags & has_numbers, step, state.last)
-        needed = 1 if sign in _AT_ONCE else min(limit.window, self._steps)
-        held_before = state.holds
-        state.holds = np.where(held_before, state.streak > -limit.window, state.streak >= needed)
-        for head in np.flatnonzero(held_before & ~state.holds).tolist():
-            state.ended[head] = _period(sign, state, head, holds=False)
-
     def periods(self) -> Iterator[Period]:
         """Yield the period of each sign of each head that is present, and otherwise its last one."""
-        for sign, state in self._signs.items():
-            for head in range(self._heads):
-                if state.holds[head]:
-                    yield _period(sign, state, head, holds=True)
-                elif head in state.ended:
-                    yield state.ended[head]
+        for sign, head in np.ndindex(self._holds.shape):
+            if self._holds[sign, head]:
+                yield self._period(sign, head, holds=True)
+            elif (sign, head) in self._ended:
+                yield self._ended[sign, head]
 
-
-def _period(sign: str, state: _Sign, head: int, *, holds: bool) -> Period:
-    before = state.ended.get(head) if holds else None
-    earlier = None if before is None else (before.first, before.last)
-    return Period(head, sign, int(state.first[head]), int(state.last[head]), holds, state.evidence[head], earlier)
+    def _period(self, sign: int, head: int, *, holds: bool) -> Period:
+        before, place = self._ended.get((sign, head)) if holds else None, (sign, head)
+        earlier = None if before is None else (before.first, before.last)
+        first, last = int(self._first[place]), int(self._last[place])
+        return Period(head, SIGNS[sign], first, last, holds, self._evidence[place], earlier)
 
 
 def _positive(values: Array) -> Array:

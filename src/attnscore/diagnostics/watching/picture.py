@@ -148,7 +148,7 @@ def _heads_with_nan(records: Records, last: int = 0) -> Any:
     has_nan = np.zeros((len(layers), max(layer.heads for layer in layers)), bool)
     for row, layer in enumerate(layers):
         for _, sums in tuple(layer.steps)[-last:]:
-            has_nan[row, : layer.heads] |= (sums["nan_rows"] > 0) | (sums.get("nan_value", 0.0) > 0)
+            has_nan[row, : layer.heads] |= (sums["nan_rows"] > 0) | (sums["nan_value"] > 0)
     return has_nan
 
 

@@ -9,8 +9,6 @@ Requirements:
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import math
 import re
@@ -46,6 +44,7 @@ from attnscore.diagnostics.watching.health import (
     loss_trouble,
 )
 from attnscore.diagnostics.watching.remedies import Framework, remedy_for
+from attnscore.diagnostics.watching.sums import LARGEST, merged
 from attnscore.errors import ArgumentError, message
 from attnscore.io import require
 
@@ -67,8 +66,6 @@ MEANS = (
     "first_key",
 )
 _COUNTS = ("rows", "empty_rows", "nan_rows", "choice_rows")
-# Numbers that an observer may lack; of several steps the largest is kept.
-_LARGEST = ("max_logit", "dtype_max", "scale_ratio")
 _MARKS = ("nan_query", "nan_key", "nan_value", "overflow_rows")
 # Numbers whose mean is over other queries than `rows` counts, or over sequences, and the name of their count.
 _OVER = {
@@ -82,7 +79,7 @@ NUMBERS = (
     "rows", "empty_rows", "nan_rows", *MEANS, "query_variance", "value_spread", "max_logit", "choice_rows",
     "saturated_rows", "padding", "clip",
 )  # fmt: skip
-_JUDGED = (*NUMBERS[:-1], *_MARKS, "dtype_max", "scale_ratio")
+_JUDGED = (*NUMBERS, *_MARKS, "dtype_max", "scale_ratio")
 # Columns of tables, and their titles.
 COLUMNS = {
     "max_logit": "largest logit",
@@ -116,15 +113,15 @@ class Layer:
         """Add the sums of a step."""
         self.steps.append((step, sums))
         self.added += 1
-        self.total = _join([self.total, sums]) if self.total else dict(sums)
+        self.total = merged([self.total, sums]) if self.total else dict(sums)
 
     def last(self, count: int) -> dict[str, Array]:
         """Return the sums of the last `count` sampled steps."""
-        return _join([sums for _, sums in tuple(self.steps)[-count:]])
+        return merged([sums for _, sums in tuple(self.steps)[-count:]])
 
-    def rows(self, sums: dict[str, Array], tau: float) -> list[Row]:
+    def rows(self, sums: dict[str, Array], tau: float, names: Sequence[str] = NUMBERS) -> list[Row]:
         """Return a row for each head from some sums; `tau` is the largest logit that QK-clip allows."""
-        columns = {name: _column(sums, name, tau).tolist() for name in NUMBERS}
+        columns = {name: _column(sums, name, tau).tolist() for name in names}
         columns |= {name: [int(x) for x in columns[name]] for name in _COUNTS}
         return [
             {"layer": self.name, "head": head, **{name: values[head] for name, values in columns.items()}}
@@ -132,24 +129,14 @@ class Layer:
         ]
 
 
-def _join(steps: Sequence[dict[str, Array]]) -> dict[str, Array]:
-    """Return the sums of several steps together."""
-    # Two steps, as in each sampled one, take one addition: a reduction of a new array takes several times as long.
-    return {
-        name: functools.reduce(np.maximum if name in _LARGEST else np.add, [sums[name] for sums in steps])
-        for name in steps[0]
-    }
-
-
 def _column(sums: dict[str, Array], name: str, tau: float) -> Array:
-    """Return a number of every head; NaN where a mean has no queries, or where an observer does not sum it."""
+    """Return a number of every head; NaN where a mean has no queries."""
     if name == "clip":
         return np.array([clip_factor(largest, tau) for largest in sums["max_logit"].tolist()], dtype=np.float64)
-    heads = len(sums["rows"])
-    if name in (*_COUNTS, *_LARGEST, *_MARKS):
-        return sums.get(name, np.full(heads, {"dtype_max": math.inf, "scale_ratio": math.nan}.get(name, 0.0)))
-    count = sums.get(_OVER.get(name, "rows"), np.zeros(heads))
-    means: Array = np.divide(sums.get(name, count), count, out=np.full(heads, math.nan), where=count > 0)
+    if name in (*_COUNTS, *LARGEST, *_MARKS):
+        return sums[name]
+    count = sums[_OVER.get(name, "rows")]
+    means: Array = np.divide(sums[name], count, out=np.full(len(count), math.nan), where=count > 0)
     return means
 
 
@@ -261,8 +248,11 @@ class Records:
 
     def recent(self) -> list[Row]:
         """Return the rows of the last ``thresholds.window`` sampled steps, which the verdicts judge."""
+        return self._recent(NUMBERS)
+
+    def _recent(self, names: Sequence[str]) -> list[Row]:
         tau, window = self.thresholds.tau, int(self.thresholds.window)
-        return [row for layer in self._layers for row in layer.rows(layer.last(window), tau)]
+        return [row for layer in self._layers for row in layer.rows(layer.last(window), tau, names)]
 
     def clear(self) -> None:
         """Forget all numbers, verdicts and losses; the count of steps goes on.
@@ -394,7 +384,7 @@ class Records:
         Heads that hold NaN because an earlier head does are in `followers` of that head's verdict.
         """
         periods, trouble = self._periods(), loss_trouble([loss for _, loss in self._losses], self.thresholds)
-        recent = {(row["layer"], row["head"]): row for row in self._recent_numbers()}
+        recent = {(row["layer"], row["head"]): row for row in self._recent(_JUDGED)}
         place = {name: number for number, name in enumerate(self._memories)}
         failing = self._failing(periods, trouble, recent)
         failures = self._context(periods, failing)
@@ -405,51 +395,39 @@ class Records:
         for name, period in sorted(periods, key=lambda each: (not each[1].holds, each[1].first)):
             if period.sign in NO_EFFECT:
                 first_effect.setdefault((name, period.head), period)
-        verdicts: list[Verdict] = []
+        judged: list[tuple[str, Period, str]] = []
+        alike: dict[tuple[str, str], list[Period]] = {}
         for name, period in periods:
             failure = (name, period) in failing
-            if period.sign == "not a number" and failure and (name, period.head) in followers:
+            if failure and period.sign == "not a number" and (name, period.head) in followers:
                 continue
             if not period.holds and period.sign not in FAILURES:
                 continue
             if period.sign in NO_EFFECT and period != first_effect[name, period.head]:
                 continue
+            cause = cause_of(name, period, failures, self.thresholds) if failure else ""
+            judged.append((name, period, cause))
+            alike.setdefault((name, cause), []).append(period)
+        # One remedy for all heads of a layer with the same cause.
+        remedies = {}
+        for (name, cause), group in alike.items():
+            heads, first = sorted({period.head for period in group}), min(period.first for period in group)
+            tau = tau_of([recent[name, head] for head in heads], self.thresholds)
+            remedies[name, cause] = remedy_for(cause, name, heads, first, tau, self.framework) if cause else ""
+        verdicts: list[Verdict] = []
+        for name, period, cause in judged:
             words = describe(period, recent[name, period.head], self.thresholds)
             words += "" if period.holds else f"; no more after step {period.last}"
             words += f"; earlier from step {period.earlier[0]} to {period.earlier[1]} too" if period.earlier else ""
-            words += f"; the loss {trouble}" if failure and period.sign in WITH_LOSS else ""
-            cause = cause_of(name, period, failures, self.thresholds) if failure else ""
+            words += f"; the loss {trouble}" if cause and period.sign in WITH_LOSS else ""
             verdicts.append(
                 Verdict(
-                    name, period.head, period.sign, words, failure, period.first, period.last, cause, "",
-                    tuple(followers) if failure and period.sign == "not a number" else (),
+                    name, period.head, period.sign, words, bool(cause), period.first, period.last, cause,
+                    remedies[name, cause], tuple(followers) if cause and period.sign == "not a number" else (),
                 )
             )  # fmt: skip
         order = {sign: number for number, sign in enumerate(SIGNS)}
-        verdicts.sort(key=lambda v: (not v.failure, v.first_step, place[v.layer], v.head, order[v.sign]))
-        return self._with_remedies(verdicts, recent)
-
-    def _with_remedies(self, verdicts: list[Verdict], recent: Mapping[tuple[str, int], Row]) -> list[Verdict]:
-        """Return verdicts with the remedies of their causes, one for all heads of a layer with the same cause."""
-        alike: dict[tuple[str, str], list[Verdict]] = {}
-        for verdict in verdicts:
-            if verdict.failure:
-                alike.setdefault((verdict.layer, verdict.cause), []).append(verdict)
-        remedies = {}
-        for (layer, cause), group in alike.items():
-            heads, first = sorted({verdict.head for verdict in group}), min(verdict.first_step for verdict in group)
-            tau = tau_of([recent[layer, head] for head in heads], self.thresholds)
-            remedies[layer, cause] = remedy_for(cause, layer, heads, first, tau, self.framework)
-        return [dataclasses.replace(v, remedy=remedies.get((v.layer, v.cause), "")) for v in verdicts]
-
-    def _recent_numbers(self) -> Iterator[Row]:
-        """Yield a row of all judged numbers for each head, of the last steps."""
-        tau, window = self.thresholds.tau, int(self.thresholds.window)
-        for layer in self._layers:
-            sums = layer.last(window)
-            columns = {name: _column(sums, name, tau) for name in (*_JUDGED, "clip")}
-            for head in range(layer.heads):
-                yield {"layer": layer.name, "head": head, **{name: x[head] for name, x in columns.items()}}
+        return sorted(verdicts, key=lambda v: (not v.failure, v.first_step, place[v.layer], v.head, order[v.sign]))
 
     def failing(self) -> list[tuple[str, int]]:
         """Return layer and head of every head with a failure, in the order of their first steps."""

@@ -11,6 +11,7 @@ Requirements:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -112,9 +113,11 @@ def sums_of(call: Call | Scores, real: Any, saturated_weight: float) -> dict[str
 
 def merged(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """Return the sums of several parts of a call, or of several calls, together."""
-    if len(parts) == 1:
-        return parts[0]
-    return {name: (np.max if name in LARGEST else np.sum)([part[name] for part in parts], axis=0) for name in parts[0]}
+    # Two parts, as in each sampled step, take one addition: a reduction of a new array takes several times as long.
+    return {
+        name: functools.reduce(np.maximum if name in LARGEST else np.add, [sums[name] for sums in parts])
+        for name in parts[0]
+    }
 
 
 def _in_blocks(call: Call | Scores, real: Any) -> Iterator[tuple[Call, Any]]:
