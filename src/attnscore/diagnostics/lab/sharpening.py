@@ -15,7 +15,7 @@ import numpy as np
 
 import attnscore as ats
 from attnscore.diagnostics.lab.experiment import Array, Check, Result, Row
-from attnscore.diagnostics.lab.panels import weights_and_jacobians
+from attnscore.plotting import drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -108,15 +108,30 @@ class Sharpening(Result):
 
     def plot(self) -> Figure:
         """Draw the weights of every multiple as bars; the Jacobians of y and 8 y as maps with their numbers."""
-        names = ["y" if factor == 1 else f"{factor:g} y" for factor in self.factors]
-        drawn = [(name, self.factors.index(factor)) for name, factor in (("y", 1.0), ("8 y", 8.0))]
-        return weights_and_jacobians(
-            self.logits,
-            dict(zip(names, self.weights, strict=True)),
-            {f"Jacobian at {name}: norm {self.norms[place]:.3f}": self.jacobians[place] for name, place in drawn},
-            "Softmax of multiples of y",
-            digits=4,
-        )
+        from matplotlib import colormaps
+
+        places = [self.factors.index(factor) for factor in (1.0, 8.0)]
+        figure = drawing.new_figure((9.2, 3.1))
+        bars, *maps = figure.subplots(1, 3, width_ratios=[1.5, 1.0, 1.0])
+        each = 0.84 / len(self.factors)
+        # Neither the palest nor the darkest blues: they vanish on a white or on a dark page.
+        colours = colormaps["Blues"](np.linspace(0.3, 0.9, len(self.factors)))
+        for place, (factor, row, colour) in enumerate(zip(self.factors, self.weights, colours, strict=True)):
+            at = np.arange(len(row)) + (place - (len(self.factors) - 1) / 2) * each
+            bars.bar(at, row, each * 0.92, color=colour, label="y" if factor == 1 else f"{factor:g} y")
+        bars.set_xticks(range(len(self.logits)), [f"{logit:g}" for logit in self.logits])
+        bars.set_ylim(0, 1)
+        drawing.style_lines(bars, "Softmax of multiples of y", "logit in y", "weight")
+        bars.grid(axis="x", visible=False)
+        drawing.legend(bars, loc="upper left", ncols=2)
+        limits = drawing.limits_of(self.jacobians[places])
+        for axis, place, name in zip(maps, places, ("y", "8 y"), strict=True):
+            image = drawing.draw_map(axis, self.jacobians[place], limits=limits, every=True)
+            drawing.write_numbers(axis, image, self.jacobians[place], lambda value: f"{round(value, 4) + 0.0:.4f}")
+            title = f"Jacobian at {name}: norm {self.norms[place]:.3f}"
+            drawing.label(axis, title, "logit j", "weight i" if axis is maps[0] else "", title_points=10)
+        drawing.colour_bar(figure, image, maps, "derivative of weight i by logit j")
+        return figure
 
 
 def sharpening(logits: Sequence[float] = LOGITS, factors: Sequence[float] = FACTORS) -> Sharpening:

@@ -183,16 +183,9 @@ def _nan_words(numbers: Mapping[str, float]) -> str:
     if numbers["nan_rows"] == 0:  # of the values alone
         return "the weights are numbers; NaN or infinity in its values, and so in its outputs"
     inputs = [name for name in ("query", "key", "value") if numbers[f"nan_{name}"] > 0]
-    where = f", NaN or infinity in its {_listed(inputs)}" if inputs else ""
+    # "query, key and value"
+    listed = " and ".join(inputs).replace(" and ", ", ", len(inputs) - 2)
+    where = f", NaN or infinity in its {listed}" if inputs else ""
     if numbers["overflow_rows"] > 0:
         where += f", scores above {numbers['dtype_max']:.3g}"
     return f"{numbers['nan_rows']:.0f} queries have weights that are not numbers{where}"
-
-
-def _listed(words: Sequence[str]) -> str:
-    """Join words.
-
-    >>> _listed(["query", "key", "value"])
-    'query, key and value'
-    """
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -38,9 +38,10 @@ class JaxWatch(StagedWatch):
 
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model, *arguments)
-        self.is_linen = _is_linen(model)
+        linen = sys.modules.get("flax.linen")
+        self.is_linen = linen is not None and isinstance(model, linen.Module)
         self.framework = "linen" if self.is_linen else "nnx"
-        self.key = _key_of(model)
+        self.key = (type(model), ()) if self.is_linen else _key_of(model)
 
     def _start_observing(self) -> None:
         watches = _running()
@@ -77,15 +78,8 @@ def _is_callable(kind: type) -> bool:
     return any("__call__" in vars(c) for c in kind.__mro__ if c is not object)
 
 
-def _is_linen(model: Any) -> bool:
-    linen = sys.modules.get("flax.linen")
-    return linen is not None and isinstance(model, linen.Module)
-
-
 def _key_of(model: Any) -> Hashable:
-    """Return a key that a model shares with the copies that transformations make of it."""
-    if _is_linen(model):
-        return (type(model), ())
+    """Return a key that an NNX model shares with the copies that transformations make of it."""
     return (type(model), tuple((path, type(module)) for path, module in _modules(model)))
 
 

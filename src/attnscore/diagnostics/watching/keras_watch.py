@@ -72,14 +72,10 @@ class KerasWatch(StagedWatch):
     def _start_observing(self) -> None:
         methods, others = private.attention_methods()
         if len(_running()) == 1:
-            makers: dict[str, Callable[..., Site]]
-            makers = {"_compute_attention": _compute_attention, "_apply_scores": _apply_scores}
-            calls: list[tuple[str, Callable[..., Any]]] = [
-                ("__call__", _layer_call),
-                ("stateless_call", _stateless_call),
-            ]
-            _CALLS.bind_methods([(keras.layers.Layer, name, wrapper) for name, wrapper in calls])
-            _NAMES.bind_methods([(owner, name, _recording(makers[name])) for owner, name in methods])
+            layer = keras.layers.Layer
+            wrappers = {make.__name__: _recording(make) for make in (_compute_attention, _apply_scores)}
+            _CALLS.bind_methods([(layer, "__call__", _layer_call), (layer, "stateless_call", _stateless_call)])
+            _NAMES.bind_methods([(owner, name, wrappers[name]) for owner, name in methods])
             _NAMES.bind_functions(
                 [
                     (keras.ops.dot_product_attention, _recording(_dot_product)),

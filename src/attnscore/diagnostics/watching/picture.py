@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attnscore.diagnostics.watching.records import column_of
+from attnscore.diagnostics.watching.sums import Array
 from attnscore.errors import ArgumentError, message
 from attnscore.plotting.drawing import (
     BLUE,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from attnscore.diagnostics.watching.records import Array, Records
+    from attnscore.diagnostics.watching.records import Layer, Records
 
 # Title, unit, and the function that finds the worst of all steps.
 _MAPS: dict[str, tuple[str, str, Any]] = {
@@ -70,13 +72,14 @@ def draw(records: Records) -> Figure:
     figure = new_figure(size, title=_heading(records, pattern))
     axes = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
     failing = [(names.index(layer), head) for layer, head in records.failing()]
-    now, has_nan = _now(records)
     for place, (name, (title, unit, _)) in enumerate(_MAPS.items()):
         if over_steps:
-            worst, ever_nan = _worst(records, name)
-            panels = [(axes[place, 0], "now", now[name], has_nan), (axes[place, 1], "worst step", worst, ever_nan)]
+            panels = [
+                (axes[place, 0], "now", *_now(records, name)),
+                (axes[place, 1], "worst step", *_worst(records, name)),
+            ]
         else:
-            panels = [(axes[place // 2, place % 2], "", now[name], has_nan)]
+            panels = [(axes[place // 2, place % 2], "", *_now(records, name))]
         for axis, when, values, nan in panels:
             image = draw_map(axis, values.filled(math.nan), short, every=heads <= 24, **_scale(records, name))
             axis.set_aspect("auto")
@@ -118,43 +121,42 @@ def _heading(records: Records, pattern: str) -> str:
     return "\n".join([*lines, f"Dark: close to collapse onto one key; violet: NaN{layers}"])
 
 
-def _now(records: Records) -> tuple[dict[str, Any], Any]:
-    """Return maps of the last steps, with heads that are not there masked, and which heads hold NaN."""
-    names, heads = list(records.layers), max(layer.heads for layer in records.layers.values())
-    maps = {name: _masked(len(names), heads) for name in _MAPS}
-    for row in records.recent():
-        place = names.index(row["layer"]), row["head"]
-        for name, values in maps.items():
-            values[place] = row[name]
-    has_nan = _heads_with_nan(records, int(records.thresholds.window))
-    return {name: np.ma.masked_where(has_nan, values) for name, values in maps.items()}, has_nan
+def _now(records: Records, name: str) -> tuple[Any, Any]:
+    """Return a map of a number in the last steps, and the heads that hold NaN there."""
+    window, tau = int(records.thresholds.window), records.thresholds.tau
+    values = _map(records, lambda layer: column_of(layer.last(window), name, tau))
+    has_nan = _heads_with_nan(records, window)
+    return np.ma.masked_where(has_nan, values), has_nan
 
 
 def _worst(records: Records, name: str) -> tuple[Any, Any]:
     """Return a map of the worst of all kept steps, and the heads whose worst step is one with NaN."""
-    worse = _MAPS[name][2]
-    layers = list(records.layers.values())
-    values = _masked(len(layers), max(layer.heads for layer in layers))
-    for row, layer in enumerate(layers):
-        numbers: Array = records.history(layer.name, name)[1]
-        values[row, : layer.heads] = worse.reduce(np.where(np.isfinite(numbers), numbers, math.nan), axis=0)
+
+    def worst(layer: Layer) -> Array:
+        numbers = records.history(layer.name, name)[1]
+        return np.asarray(_MAPS[name][2].reduce(np.where(np.isfinite(numbers), numbers, math.nan), axis=0))
+
+    values = _map(records, worst)
     nan = _heads_with_nan(records) | (~np.ma.getmaskarray(values) & np.isnan(values.filled(0.0)))
     return np.ma.masked_where(nan, values), nan
 
 
 def _heads_with_nan(records: Records, last: int = 0) -> Any:
     """Return which heads (layer, head) had NaN in weights or values in the last steps; 0: in any that is kept."""
+
+    def has_nan(layer: Layer) -> Any:
+        return np.sum([sums["nan_rows"] + sums["nan_value"] for _, sums in tuple(layer.steps)[-last:]], axis=0)
+
+    return _map(records, has_nan).filled(0) > 0
+
+
+def _map(records: Records, of_layer: Callable[[Layer], Array]) -> Any:
+    """Return a number of each head as (layer, head), with heads that are not there masked."""
     layers = list(records.layers.values())
-    has_nan = np.zeros((len(layers), max(layer.heads for layer in layers)), bool)
+    values = np.ma.masked_all((len(layers), max(layer.heads for layer in layers)))  # type: ignore[no-untyped-call]
     for row, layer in enumerate(layers):
-        for _, sums in tuple(layer.steps)[-last:]:
-            has_nan[row, : layer.heads] |= (sums["nan_rows"] > 0) | (sums["nan_value"] > 0)
-    return has_nan
-
-
-def _masked(layers: int, heads: int) -> Any:
-    """Return a map with every cell masked."""
-    return np.ma.masked_array(np.zeros((layers, heads)), True)
+        values[row, : layer.heads] = of_layer(layer)
+    return values
 
 
 def _fill_cell(axis: Axes, row: int, column: int) -> None:

@@ -132,17 +132,9 @@ REMEDIES: dict[str, Remedy] = {
 
 
 def remedy_for(cause: str, layer: str, heads: Sequence[int], first: int, tau: float, framework: Framework) -> str:
-    """Return the remedy of a cause: words, and a line of code after a colon and a line break.
+    """Return the remedy of a cause, a key of `REMEDIES`: words, and a line of code after a colon and a line break.
 
-    Parameters
-    ----------
-    cause, layer, heads
-        A key of `REMEDIES`, and the heads of a layer that fail for it.
-    first : int
-        First step of the failure.
-    tau : float
-        Largest logit after which no softmax of these heads is saturated.
-    framework : str
+    `heads` of the layer fail for it, since the step `first`; `tau` is the largest logit that QK-clip leaves.
     """
     remedy = REMEDIES[cause]
     code = (remedy.keras if framework == "keras" else "" if framework == "torch" else remedy.flax) or remedy.torch

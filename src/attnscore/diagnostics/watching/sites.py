@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 import attnscore as ats
 from attnscore import backends
 from attnscore.diagnostics.watching.staged import Site
-from attnscore.diagnostics.watching.sums import MASKED_BIAS, Call, NotRecorded, Scores, as_float32, with_infinity
+from attnscore.diagnostics.watching.sums import MASKED_BIAS, Call, Scores, as_float32, deciding_options, with_infinity
 from attnscore.masks.base import Mask, all_of
-from attnscore.plans.prepared import PreparedKeys
-from attnscore.problem.normalizers import ONLY_SOFTMAX, resolve
 from attnscore.scores.base import arrays_of, with_new_arrays
 
 Arrays = dict[str, NDArray[Any]]
@@ -94,35 +92,27 @@ def scores(x: Any, mask: Any = None) -> Site:
 
 def attended(query: Any, key: Any, value: Any, **options: Any) -> Site:
     """Return a call of `attend`; raise NotRecorded where its weights have no statistics of a softmax."""
-    if resolve(options.get("normalizer", "softmax")) is not None:
-        raise NotRecorded(ONLY_SOFTMAX)
-    score = options.get("score", "scaled_dot")
-    if type(key) is PreparedKeys:
-        key, score = key.unpack(score)
-    kept = {name: options[name] for name in ("head_axis",) if name in options}
+    key, options = deciding_options(key, options)
     arrays = {"query": query, "key": key} | ({"value": value} if backends.is_array(value) else {})
-    restore: list[Callable[[Arrays], tuple[str, Any]]] = []
-    if isinstance(score, str) or not (score_arrays := arrays_of(score)):
-        kept["score"] = score
-    else:
-        arrays |= {f"score.{name}": x for name, x in score_arrays.items()}
-        names = [f"score.{name}" for name in score_arrays]
-        restore.append(lambda numbers: ("score", with_new_arrays(score, [numbers[name] for name in names])))
-    mask = options.get("mask")
-    if isinstance(mask, Mask):
-        leaves = {f"mask.{place}": x for place, x in enumerate(mask.leaves())}
-        arrays |= leaves
-        restore.append(lambda numbers: ("mask", mask.with_leaves(iter([numbers[name] for name in leaves]))))
-    for name in ("mask", "valid_lens", "bias", "sink"):
-        x = options.get(name)
-        if backends.is_array(x):
-            arrays[name] = x
-            restore.append(lambda numbers, name=name: (name, numbers[name]))  # type: ignore[misc]
-        elif x is not None and not (name == "mask" and isinstance(x, Mask)):
-            kept[name] = x
+    names_of, restore = {}, {}
+    for name, x in options.items():
+        parts, restore[name] = _parts(x)
+        names_of[name] = [f"{name}.{place}" for place in range(len(parts))]
+        arrays |= dict(zip(names_of[name], parts, strict=True))
 
     def build(numbers: Arrays) -> Call:
-        options = kept | dict(make(numbers) for make in restore)
-        return Call(numbers["query"], numbers["key"], options, numbers.get("value"))
+        of_call = {name: make([numbers[part] for part in names_of[name]]) for name, make in restore.items()}
+        return Call(numbers["query"], numbers["key"], of_call, numbers.get("value"))
 
     return Site(arrays, build)
+
+
+def _parts(x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the arrays in an option of `attend`, and a function that makes the option of such arrays."""
+    if backends.is_array(x):
+        return [x], lambda parts: parts[0]
+    if isinstance(x, Mask):
+        return [*x.leaves()], lambda parts: x.with_leaves(iter(parts))
+    if not isinstance(x, str) and (arrays := arrays_of(x)):
+        return [*arrays.values()], lambda parts: with_new_arrays(x, parts)
+    return [], lambda _: x

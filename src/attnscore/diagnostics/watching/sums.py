@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from attnscore import backends
 from attnscore.backends.base import Backend, accumulator
 from attnscore.base.arguments import largest_of
 from attnscore.errors import AttnscoreError
+from attnscore.plans.prepared import PreparedKeys
+from attnscore.problem.normalizers import ONLY_SOFTMAX, resolve
 
 Array = NDArray[np.float64]
 
@@ -89,6 +91,17 @@ class Scores:
 
 class NotRecorded(Exception):
     """The reason why a call cannot be recorded."""
+
+
+def deciding_options(key: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return key and options of a call of `attend` that decide its weights; NotRecorded if they are of no softmax."""
+    if resolve(options.get("normalizer", "softmax")) is not None:
+        raise NotRecorded(ONLY_SOFTMAX)
+    score = options.get("score", "scaled_dot")
+    if type(key) is PreparedKeys:
+        key, score = key.unpack(score)
+    names = ("mask", "valid_lens", "bias", "sink", "head_axis")
+    return key, {"score": score} | {name: options[name] for name in names if name in options}
 
 
 class Moments(NamedTuple):
@@ -222,7 +235,8 @@ def _add_up(numbers: list[NDArray[Any]], counted: NDArray[Any] | None, saturated
         "entropy": entropy,
         "max_weight": weight,
         "effective_keys": np.exp(entropy),
-        "jacobian_trace": weights - squares,
+        "jacobian_trace": weights,
+        "squares": squares,
         "first_key": first,
         "padding": padding[0] if padding else 0 * first,
     }
@@ -231,6 +245,7 @@ def _add_up(numbers: list[NDArray[Any]], counted: NDArray[Any] | None, saturated
         of_rows = {name: np.where(alive, x, 0) for name, x in of_rows.items()}
         top = np.where(alive, top, -np.inf)
     sums = {name: np.asarray(x.sum((0, 2), dtype=np.float64)) for name, x in (counts | of_rows).items()}
+    sums["jacobian_trace"] -= sums.pop("squares")
     return sums | {"max_logit": top.max((0, 2), initial=-np.inf).astype(np.float64)}
 
 

@@ -120,10 +120,9 @@ def with_head_axis(scores: Tensor, heads: int | None) -> Tensor:
     return scores if heads is None or scores.ndim != 3 else scores.reshape(-1, heads, *scores.shape[1:])
 
 
-def projected(
-    query: Tensor, key: Tensor, dim: int, heads: int, weight: Tensor, bias: Tensor, mask: Tensor | None, kind: Any
-) -> Call:
-    """Project queries and keys again, as a fused function does inside; its masks are True at masked keys."""
+def projected(query: Tensor, key: Tensor, heads: int, named: dict[str, Any]) -> Call:
+    """Project queries and keys again, as a fused function with these arguments does; masks are True at masked keys."""
+    dim, weight, bias, mask = named["embed_dim"], named["qkv_weight"], named["qkv_bias"], named.get("mask")
     options: dict[str, Any] = {"score": "scaled_dot", "head_axis": -2}
     counted = None
     if query.is_nested:
@@ -137,7 +136,7 @@ def projected(
     if mask is not None:
         attended = ~mask.to(torch.bool)
         # 0: (query, key); 1: (batch, key); 2: (batch, head, query, key)
-        options["mask"] = ats.KeyPadding(attended) if kind == 1 else ats.Dense(attended)
+        options["mask"] = ats.KeyPadding(attended) if named.get("mask_type") == 1 else ats.Dense(attended)
     return Call(q, k, options, counted=counted)
 
 

@@ -27,10 +27,8 @@ import attnscore as ats
 from attnscore import api
 from attnscore.backends import torch_private as private
 from attnscore.diagnostics.watching.rebinding import Rebinding, is_active
-from attnscore.diagnostics.watching.sums import Call, Scores, describe_error
+from attnscore.diagnostics.watching.sums import Call, NotRecorded, Scores, deciding_options, describe_error
 from attnscore.diagnostics.watching.torch_calls import bias_of, can_pool, projected, sdpa_call, with_head_axis
-from attnscore.plans.prepared import PreparedKeys
-from attnscore.problem.normalizers import ONLY_SOFTMAX, resolve
 
 if TYPE_CHECKING:
     from attnscore.diagnostics.watching.torch_watch import TorchWatch
@@ -269,20 +267,8 @@ def _sdpa(original: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, 
 
 def _attend(original: Any, query: Any, key: Any, value: Any, **options: Any) -> Any:
     if isinstance(query, Tensor):
-        _report(lambda: _attend_call(query, key, value, options))
+        _report(lambda: Call(query, *deciding_options(key, options), value if isinstance(value, Tensor) else None))
     return original(query, key, value, **options)
-
-
-def _attend_call(query: Tensor, key: Any, value: Any, options: dict[str, Any]) -> Call | str:
-    """Return a call of `attend`; of weights without the statistics of a softmax, the reason why there is none."""
-    if resolve(options.get("normalizer", "softmax")) is not None:
-        return ONLY_SOFTMAX
-    if type(key) is PreparedKeys:
-        key, score = key.unpack(options.get("score", "scaled_dot"))
-        options = {**options, "score": score}
-    names = ("score", "mask", "valid_lens", "bias", "sink", "head_axis")
-    recorded = {name: options[name] for name in names if name in options}
-    return Call(query, key, recorded, value=value if isinstance(value, Tensor) else None)
 
 
 def _multi_head(original: Any, *arguments: Any, **options: Any) -> Any:
@@ -296,8 +282,9 @@ def _softmax(home: Any, original: Any, *arguments: Any, **options: Any) -> Any:
     scores = arguments[0] if arguments else options.get("input")
     if isinstance(scores, Tensor) and scores.ndim >= 3 and not (scopes and scopes[-1].recorded):
         if not scopes:
+            axis = options.get("dim", arguments[1] if len(arguments) > 1 else None)
             for watcher in list(_WATCHERS):
-                _report(functools.partial(_by_hand, watcher, scores, _axis(*arguments[1:], **options)), [watcher])
+                _report(functools.partial(_by_hand, watcher, scores, axis), [watcher])
             # F.softmax calls a tensor's own softmax, which must not be counted again.
             with _scope(None, "", recorded=True):
                 return _call_original(home, original, arguments, options)
@@ -306,18 +293,13 @@ def _softmax(home: Any, original: Any, *arguments: Any, **options: Any) -> Any:
     return _call_original(home, original, arguments, options)
 
 
-def _axis(dim: int | None = None, *_: Any, **__: Any) -> int | None:
-    """Return the axis of a softmax from its arguments after the first."""
-    return dim
-
-
-def _by_hand(watcher: TorchWatch, scores: Tensor, axis: int | None) -> Scores | str:
-    """Return the scores of a softmax in a module that the caller has named as one that attends; else the reason."""
+def _by_hand(watcher: TorchWatch, scores: Tensor, axis: int | None) -> Scores:
+    """Return the scores of a softmax in a module that the caller has named as one that attends."""
     is_named, heads = watcher.heads_of_softmax()
     if not is_named:
-        return _BY_HAND
+        raise NotRecorded(_BY_HAND)
     if axis not in (-1, scores.ndim - 1):
-        return f"a softmax over axis {axis} of {scores.ndim}, not over the last"
+        raise NotRecorded(f"a softmax over axis {axis} of {scores.ndim}, not over the last")
     return Scores(with_head_axis(scores, heads))
 
 
@@ -334,16 +316,11 @@ def _encoder_layer_call(named: dict[str, Any]) -> Call:
     if named["norm_first"]:
         norm = named["norm_weight_1"], named["norm_bias_1"], named["eps"]
         x = functional.layer_norm(x, (named["embed_dim"],), *norm)
-    return dataclasses.replace(_projected(x, x, named["num_heads"], named), within="self_attn")
+    return dataclasses.replace(projected(x, x, named["num_heads"], named), within="self_attn")
 
 
 def _native_multi_head_call(named: dict[str, Any]) -> Call:
-    return _projected(named["query"], named["key"], named["num_head"], named)
-
-
-def _projected(query: Tensor, key: Tensor, heads: int, named: dict[str, Any]) -> Call:
-    weight, bias = named["qkv_weight"], named["qkv_bias"]
-    return projected(query, key, named["embed_dim"], heads, weight, bias, named.get("mask"), named.get("mask_type"))
+    return projected(named["query"], named["key"], named["num_head"], named)
 
 
 def _get_interface(original: Any, interface: Any, implementation: Any, default: Any) -> Any:
