@@ -16,6 +16,8 @@ class KerasCallback(Watching, keras.callbacks.Callback):  # type: ignore[misc]  
     records.
     """
 
+    on_test_begin, on_test_end, on_train_end = Watching._pause, Watching._resume, Watching._end
+
     def set_model(self, model: Any) -> None:
         """Begin to watch, before Keras compiles its training step."""
         super().set_model(model)
@@ -26,15 +28,3 @@ class KerasCallback(Watching, keras.callbacks.Callback):  # type: ignore[misc]  
         self._take_loss((logs or {}).get("loss"))
         if self._has_failed:
             self.model.stop_training = True
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Leave a validation out."""
-        self._pause()
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """Go on after a validation."""
-        self._resume()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Stop watching."""
-        self._end()

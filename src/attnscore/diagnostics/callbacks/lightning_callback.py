@@ -30,6 +30,9 @@ class LightningCallback(Watching, _BASE):  # type: ignore[misc]  # a base that i
     The loss that ``training_step`` returns is passed on to the records. A logger of Lightning is a writer.
     """
 
+    on_validation_start, on_validation_end = Watching._pause, Watching._resume
+    on_train_end = on_exception = Watching._end
+
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         """Raise FrameworkError where Lightning is not installed."""
         if _BASE is object:
@@ -46,19 +49,3 @@ class LightningCallback(Watching, _BASE):  # type: ignore[misc]  # a base that i
         self._take_loss(loss)
         if self._has_failed:
             trainer.should_stop = True
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the validation out."""
-        self._pause()
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Go on after a validation."""
-        self._resume()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stop watching."""
-        self._end()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop watching."""
-        self._end()

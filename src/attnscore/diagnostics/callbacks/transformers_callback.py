@@ -16,6 +16,8 @@ class TrainerCallback(Watching, transformers.TrainerCallback):  # type: ignore[m
     left out. The loss that the trainer logs is passed on to the records.
     """
 
+    on_evaluate, on_train_end = Watching._resume, Watching._end
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin to watch."""
         self._start(model)
@@ -32,14 +34,6 @@ class TrainerCallback(Watching, transformers.TrainerCallback):  # type: ignore[m
         if control.should_evaluate:
             self._pause()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Go on after an evaluation."""
-        self._resume()
-
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Pass the loss on."""
         self._take_loss((logs or {}).get("loss"))
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop watching."""
-        self._end()

@@ -84,21 +84,25 @@ class Watching:
         if self._on_step is not None:
             self._on_step(step, list(rows))
 
-    def _pause(self) -> None:
+    # The hooks of the libraries at the begin and end of a validation, and at the end, are these.
+
+    def _pause(self, *_: Any, **__: Any) -> None:
         """Count no steps, as in a validation."""
         if self._seen is not None:
             self._seen.pause()
 
-    def _resume(self) -> None:
+    def _resume(self, *_: Any, **__: Any) -> None:
+        """Go on after a validation."""
         if self._seen is not None:
             self._seen.resume()
+
+    def _end(self, *_: Any, **__: Any) -> None:
+        """Stop watching."""
+        if self._seen is not None:
+            self._seen.stop()
 
     def _take_loss(self, loss: Any) -> None:
         """Pass the loss of the last step on to the records, which judge heads by it."""
         record = getattr(self._seen, "record_loss", None)
         if record is not None and loss is not None:
             record(float(loss.detach() if hasattr(loss, "detach") else loss))
-
-    def _end(self) -> None:
-        if self._seen is not None:
-            self._seen.stop()

@@ -33,27 +33,14 @@ _CONTEXT: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]  # 
 _OUTSIDE = trace_state()
 
 
-class _Context:
-    """The keys of the watches that run, as a part of the key of JAX's caches, in the thread that starts them."""
+class _ThreadState(threading.local):
+    """The context of this thread, in which it runs programs that are traced for watches."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entered: tuple[int, Any] | None = None
-
-    def set(self, keys: tuple[Hashable, ...]) -> None:
-        """Let this thread run programs that are traced for watches of these models."""
-        with self._lock:
-            if self._entered is not None and self._entered[0] == threading.get_ident():
-                self._entered[1].__exit__(None, None, None)
-                self._entered = None
-            # A thread that did not enter the context cannot leave it; it is left with the next watch.
-            if keys:
-                context = _CONTEXT(keys)
-                context.__enter__()
-                self._entered = threading.get_ident(), context
+        self.entered = contextlib.ExitStack()
 
 
-_WATCHED = _Context()
+_HERE = _ThreadState()
 
 
 class JaxValues(Values):
@@ -78,7 +65,10 @@ class JaxValues(Values):
 
     def watched(self, keys: tuple[Hashable, ...]) -> None:
         """Let this thread run programs that are traced for watches with these keys."""
-        _WATCHED.set(keys)
+        # A thread that did not enter the context cannot leave it; it is left with its next watch.
+        _HERE.entered.close()
+        if keys:
+            _HERE.entered.enter_context(_CONTEXT(keys))
 
     def reason_against(self, key: Hashable) -> str | None:
         """Return why a program of this thread must not report: others without the watch may use it."""

@@ -28,7 +28,7 @@ from attnscore.diagnostics.watching.staged import HERE, Root, Site, StagedWatch
 VALUES = JaxValues()
 _NAMES = Rebinding(lambda: HERE.root is None or HERE.is_recorded)
 _METHODS = Rebinding(lambda: False)
-_LINEN: list[contextlib.AbstractContextManager[Any]] = []
+_LINEN = contextlib.ExitStack()
 
 
 class JaxWatch(StagedWatch):
@@ -63,15 +63,12 @@ def _running() -> list[JaxWatch]:
 def _observe_modules(watches: list[JaxWatch]) -> None:
     """Note the calls of the modules of these models, and no others."""
     _METHODS.restore()
-    while _LINEN:
-        _LINEN.pop().__exit__(None, None, None)
+    _LINEN.close()
     classes = {kind for watch in watches if not watch.is_linen for _, kind in watch.key[1]}  # type: ignore[index]
     owners = {next(c for c in kind.__mro__ if "__call__" in vars(c)) for kind in classes if _is_callable(kind)}
     _METHODS.bind_methods([(owner, "__call__", _nnx_call) for owner in owners])
     if any(watch.is_linen for watch in watches):
-        context = sys.modules["flax.linen"].intercept_methods(_linen_call)
-        context.__enter__()
-        _LINEN.append(context)
+        _LINEN.enter_context(sys.modules["flax.linen"].intercept_methods(_linen_call))
 
 
 def _is_callable(kind: type) -> bool:
@@ -95,7 +92,7 @@ def _modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 def _nnx_call(original: Any, module: Any, /, *arguments: Any, **options: Any) -> Any:
     if HERE.root is not None:
-        with staged.module(_name_of(HERE.root, module)):
+        with staged.here(name=_name_of(HERE.root, module) or HERE.name):
             return original(module, *arguments, **options)
     key = _key_of(module)
     if not staged.watches_of(key):
@@ -127,8 +124,8 @@ def _name_of(root: Root, module: Any) -> str | None:
 def _linen_call(original: Any, arguments: Any, options: Any, context: Any) -> Any:
     module = context.module
     if HERE.root is not None:
-        name = ".".join(map(str, module.path)) if context.method_name != "setup" else None
-        with staged.module(name or None):
+        name = ".".join(map(str, module.path)) if context.method_name != "setup" else ""
+        with staged.here(name=name or HERE.name):
             return original(*arguments, **options)
     key = (type(module), ())
     is_call = context.method_name != "setup" and not module.path and not module.is_initializing()

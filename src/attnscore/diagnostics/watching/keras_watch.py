@@ -121,9 +121,8 @@ def _running() -> list[KerasWatch]:
 
 
 def _layer_call(original: Any, layer: Any, /, *arguments: Any, **options: Any) -> Any:
-    if (root := HERE.root) is not None:
-        outer = root.stack[-1]
-        with staged.module(layer.name if outer == WHOLE else f"{outer}.{layer.name}"):
+    if HERE.root is not None:
+        with staged.here(name=layer.name if HERE.name == WHOLE else f"{HERE.name}.{layer.name}"):
             return original(layer, *arguments, **options)
     return _call_model(layer, functools.partial(original, layer), arguments, options)
 

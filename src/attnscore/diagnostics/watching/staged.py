@@ -232,7 +232,6 @@ class Root:
     copies: list[Any] = field(default_factory=list)
     """Copies that have names: held, so that their ids are not used again."""
     entered: set[str] = field(default_factory=set)
-    stack: list[str] = field(default_factory=lambda: [WHOLE])
     has_programs: bool = False
     """Whether parts of an eager call are programs, which report later."""
     calls: Counter[str] = field(default_factory=Counter)
@@ -323,10 +322,11 @@ def _first(number: Any) -> int:
 
 
 class _ThreadState(threading.local):
-    """State of this thread: in the call of a model, in a recorded attention call, in a call by a program."""
+    """State of this thread: in which call of a model and module, in a recorded call, called by a program."""
 
     def __init__(self) -> None:
         self.root: Root | None = None
+        self.name = WHOLE
         self.is_recorded = False
         self.is_called_back = False
 
@@ -343,20 +343,6 @@ def here(**state: Any) -> Iterator[None]:
         yield
     finally:
         vars(HERE).update(before)
-
-
-@contextlib.contextmanager
-def module(name: str | None) -> Iterator[None]:
-    """Name attention calls by this module, if it has a name."""
-    root = HERE.root
-    if root is None or name is None:
-        yield
-        return
-    root.stack.append(name)
-    try:
-        yield
-    finally:
-        root.stack.pop()
 
 
 def call_model(
@@ -379,12 +365,12 @@ def call_model(
                 watch._count_unseen(WHOLE, why)
             return function(*arguments, **options)
         root.number, (arguments, options) = values.begin(key, inputs, real)
-        with here(root=root):
+        with here(root=root, name=WHOLE):
             out = function(*arguments, **options)
         return values.end(root, out)
     root.number = number = begin(key, None if real is None else values.numpy(real))
     try:
-        with here(root=root):
+        with here(root=root, name=WHOLE):
             out = function(*arguments, **options)
     except BaseException:
         end(number, failed=True)
@@ -405,7 +391,7 @@ def record(
         out = original(*arguments, **options)
     if root.state is None and root.number == NOT_SAMPLED:
         return out
-    name = next_name(root.calls, root.stack[-1])
+    name = next_name(root.calls, HERE.name)
     try:
         site = make_site(*arguments, **options)
         if root.state is None and not any(map(values.is_abstract, site.arrays.values())):

@@ -65,7 +65,7 @@ _LOCK = threading.RLock()
 _WATCHERS: list[TorchWatch] = []
 _UNWRAPPED: dict[tuple[Any, str], _Unwrapped] = {}
 # Options of PyTorch to set back.
-_UNDO: list[Callable[[], Any]] = []
+_UNDO = contextlib.ExitStack()
 
 
 def start(watcher: TorchWatch) -> None:
@@ -98,7 +98,7 @@ def _install() -> None:
         ]
         if (fused := private.fused_encoder()) is None:
             mha = torch.backends.mha
-            _UNDO.append(functools.partial(mha.set_fastpath_enabled, mha.get_fastpath_enabled()))
+            _UNDO.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
             mha.set_fastpath_enabled(False)
         else:
             for (function, names), make_call in zip(fused, (_encoder_layer_call, _native_multi_head_call), strict=True):
@@ -113,8 +113,7 @@ def _install() -> None:
 
 def _restore() -> None:
     """Bind every name of a wrapper to its original, and let all wrappers only call their originals."""
-    while _UNDO:
-        _UNDO.pop()()
+    _UNDO.close()
     _NAMES.restore()
 
 
