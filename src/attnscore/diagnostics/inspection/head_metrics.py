@@ -64,29 +64,29 @@ def _mean(x: Any) -> Array:
 
 def statistics_of(calls: Sequence[AttentionCall], layers: Sequence[Layer]) -> dict[str, Array]:
     """Return each of `STATISTICS`, (layer, head), from the model's own pass."""
-    by_layer: list[dict[str, Array]] = []
+    by_layer = []
     for call, layer in zip(calls, layers, strict=True):
         stats, mass = call.stats, layer.apply(ats.key_mass)
-        numbers = {
-            "entropy": _mean(stats.entropy),
-            "effective_keys": _mean(stats.effective_keys()),
-            "largest_weight": _mean(stats.max_weight),
-            "logit_variance": _mean(stats.var_score),
-            "largest_logit": np.asarray(stats.max_score[0].double().amax(-1)),
-            "jacobian_trace": _mean(stats.jacobian_trace()),
-            "first_key": np.asarray(mass[0, :, 0].double() / stats.entropy.shape[-1]),
-        }
-        by_layer.append(numbers)
+        by_layer.append(
+            {
+                "entropy": _mean(stats.entropy),
+                "effective_keys": _mean(stats.effective_keys()),
+                "largest_weight": _mean(stats.max_weight),
+                "logit_variance": _mean(stats.var_score),
+                "largest_logit": np.asarray(stats.max_score[0].double().amax(-1)),
+                "jacobian_trace": _mean(stats.jacobian_trace()),
+                "first_key": np.asarray(mass[0, :, 0].double() / stats.entropy.shape[-1]),
+            }
+        )
     return {name: _stacked([numbers[name] for numbers in by_layer]) for name in STATISTICS}
 
 
 def under(layers: Sequence[Layer], setting: str) -> dict[str, Array]:
     """Return mean entropy and largest weight, each (layer, head), under one of `SETTINGS`."""
-    entropy, largest_weight = [], []
-    for layer in layers:
-        # The statistics do not depend on the values: one feature is the fastest.
-        value = layer.inputs["key"][..., :1]
-        _, stats = layer.apply(ats.attend, value, setting=setting, return_stats=("entropy", "max_weight"))
-        entropy.append(_mean(stats.entropy))
-        largest_weight.append(_mean(stats.max_weight))
-    return {"entropy": _stacked(entropy), "largest_weight": _stacked(largest_weight)}
+    fields = {"entropy": "entropy", "largest_weight": "max_weight"}
+    # The statistics do not depend on the values: one feature is the fastest.
+    stats = [
+        layer.apply(ats.attend, layer.inputs["key"][..., :1], setting=setting, return_stats=tuple(fields.values()))[1]
+        for layer in layers
+    ]
+    return {name: _stacked([_mean(getattr(x, field)) for x in stats]) for name, field in fields.items()}

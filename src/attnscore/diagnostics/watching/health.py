@@ -297,11 +297,13 @@ class Memory:
         for sign, head in np.argwhere(self._holds & ~holds).tolist():
             self._ended[sign, head] = self._period(sign, head, holds=False)
         self._holds = holds
+        first, largest = old["max_logit"], numbers["max_logit"]
+        is_first = np.isnan(first) & (largest > 0) & np.isfinite(largest)
         self._so_far = {
             "logit_variance": numbers["logit_variance"],
             "entropy": np.fmax(old["entropy"], numbers["entropy"]),
             "query_variance": np.fmax(old["query_variance"], numbers["query_variance"]),
-            "max_logit": np.where(np.isnan(old["max_logit"]), _positive(numbers["max_logit"]), old["max_logit"]),
+            "max_logit": np.where(is_first, largest, first),
         }
 
     def periods(self) -> Iterator[Period]:
@@ -317,15 +319,6 @@ class Memory:
         earlier = None if before is None else (before.first, before.last)
         first, last = int(self._first[place]), int(self._last[place])
         return Period(head, SIGNS[sign], first, last, holds, self._evidence[place], earlier)
-
-
-def _positive(values: Array) -> Array:
-    """Replace numbers that are not above 0, and infinity, by NaN.
-
-    >>> _positive(np.array([2.0, -1.0, np.inf]))
-    array([ 2., nan, nan])
-    """
-    return np.where((values > 0) & np.isfinite(values), values, math.nan)
 
 
 # ---------------------------------------------------------------- the loss

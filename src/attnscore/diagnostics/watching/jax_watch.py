@@ -43,21 +43,15 @@ class JaxWatch(StagedWatch):
         self.framework = "linen" if self.is_linen else "nnx"
         self.key = (type(model), ()) if self.is_linen else _key_of(model)
 
-    def _start_observing(self) -> None:
-        watches = _running()
+    def _start_observing(self, watches: list[JaxWatch]) -> None:
         if len(watches) == 1:
             _NAMES.bind_functions(_functions(), but=("attnscore.diagnostics.watching.",))
         _observe_modules(watches)
 
-    def _stop_observing(self) -> None:
-        watches = _running()
+    def _stop_observing(self, watches: list[JaxWatch]) -> None:
         if not watches:
             _NAMES.restore()
         _observe_modules(watches)
-
-
-def _running() -> list[JaxWatch]:
-    return [watch for watch in staged.running() if isinstance(watch, JaxWatch)]
 
 
 def _observe_modules(watches: list[JaxWatch]) -> None:
@@ -65,14 +59,10 @@ def _observe_modules(watches: list[JaxWatch]) -> None:
     _METHODS.restore()
     _LINEN.close()
     classes = {kind for watch in watches if not watch.is_linen for _, kind in watch.key[1]}  # type: ignore[index]
-    owners = {next(c for c in kind.__mro__ if "__call__" in vars(c)) for kind in classes if _is_callable(kind)}
-    _METHODS.bind_methods([(owner, "__call__", _nnx_call) for owner in owners])
+    owners = {next((c for c in kind.__mro__ if "__call__" in vars(c)), None) for kind in classes}
+    _METHODS.bind_methods([(owner, "__call__", _nnx_call) for owner in owners if owner is not None])
     if any(watch.is_linen for watch in watches):
         _LINEN.enter_context(sys.modules["flax.linen"].intercept_methods(_linen_call))
-
-
-def _is_callable(kind: type) -> bool:
-    return any("__call__" in vars(c) for c in kind.__mro__ if c is not object)
 
 
 def _key_of(model: Any) -> Hashable:

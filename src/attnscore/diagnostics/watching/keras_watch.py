@@ -69,9 +69,9 @@ class KerasWatch(StagedWatch):
         self.key = ("keras", id(model))
         self._jit_compile: Any = None
 
-    def _start_observing(self) -> None:
+    def _start_observing(self, watches: list[KerasWatch]) -> None:
         methods, others = private.attention_methods()
-        if len(_running()) == 1:
+        if len(watches) == 1:
             layer = keras.layers.Layer
             wrappers = {make.__name__: _recording(make) for make in (_compute_attention, _apply_scores)}
             _CALLS.bind_methods([(layer, "__call__", _layer_call), (layer, "stateless_call", _stateless_call)])
@@ -89,8 +89,8 @@ class KerasWatch(StagedWatch):
             self._jit_compile, self._model.jit_compile = self._model.jit_compile, False
         self._make_functions_anew()
 
-    def _stop_observing(self) -> None:
-        if not _running():
+    def _stop_observing(self, watches: list[KerasWatch]) -> None:
+        if not watches:
             _CALLS.restore()
             _NAMES.restore()
         if self._jit_compile is not None:
@@ -111,10 +111,6 @@ def layer_in(outer: Any, name: str) -> Any:
     values = [*vars(outer).values(), modules, getattr(outer, "layers", [])]
     inner = [x for value in values for x in (value if isinstance(value, (list, tuple)) else [value])]
     return next((x for x in inner if isinstance(x, keras.layers.Layer) and x.name == name), None)
-
-
-def _running() -> list[KerasWatch]:
-    return [watch for watch in staged.running() if isinstance(watch, KerasWatch)]
 
 
 # ------------------------------------------------------------------ calls of layers, the original first

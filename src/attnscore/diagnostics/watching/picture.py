@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnscore.diagnostics.watching.records import column_of
-from attnscore.diagnostics.watching.sums import Array
 from attnscore.errors import ArgumentError, message
 from attnscore.plotting.drawing import (
     BLUE,
@@ -123,18 +121,18 @@ def _heading(records: Records, pattern: str) -> str:
 
 def _now(records: Records, name: str) -> tuple[Any, Any]:
     """Return a map of a number in the last steps, and the heads that hold NaN there."""
-    window, tau = int(records.thresholds.window), records.thresholds.tau
-    values = _map(records, lambda layer: column_of(layer.last(window), name, tau))
-    has_nan = _heads_with_nan(records, window)
+    recent = records.recent()
+    values = _map(records, lambda layer: [row[name] for row in recent if row["layer"] == layer.name])
+    has_nan = _heads_with_nan(records, int(records.thresholds.window))
     return np.ma.masked_where(has_nan, values), has_nan
 
 
 def _worst(records: Records, name: str) -> tuple[Any, Any]:
     """Return a map of the worst of all kept steps, and the heads whose worst step is one with NaN."""
 
-    def worst(layer: Layer) -> Array:
+    def worst(layer: Layer) -> Any:
         numbers = records.history(layer.name, name)[1]
-        return np.asarray(_MAPS[name][2].reduce(np.where(np.isfinite(numbers), numbers, math.nan), axis=0))
+        return _MAPS[name][2].reduce(np.where(np.isfinite(numbers), numbers, math.nan), axis=0)
 
     values = _map(records, worst)
     nan = _heads_with_nan(records) | (~np.ma.getmaskarray(values) & np.isnan(values.filled(0.0)))
@@ -150,7 +148,7 @@ def _heads_with_nan(records: Records, last: int = 0) -> Any:
     return _map(records, has_nan).filled(0) > 0
 
 
-def _map(records: Records, of_layer: Callable[[Layer], Array]) -> Any:
+def _map(records: Records, of_layer: Callable[[Layer], Any]) -> Any:
     """Return a number of each head as (layer, head), with heads that are not there masked."""
     layers = list(records.layers.values())
     values = np.ma.masked_all((len(layers), max(layer.heads for layer in layers)))  # type: ignore[no-untyped-call]

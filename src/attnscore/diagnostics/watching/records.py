@@ -121,7 +121,7 @@ class Layer:
 
     def rows(self, sums: dict[str, Array], tau: float, names: Sequence[str] = NUMBERS) -> list[Row]:
         """Return a row for each head from some sums; `tau` is the largest logit that QK-clip allows."""
-        columns = {name: column_of(sums, name, tau).tolist() for name in names}
+        columns = {name: _column(sums, name, tau).tolist() for name in names}
         columns |= {name: [int(x) for x in columns[name]] for name in _COUNTS}
         return [
             {"layer": self.name, "head": head, **{name: values[head] for name, values in columns.items()}}
@@ -129,7 +129,7 @@ class Layer:
         ]
 
 
-def column_of(sums: dict[str, Array], name: str, tau: float) -> Array:
+def _column(sums: dict[str, Array], name: str, tau: float) -> Array:
     """Return a number of every head; NaN where a mean has no queries."""
     if name == "clip":
         return np.array([clip_factor(largest, tau) for largest in sums["max_logit"].tolist()], dtype=np.float64)
@@ -146,12 +146,12 @@ def _is_causal(sums: dict[str, Array], limit: Thresholds) -> bool:
     Under a padding mask that was inverted, queries that see one key of padding do so too.
     """
     has_single = bool((sums["rows"] > sums["choice_rows"]).any())
-    return has_single and not bool((column_of(sums, "padding", limit.tau) >= limit.padding_mass).any())
+    return has_single and not bool((_column(sums, "padding", limit.tau) >= limit.padding_mass).any())
 
 
 def _has_usual_scale(sums: dict[str, Array], limit: Thresholds) -> bool:
     """Return whether a layer multiplies q.k by about 1/sqrt(d); not where that is unknown."""
-    scale = column_of(sums, "scale_ratio", limit.tau)
+    scale = _column(sums, "scale_ratio", limit.tau)
     return bool(((scale > 1 / limit.scale_factor) & (scale < limit.scale_factor)).all())
 
 
@@ -293,7 +293,7 @@ class Records:
             raise ArgumentError(message("name", f"one of {list(NUMBERS)}", repr(name)))
         # A copy, as in `_layers`.
         steps, tau = tuple(self.layers[layer].steps), self.thresholds.tau
-        return [step for step, _ in steps], np.array([column_of(sums, name, tau) for _, sums in steps])
+        return [step for step, _ in steps], np.array([_column(sums, name, tau) for _, sums in steps])
 
     def _remember_before_the_history_drops_a_step(self) -> None:
         """Take the sampled steps into the memory before the next step would drop one that the memory lacks."""
@@ -320,7 +320,7 @@ class Records:
             for name, sums in steps[step]:
                 leaks = name in leaking and bool((sums["rows"] > 0).all())
                 memory = self._memories.setdefault(name, Memory(len(sums["rows"])))
-                numbers = {column: column_of(sums, column, limit.tau) for column in _JUDGED}
+                numbers = {column: _column(sums, column, limit.tau) for column in _JUDGED}
                 memory.add(step, numbers, limit, leaks=leaks, usual_siblings=name in scaled)
 
     def _periods(self) -> list[tuple[str, Period]]:

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,7 +80,7 @@ class StagedWatch(Watch):
         with _LOCK:
             _WATCHES.append(self)
             try:
-                self._start_observing()
+                self._start_observing(self._alike())
                 self.values.watched(tuple(watch.key for watch in _WATCHES))
             except BaseException:
                 self._uninstall()
@@ -101,16 +101,20 @@ class StagedWatch(Watch):
                 run.steps = [(watch, step) for watch, step in run.steps if watch is not self]
                 if not run.steps:
                     del _RUNS[number]
-            self._stop_observing()
+            self._stop_observing(self._alike())
             self.values.watched(tuple(watch.key for watch in _WATCHES))
 
-    @abstractmethod
-    def _start_observing(self) -> None:
-        """Let the framework's functions report calls; `running` has this watch already."""
+    def _alike(self) -> list[Self]:
+        """Return the watches of this class that run."""
+        return [watch for watch in _WATCHES if isinstance(watch, type(self))]
 
     @abstractmethod
-    def _stop_observing(self) -> None:
-        """Undo `_start_observing`; `running` has this watch no more."""
+    def _start_observing(self, watches: list[Self]) -> None:
+        """Let the framework's functions report calls; `watches` of this class run, with this one."""
+
+    @abstractmethod
+    def _stop_observing(self, watches: list[Self]) -> None:
+        """Undo `_start_observing`; these `watches` of this class still run."""
 
 
 _LOCK = threading.RLock()

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,16 +102,6 @@ def deciding_options(key: Any, options: Mapping[str, Any]) -> tuple[Any, dict[st
         key, score = key.unpack(score)
     names = ("mask", "valid_lens", "bias", "sink", "head_axis")
     return key, {"score": score} | {name: options[name] for name in names if name in options}
-
-
-class Moments(NamedTuple):
-    """Mean square of the positions of each (sequence, head), and the part that their mean does not explain.
-
-    With NaN or infinity in an array, its mean square is not finite.
-    """
-
-    square: Array
-    spread: Array
 
 
 def sums_of(call: Call | Scores, real: Any, saturated_weight: float) -> dict[str, Array]:
@@ -279,17 +269,18 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
     sums["scale_ratio"] = np.full(heads, scale * math.sqrt(dim))
     if "query" in known and "key" in known:
         with np.errstate(all="ignore"):  # of numbers that are not finite
-            variance = scale**2 * known["query"].spread * known["key"].spread
+            variance = scale**2 * known["query"][1] * known["key"][1]
         is_finite = np.isfinite(variance)
         sums["sequences"] = is_finite.sum(0, dtype=np.float64)
         sums["query_variance"] = np.where(is_finite, variance, 0).sum(0)
     return sums
 
 
-def _moments(x: Any, head_axis: int, heads: int) -> Moments | None:
-    """Return the moments of queries, keys or values, computed on their device.
+def _moments(x: Any, head_axis: int, heads: int) -> list[Array] | None:
+    """Return the mean square of the positions of each (sequence, head), and the part that their mean does not explain.
 
-    None where the array has its heads in another axis, as single queries of a GQA group, or holds no numbers to sum.
+    With NaN or infinity in an array, its mean square is not finite. None where it has its heads in another axis, as
+    single queries of a GQA group, or holds no numbers to sum.
     """
     ops = backends.of({"x": x})
     if not ops.is_floating(x) or ops.unsupported(x) is not None:
@@ -304,8 +295,8 @@ def _moments(x: Any, head_axis: int, heads: int) -> Moments | None:
         mean = x.mean(-2)
         # Not the mean square less the mean's: its rounding would hide a small spread.
         spread = ((x - mean[..., None, :]) ** 2).sum((-2, -1)) / x.shape[-2]
-        pair = [to_numpy(moment).astype(np.float64) for moment in (spread + (mean**2).sum(-1), spread)]
-    return Moments(*(np.repeat(moment, heads // array_heads, axis=-1) for moment in pair))
+        moments = [to_numpy(moment).astype(np.float64) for moment in (spread + (mean**2).sum(-1), spread)]
+    return [np.repeat(moment, heads // array_heads, axis=-1) for moment in moments]
 
 
 def _score_scale(score: Any, dim: int) -> float | None:

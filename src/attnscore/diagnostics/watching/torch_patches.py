@@ -105,7 +105,11 @@ def _install() -> None:
                 functions.append((function, functools.partial(_fused, names, make_call)))
         # Tables in torch's private modules are keyed by the originals, and our own modules need the originals too.
         _NAMES.bind_functions(functions, but=("torch._", "attnscore.diagnostics.watching."))
-        _NAMES.bind_methods(_methods())
+        _NAMES.bind_methods([(Tensor, "softmax", functools.partial(_softmax, Tensor))])
+        _NAMES.bind_methods([(nn.Module, "__call__", _module_call)])
+        interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+        if interface is not None and "get_interface" in vars(interface):  # since transformers 5
+            _NAMES.bind_methods([(interface, "get_interface", _get_interface)])
     except BaseException:
         _restore()
         raise
@@ -115,16 +119,6 @@ def _restore() -> None:
     """Bind every name of a wrapper to its original, and let all wrappers only call their originals."""
     _UNDO.close()
     _NAMES.restore()
-
-
-def _methods() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return the methods that are wrapped: class, name, wrapper."""
-    methods: list[tuple[Any, str, Callable[..., Any]]]
-    methods = [(Tensor, "softmax", functools.partial(_softmax, Tensor)), (nn.Module, "__call__", _module_call)]
-    interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
-    if interface is not None and "get_interface" in vars(interface):  # since transformers 5
-        methods.append((interface, "get_interface", _get_interface))
-    return methods
 
 
 def _is_bypassed() -> bool:

@@ -131,7 +131,10 @@ class TorchWatch(Watch):
         step = self._thread.step
         if step is None:
             return None
-        name = self._place(step, call.within if isinstance(call, Call) else "")
+        name = self._thread.stack[-1]
+        if isinstance(call, Call) and call.within:
+            name = call.within if name == WHOLE else f"{name}.{call.within}"
+        name = next_name(step.calls, name)
         tensors = (call.scores,) if isinstance(call, Scores) else (call.query, call.key)
         if (why := reason_against(*tensors)) is not None:
             self.skip(why)
@@ -153,13 +156,6 @@ class TorchWatch(Watch):
         """Count an attention call that cannot be recorded, with the reason."""
         stack = self._thread.stack
         self._count_unseen(stack[-1] if stack else "(outside)", why)
-
-    def _place(self, step: Step, within: str) -> str:
-        """Return the name of a call of the innermost module, or of the submodule `within` it."""
-        name = self._thread.stack[-1]
-        if within:
-            name = within if name == WHOLE else f"{name}.{within}"
-        return next_name(step.calls, name)
 
 
 def _named_arguments(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
