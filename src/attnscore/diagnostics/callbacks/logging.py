@@ -91,16 +91,14 @@ class HeadLog:
         return few
 
     def _append(self, path: Path, step: int, rows: Sequence[Row], few: dict[str, float]) -> None:
-        names = ["failing_heads", *(f"worst/{name}" for name in _WORST)]
+        worst = ["failing_heads", *(f"worst/{name}" for name in _WORST)]
+        names = ["step", *(["layer", "head", *NUMBERS] if self._per_head else worst)]
         with path.open("a" if self._has_header else "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
+            writer = csv.DictWriter(file, names, extrasaction="ignore")
             if not self._has_header:
-                writer.writerow(["step", *(["layer", "head", *NUMBERS] if self._per_head else names)])
+                writer.writeheader()
                 self._has_header = True
-            if self._per_head:
-                writer.writerows([step, row["layer"], row["head"], *(row[name] for name in NUMBERS)] for row in rows)
-            else:
-                writer.writerow([step, *(few.get(name, "") for name in names)])
+            writer.writerows({"step": step, **row} for row in (rows if self._per_head else [few]))
 
 
 def _writer(writer: Any) -> Writer:

@@ -103,6 +103,5 @@ class Watching:
 
     def _take_loss(self, loss: Any) -> None:
         """Pass the loss of the last step on to the records, which judge heads by it."""
-        record = getattr(self._seen, "record_loss", None)
-        if record is not None and loss is not None:
-            record(float(loss.detach() if hasattr(loss, "detach") else loss))
+        if self._seen is not None and loss is not None:
+            self._seen.record_loss(loss)

@@ -47,12 +47,10 @@ class JaxValues(Values):
     """Arrays of JAX, and of programs of JAX."""
 
     def state(self, leaves: Iterable[Any]) -> Any:
-        """Return the state of tracing; None outside of all transformations."""
         state = trace_state()
         return None if state == _OUTSIDE and not any(map(self.is_abstract, leaves)) else state
 
     def is_abstract(self, x: Any) -> bool:
-        """Return whether an array stands for values of a later run."""
         return isinstance(x, jax.core.Tracer)
 
     def wait(self) -> None:
@@ -64,7 +62,6 @@ class JaxValues(Values):
                 _next(jax.device_put(0, device)).block_until_ready()
 
     def watched(self, keys: tuple[Hashable, ...]) -> None:
-        """Let this thread run programs that are traced for watches with these keys."""
         # A thread that did not enter the context cannot leave it; it is left with its next watch.
         _HERE.entered.close()
         if keys:
@@ -77,7 +74,6 @@ class JaxValues(Values):
         return "a program of another thread than the one that started the watch"
 
     def probe(self, tree: Any) -> Any:
-        """Return a number that follows from the first array of a tree."""
         for x in jax.tree.leaves(tree):
             if _is_number(x) and x.size:
                 return x[(0,) * x.ndim]
@@ -92,11 +88,9 @@ class JaxValues(Values):
         return jax.tree.map(lambda x: _following(x, number), tree, is_leaf=has_state)
 
     def send(self, function: Callable[..., Any], *arrays: Any) -> Any:
-        """Call a function of the host when the program runs; return the number that it returns."""
         return jax.pure_callback(function, _NUMBER, *map(lax.stop_gradient, arrays), vmap_method="expand_dims")
 
     def send_if_sampled(self, function: Callable[..., Any], number: Any, *arrays: Any) -> Any:
-        """Call a function with the number of a run and arrays when the program runs, if the run is sampled."""
         operands = [lax.stop_gradient(x) for x in (jnp.asarray(number, jnp.int32), *map(jnp.asarray, arrays))]
         is_sampled = operands[0] != NOT_SAMPLED
         return lax.cond(is_sampled, lambda *x: self.send(function, *x), lambda *_: jnp.int32(0), *operands)

@@ -38,7 +38,6 @@ class _EagerValues(Values):
         return bool(getattr(x, "is_meta", False))
 
     def numpy(self, x: Any) -> Any:
-        """Return the values of an array."""
         return keras.ops.convert_to_numpy(x)
 
 

@@ -533,11 +533,8 @@ class Records:
         pattern, short = short_names(list(self.layers))
         of_layer = dict(zip(self.layers, short, strict=True))
         rows = [
-            {
-                "layer": of_layer[row["layer"]],
-                "head": row["head"],
-                **{title: row[name] for name, title in COLUMNS.items()},
-            }
+            {"layer": of_layer[row["layer"]], "head": row["head"]}
+            | {title: row[name] for name, title in COLUMNS.items()}
             | {"verdicts": ", ".join(dict.fromkeys(verdict.sign for verdict in verdicts))}
             for row, verdicts in self._judged_rows()
         ]
@@ -546,10 +543,8 @@ class Records:
         sections = [Section("Failures", failures)]
         sections += [Section("Observed, not failures", observed)] if observed else []
         if rows:  # without a sampled step there is nothing to draw
-            means = (
-                f"Means over the queries of the last {min(int(self.thresholds.window), self.sampled)} sampled steps."
-            )
-            names = [f"Layer * is {pattern}."] if pattern else []
+            count, names = min(int(self.thresholds.window), self.sampled), [f"Layer * is {pattern}."] if pattern else []
+            means = f"Means over the queries of the last {count} sampled steps."
             sections.append(Section("Heads", [means, *names], rows, self.plot()))
         return write_page(path, title, self._title(), sections)
 

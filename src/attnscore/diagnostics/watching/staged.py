@@ -153,7 +153,9 @@ def begin(key: Hashable, real: NDArray[Any] | None = None) -> int:
 
 def receive(number: int, key: Hashable, name: str, build: Build, arrays: dict[str, Any], ranks: Sequence[int]) -> None:
     """Record the attention call `name` of a run; `ranks` are the axes of its arrays in the code of the model."""
-    run = _run_of(number, key)
+    with _LOCK:
+        newest = (run for run in reversed(_RUNS.values()) if run.key == key)
+        run = next(newest, None) if number == NEWEST else _RUNS.get(number)
     if run is None:  # it has ended: a backward pass computes the call again
         return
     for watch, step in tuple(run.steps):
@@ -179,13 +181,6 @@ def end(number: int, failed: bool = False) -> None:
     if run is not None and not failed:
         for watch, step in run.steps:
             watch._finish(step)
-
-
-def _run_of(number: int, key: Hashable) -> Run | None:
-    with _LOCK:
-        if number != NEWEST:
-            return _RUNS.get(number)
-        return next((run for run in reversed(_RUNS.values()) if run.key == key), None)
 
 
 def _unrolled_sums(

@@ -21,26 +21,21 @@ class TensorflowValues(Values):
     """Arrays of TensorFlow, and of its graphs, which have reported their calls when they return."""
 
     def state(self, leaves: Iterable[Any]) -> Any:
-        """Return the graph that is traced; None in eager code."""
         return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def is_abstract(self, x: Any) -> bool:
-        """Return whether an array stands for values of a later run."""
         return isinstance(x, tf.Tensor) and not hasattr(x, "numpy")
 
     def reason_against(self, key: Hashable) -> str | None:
-        """Return why the graph that is traced cannot report; None where it can."""
         if graphs.is_for_xla():
             return "a function compiled with jit_compile=True, which calls nothing outside"
         return "a graph that is rewritten, as to export it" if graphs.is_rewritten() else None
 
     def send(self, function: Callable[..., Any], *arrays: Any) -> Any:
-        """Call a function of the host when the graph runs; return the number that it returns."""
         number = tf.numpy_function(function, [tf.stop_gradient(tf.convert_to_tensor(x)) for x in arrays], tf.int32)
         number.set_shape(())
         return number
 
     def send_if_sampled(self, function: Callable[..., Any], number: Any, *arrays: Any) -> Any:
-        """Call a function with the number of a run and arrays when the graph runs, if the run is sampled."""
         is_sampled = tf.not_equal(number, NOT_SAMPLED)
         return tf.cond(is_sampled, lambda: self.send(function, number, *arrays), lambda: tf.constant(0))
