@@ -35,8 +35,6 @@ PLACEMENTS = (
 WAYS = {name: {"mode": name} for name in ("gather", "ring", "heads")} | {"queries": {"gradient": "queries"}}
 """Ways in which keys and queries meet."""
 MASKS_OF_HEADS = ("array-3d", "array-4d", "Dense-rows", "MaskFunction-heads", "and-array")
-MOMENTS = ("mean_score", "var_score")
-"""Statistics that need the number of unmasked keys, which a merge of parts does not know under every mask."""
 EXTRAS = ("", "bias", "bias-sink", "sink", "hiding-bias", "key-bias", "row-bias")
 # With an axis of positions in a parameter, see `test_parameters_with_positions_are_refused`.
 POSITIONS = ("rows", "keys", "heads-rows", "batch-heads")
@@ -86,10 +84,7 @@ def check(*arguments: Any, **options: Any) -> None:
         with pytest.raises(RankError, match=r"'reduce' for this call, got 'queries': .*a bias"):
             run(*arguments, **options)
         return
-    if options.get("mode") == "ring" or options.get("gradient") == "queries":
-        options["return_stats"] = tuple(name for name in STATISTICS if name not in MOMENTS)
     call, found = run(*arguments, **options)
-    found |= {name: call.reference[name].astype(found["entropy"].dtype) for name in STATISTICS if name not in found}
     call.check(found)
 
 
@@ -112,11 +107,10 @@ def test_two_processes(score: str, mask: str, extras: str, dtype: str, placement
     check(2, score, mask, extras, dtype, placement, **WAYS[way])
 
 
-@pairs(mask=("none", "Causal", "SlidingWindow-both"), way=("ring", "queries"), extras=("", "sink"))
+@pairs(mask=("none", "Causal", "SlidingWindow-both", "array-4d"), way=("ring", "queries"), extras=("", "sink"))
 def test_all_statistics_of_merged_parts(mask: str, way: str, extras: str) -> None:
-    """Means and variances too, whose counts of keys come from intervals."""
-    call, found = run(2, "scaled_dot", mask, extras, "float64", PLACEMENTS[1], **WAYS[way])
-    call.check(found)
+    """Means and variances too, whose merge needs the number of unmasked keys of each part."""
+    check(2, "scaled_dot", mask, extras, "float64", PLACEMENTS[1], **WAYS[way])
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ FAULTS: list[Fault] = [
     Fault(
         "ranks-returned-gradients-overwrite",
         "src/attnscore/parallel/torch_ranks.py",
-        "Ranks.give_back.messages",
-        "add_rows(positions_first(A), B, C)",
-        "copy_rows(positions_first(A), B, C)",
+        "Ranks.give_back",
+        "add_rows(A, B, C)",
+        "copy_rows(A, B, C)",
         _PROCESSES,
         "the gradients that another rank returns replace the rank's own",
     ),
@@ -82,7 +82,7 @@ FAULTS: list[Fault] = [
     Fault(
         "parts-dropout-by-local-positions",
         "src/attnscore/parallel/torch_modes.py",
-        "ShardedCall.problem_of",
+        "ShardedCall.make_part",
         "A.positions(B)",
         "torch.arange(len(A))",
         _PROCESSES,

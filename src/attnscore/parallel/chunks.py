@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Never, cast
 
 import numpy as np
@@ -26,12 +25,12 @@ from attnscore.errors import ArgumentError, FrameworkError, message
 from attnscore.masks import Mask, as_mask
 from attnscore.parallel.mask import shard_mask, with_batch_axis
 from attnscore.parallel.pairs import Pairs, Range
-from attnscore.parallel.parts import counts_of, finish, state_of
+from attnscore.parallel.parts import finish, state_of_part
 from attnscore.parallel.shard import Shard
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem, build_problem, check_arrays, check_extra, requested_statistics
-from attnscore.problem.statistics import COUNTED, AttentionStats, needs_counts, statistics_to_join, with_global_keys
+from attnscore.problem.statistics import COUNTED, AttentionStats, needs_counts, statistics_to_join
 
 
 @hides_unknown
@@ -120,12 +119,9 @@ def attend_chunks(
             query, keys, values, score=score, mask=parts.mask_of(key_range), bias=parts.bias_of(key_range, query),
             sink=sink, head_axis=head_axis, statistics=statistics_to_join(statistics),
         )  # fmt: skip
-        without_sink = dataclasses.replace(problem, sink=None)
-        result = kernels.single_plan(without_sink, kernel)()
-        positions = partial(ops.positions, key_range[0], key_range[1] - key_range[0], query)
-        result = dataclasses.replace(result, statistics=with_global_keys(ops, result.statistics, positions))
-        new = state_of(ops, result, parts.counts_of(without_sink, result.log_denom))
-        return new._replace(out=ops.astype(result.out, ops.dtype(new.total)) * new.total), problem.sink
+        parts.check_counts(problem)
+        plan = kernels.single_plan(dataclasses.replace(problem, sink=None), kernel)
+        return state_of_part(plan, Shard((key_range,), layout.score_shape.key_len)), problem.sink
 
     with ops.numeric_scope():
         for key_range, keys, values in _chunks(ops, query, key, value, layout, parts.ranges(chunk, files)):
@@ -183,20 +179,18 @@ class _Parts:
             stop += shape.query_len - 1  # one number for each relative offset, key minus query, in rising order
         return _read(self.ops, bias, -1, (start, stop), like)
 
-    def counts_of(self, problem: Problem, like: Array) -> Array | None:
-        """Return the number of unmasked keys of each query in a chunk, where a statistic needs it."""
+    def check_counts(self, problem: Problem) -> None:
+        """Raise ArgumentError where a statistic needs the number of unmasked keys of a chunk that has no intervals."""
         if not needs_counts(self.statistics):
-            return None
+            return
         values = None if problem.bias is None else backends.host(problem.bias)
-        intervals, remaining_mask = problem.visibility
         for reason, applies in (
             ("a bias of -inf, which masks", values is not None and bool((values == -math.inf).any())),
-            ("a mask that is no intervals", remaining_mask is not None),
+            ("a mask that is no intervals", problem.visibility[1] is not None),
         ):
             if applies:
                 expected = f"statistics other than {' and '.join(COUNTED)} with {reason}"
                 raise ArgumentError(message("return_stats", expected, ", ".join(self.statistics)))
-        return counts_of(self.ops, problem.score_shape, problem.score_shape.key_len, intervals, like)
 
 
 def _chunks(

@@ -18,8 +18,7 @@ from jax import Array
 from attnscore.backends.base import HALF_PRECISION, HostArray, SeedHalves, accumulator
 from attnscore.backends.jax.sharding import axes_of, differing
 from attnscore.base.layout import ScoreShape
-from attnscore.kernels import SinglePlan, tiling
-from attnscore.masks import Mask
+from attnscore.kernels import SinglePlan
 from attnscore.parallel.jax_rows import DeviceRows, entry, join_rows, split_rows
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.parts import (
@@ -27,18 +26,19 @@ from attnscore.parallel.parts import (
     arrays_of,
     dropout_of,
     finish,
-    kernel_of,
+    plan_of_part,
     problem_of_part,
     result_of,
-    state_of,
+    run_part,
+    state_of_part,
 )
 from attnscore.parallel.plan import Exchange, heads_attend_differently
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result
-from attnscore.problem.statistics import needs_counts, statistics_to_join, with_global_keys
-from attnscore.scores.forms import PARAMETER, InnerForm
+from attnscore.problem.statistics import statistics_to_join
+from attnscore.scores.forms import PARAMETER
 
 lax: Any = jax.lax
 """JAX's stubs leave the collectives untyped."""
@@ -81,23 +81,12 @@ class Call(ABC):
     def run(self) -> Result:
         """Return the result of the device's queries."""
 
-    def compute(
-        self, shape: ScoreShape, arrays: Arrays, mask: Mask | None, bias: Array | None, dropout: Any, sink: Any,
-        statistics: tuple[str, ...] | None = None,
-    ) -> Result:  # fmt: skip
-        """Run attention over the lowered arrays of a part; `statistics` None: the call's statistics."""
-        problem = problem_of_part(
-            self.problem, shape, arrays, mask=mask, bias=bias, dropout=dropout, sink=sink, statistics=statistics
-        )
-        return SinglePlan(kernel_of(self.kernel, problem), problem, tiling.plan(problem))()
+    def part(
+        self, keys: DeviceRows, cols: Any, operands: Arrays, statistics: tuple[str, ...] | None = None
+    ) -> SinglePlan:
+        """Return the plan of the device's queries and the keys at `cols`, among `keys` of all devices.
 
-    def attend_part(
-        self, keys: DeviceRows, cols: Any, operands: Arrays, statistics: tuple[str, ...] | None = None, *,
-        sink: Any = None,
-    ) -> Result:  # fmt: skip
-        """Return the result of the device's queries over the keys at `cols`, among `keys` of all devices.
-
-        `operands` may have a bias, of all keys.
+        `operands` may have a bias, of all keys, and a sink; `statistics` None: the call's statistics.
         """
         rows, sequence_shape = self.queries.of_device(self.device), self.sequence_shape
         shape = dataclasses.replace(sequence_shape, query_len=self.queries.rows, key_len=cols.shape[0])
@@ -105,9 +94,11 @@ class Call(ABC):
         mask = shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length, padded=padded)
         dropout = dropout_of(self.problem, sequence_shape, rows, jnp.asarray(cols))
         bias = self.bias_of(operands["bias"], keys, rows, jnp.asarray(cols)) if "bias" in operands else None
-        result = self.compute(shape, operands, mask, bias, dropout, sink, statistics)
-        numbers = with_global_keys(self.problem.ops, result.statistics, lambda: jnp.asarray(cols))
-        return dataclasses.replace(result, statistics=numbers)
+        part = problem_of_part(
+            self.problem, shape, operands, mask=mask, bias=bias, dropout=dropout, sink=operands.get("sink"),
+            statistics=statistics,
+        )  # fmt: skip
+        return plan_of_part(self.kernel, part)
 
     def bias_of(self, bias: Array, keys: DeviceRows, rows: Array, cols: Array) -> Array:
         """Return the bias of the device's queries and the keys at `cols`, among `keys` of all devices."""
@@ -130,8 +121,8 @@ class Gather(Call):
         arrays = {name: self._fetch(x) for name, x in self.operands("key").items()}
         # Positions are on the host where all devices need all keys.
         cols = np.arange(self.keys.length) if self._is_whole else self._needed.of_device(self.device)
-        operands = {**self.operands("query", "shared", "bias"), **arrays}
-        return self.attend_part(self._needed, cols, operands, sink=self.problem.sink)
+        operands = {**self.operands("query", "shared", "bias", "sink"), **arrays}
+        return run_part(self.part(self._needed, cols, operands), cols)
 
     @cached_property
     def _needed(self) -> DeviceRows:
@@ -220,7 +211,11 @@ class Heads(Call):
         bias = None if self.problem.bias is None else self._bias(self.problem.bias)
         sink = self.problem.sink
         sink = sink if sink is None or sink.shape[-2] == 1 else self._own_heads(sink, -2)
-        result = self.compute(shape, {**arrays, **self.operands("shared")}, self.problem.mask, bias, dropout, sink)
+        part = problem_of_part(
+            self.problem, shape, {**arrays, **self.operands("shared")}, mask=self.problem.mask, bias=bias,
+            dropout=dropout, sink=sink,
+        )  # fmt: skip
+        result = plan_of_part(self.kernel, part)()
         return result_of({name: self._to_device_rows(x) for name, x in arrays_of(result).items()})
 
     @property
@@ -316,31 +311,12 @@ class Ring(Call):
         pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
         return {name: lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
 
-    def _attend_step(self, step: int, operands: Arrays, statistics: tuple[str, ...]) -> tuple[Result, Array | None]:
-        """Return the result over the keys that the device has at a step, and each query's number of unmasked keys.
-
-        The number is None unless a statistic needs it. The sink belongs to the first step.
-        """
+    def _part(self, step: int, operands: Arrays, statistics: tuple[str, ...]) -> tuple[SinglePlan, Array]:
+        """Return the plan over the keys that the device has at a step, and their positions."""
         cols = self.keys.of_device((self.device - step) % self.plan.ranks)
         # The parts are merged in the dtype of sums.
         operands = {**operands, "value": operands["value"].astype(self._sums)}
-        sink = operands.get("sink") if step == 0 else None
-        result = self.attend_part(self.keys, cols, operands, statistics, sink=sink)
-        return result, self._count(cols, operands) if needs_counts(statistics) else None
-
-    def _count(self, cols: Array, operands: Arrays) -> Array:
-        """Return how many of the keys at `cols` each query attends: the sum of exp(0)."""
-        rows = dataclasses.replace(self.sequence_shape, query_len=self.queries.rows).rows
-        # Some scores have no single array of queries or keys.
-        query = jnp.zeros((*rows, 1), self._sums)
-        key = jnp.zeros((*self.sequence_shape.lead, self.sequence_shape.heads, 1, cols.shape[0], 1), self._sums)
-        form, layout = InnerForm(query, key), dataclasses.replace(self.problem.layout, value_dim=1)
-        problem = dataclasses.replace(self.problem, form=form, layout=layout, dropout=None)
-        zeros = {"query": query, "key": key, "value": operands["value"][..., :1]}
-        if (bias := operands.get("bias")) is not None:
-            zeros["bias"] = jnp.where(jnp.isneginf(bias), bias, 0)
-        result = dataclasses.replace(self, problem=problem).attend_part(self.keys, cols, zeros, ("log_sum_exp",))
-        return jnp.round(jnp.exp(result.log_sum_exp))
+        return self.part(self.keys, cols, operands, statistics), cols
 
     def _forward(self, operands: Arrays) -> dict[str, Array]:
         """Return output, row_max, log_denom and statistics over the keys of all devices."""
@@ -351,9 +327,8 @@ class Ring(Call):
             if step:
                 key_arrays |= self._from_previous_device({name: key_arrays[name] for name in self.operands("key")})
             if self._is_attended(step):
-                result, count = self._attend_step(step, key_arrays, statistics)
-                new = state_of(ops, result, count)
-                new = new._replace(out=result.out * new.total)
+                part, cols = self._part(step, key_arrays, statistics)
+                new = state_of_part(part, cols)
                 state = new if state is None else online_softmax.merge(ops, state, new)
         result = finish(ops, cast(RowState, state), operands.get("sink"), self.problem.statistics)
         return {**arrays_of(result), "log_sum_exp": result.log_sum_exp}
@@ -365,7 +340,9 @@ class Ring(Call):
         key_gradients = {name: totals.pop(name) for name in keys}
 
         def attend_at(step: int, operands: Arrays) -> dict[str, Array]:
-            result, _ = self._attend_step(step, operands, self._differentiable)
+            # The sink belongs to the first step.
+            operands = {name: x for name, x in operands.items() if name != "sink" or step == 0}
+            result = self._part(step, operands, self._differentiable)[0]()
             return {"out": result.out, **{name: result.statistics[name] for name in self._differentiable}}
 
         for step in range(self.plan.ranks):

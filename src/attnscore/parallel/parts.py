@@ -11,21 +11,21 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
 from attnscore import kernels
 from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape
 from attnscore.errors import KernelUnavailable, message
-from attnscore.kernels import Kernel
-from attnscore.masks import IntervalSet, Mask
+from attnscore.kernels import SinglePlan, tiling
+from attnscore.masks import Mask
+from attnscore.parallel.shard import Shard
 from attnscore.problem import dropout as dropouts
 from attnscore.problem import online_softmax
 from attnscore.problem.dropout import Dropout, PairDropout
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result
-from attnscore.problem.statistics import ACCUMULATORS
+from attnscore.problem.statistics import ACCUMULATORS, needs_counts, with_global_keys
+from attnscore.scores.forms import InnerForm
 
 SOFTMAX_ALONE = "a normalizer other than the softmax, by whose log-sum-exp parts are merged"
 """Why a call whose parts are merged cannot run."""
@@ -44,12 +44,28 @@ def problem_of_part(
     )  # fmt: skip
 
 
-def kernel_of(name: str, problem: Problem) -> Kernel:
-    """Return the kernel of this name, or the best one, for a part; raise KernelUnavailable where it takes no forms."""
-    kernel = kernels.choose(name, problem)
+def plan_of_part(kernel_name: str, problem: Problem) -> SinglePlan:
+    """Return the plan of a part by the kernel of this name, or by the best one.
+
+    Raises
+    ------
+    KernelUnavailable
+        The kernel takes no lowered forms.
+    """
+    kernel = kernels.choose(kernel_name, problem)
     if not kernel.has_vjp:
-        raise KernelUnavailable(message("kernel", "one that takes lowered keys", repr(name)))
-    return kernel
+        raise KernelUnavailable(message("kernel", "one that takes lowered keys", repr(kernel_name)))
+    return SinglePlan(kernel, problem, tiling.plan(problem))
+
+
+def run_part(plan: SinglePlan, cols: Shard | Array) -> Result:
+    """Return the result of a part over the keys `cols`, with indices of keys counted in the whole sequence."""
+    result, ops, like = plan(), plan.problem.ops, plan.problem.value
+
+    def positions() -> Array:
+        return cols.positions(like) if isinstance(cols, Shard) else ops.asarray(cols, like)
+
+    return dataclasses.replace(result, statistics=with_global_keys(ops, result.statistics, positions))
 
 
 def dropout_of(
@@ -82,27 +98,32 @@ def result_of(arrays: Mapping[str, Array]) -> Result:
 # ---- merging
 
 
-def state_of(ops: Backend, result: Result, count: Array | None = None) -> RowState:
-    """Return the state of the online softmax after the keys of a part, from the result over them without a sink.
-
-    `out` holds the total, which `finish` turns into the keys' share of the softmax (1 without a sink). A caller that
-    merges outputs by `online_softmax.merge` sets `out` to the output of the part times the total instead. `count`, the
-    number of unmasked keys of each query, is required with `mean_score` and `var_score`.
-    """
+def state_of_part(plan: SinglePlan, cols: Shard | Array) -> RowState:
+    """Return the state of the online softmax after the keys `cols` of a part, which has no sink."""
+    ops, result = plan.problem.ops, run_part(plan, cols)
     log_denom, total = result.log_denom, ops.exp(result.log_denom)
+    count = key_counts(plan.problem) if needs_counts(result.statistics) else None
     rows = {**result.statistics, "log_denom": log_denom, "total": total, "count": count}
     names = online_softmax.needed_accumulators(tuple(result.statistics))
     sums = {name: ACCUMULATORS[name].of_result(ops, rows) for name in names}
-    return RowState(ops.where(log_denom == -math.inf, -math.inf, result.row_max), total, total, sums)
+    out = ops.astype(result.out, ops.dtype(total)) * total
+    return RowState(ops.where(log_denom == -math.inf, -math.inf, result.row_max), total, out, sums)
 
 
-def counts_of(ops: Backend, shape: ScoreShape, key_len: int, intervals: IntervalSet | None, like: Array) -> Array:
-    """Return the number of unmasked keys of each query, in the shape of `like`, by their intervals; None: all keys."""
-    if intervals is None:
-        return ops.full(ops.shape(like), key_len, like)
-    lens = np.maximum(intervals.stop - intervals.start, 0).sum(0)[..., None]
-    counts = shape.batch_to_canonical(ops, ops.asarray(lens, like))
-    return ops.broadcast_to(ops.astype(counts, ops.dtype(like)), ops.shape(like))
+def key_counts(part: Problem) -> Array:
+    """Return how many keys each query of a part attends: the sum of exp(0)."""
+    ops, shape, dtype = part.ops, part.score_shape, part.accumulator
+    # Some scores have no single array of queries or keys.
+    query = ops.zeros((*shape.rows, 1), part.value, dtype)
+    key = ops.zeros((*shape.lead, shape.heads, 1, shape.key_len, 1), part.value, dtype)
+    bias = None if part.bias is None else ops.where(part.bias == -math.inf, part.bias, 0.0)
+    layout, form = dataclasses.replace(part.layout, value_dim=1), InnerForm(query, key)
+    zeros = dataclasses.replace(
+        part, layout=layout, query=query, key=key, value=ops.astype(part.value[..., :1], dtype), form=form, bias=bias,
+        dropout=None, statistics=(),
+    )  # fmt: skip
+    counts = ops.exp(kernels.single_plan(zeros)().log_sum_exp)
+    return ops.astype(ops.astype(counts + 0.5, "int64"), dtype)
 
 
 def finish(ops: Backend, state: RowState, sink: Array | None, statistics: tuple[str, ...]) -> Result:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ from typing import Any, Never, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from attnscore import backends, scores
@@ -34,13 +32,12 @@ from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.masks import Mask
 from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.options import Options
-from attnscore.parallel.parts import arrays_of, result_of
 from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard, check_shards
-from attnscore.parallel.torch_modes import MODE_CLASSES, PassQueries, Saved, ShardedCall
-from attnscore.parallel.torch_ranks import Ranks, Transfers, with_summed_gradient
+from attnscore.parallel.torch_modes import MODE_CLASSES, Call, PassQueries
+from attnscore.parallel.torch_ranks import Ranks, Transfers, move_rows, with_summed_gradient
 from attnscore.problem.problem import Problem, check_extra
-from attnscore.problem.results import RowGradients, present
+from attnscore.problem.results import present
 from attnscore.problem.statistics import AttentionStats
 from attnscore.scores.base import scores_in, with_arrays
 
@@ -140,18 +137,7 @@ def attend(
     query, key, value = map(_local, (query, key, value))
     with ops.numeric_scope():
         call, _ = _plan_call(query, key, value, group, options, check, sum_parameters)
-        problem = call.problem
-        operands = problem.operands()
-        if _is_differentiated(problem):
-            outputs = _Attention.apply(call, *operands.values())  # type: ignore[no-untyped-call]  # torch's own
-            names = ("out", "log_denom", "row_max", *(x for x in problem.statistics if x != "log_sum_exp"))
-            result = result_of(dict(zip(names, outputs, strict=True)))
-        else:
-            with torch.no_grad():
-                result, _ = call.forward(operands)
-        if "log_sum_exp" in problem.statistics:
-            result.statistics["log_sum_exp"] = result.log_sum_exp
-        return wrap(present(problem, result))
+        return wrap(present(call.problem, call.compute()))
 
 
 def explain(
@@ -190,7 +176,8 @@ def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) 
         raise ShapeError(message("x", f"{count} positions on axis {axis}", f"shape {tuple(x.shape)}"))
     rows = x.movedim(axis, 0)
     transfers = Transfers.of(shards, [Shard.whole(length)] * ranks.count, ranks.rank)
-    sequence_rows: Tensor = _FetchRows.apply(rows.reshape(count, math.prod(rows.shape[1:])), ranks, transfers)  # type: ignore[no-untyped-call]  # torch's own
+    flat = rows.reshape(count, math.prod(rows.shape[1:]))
+    sequence_rows = move_rows(ranks, {"x": flat}, {"x": transfers})["x"]
     return sequence_rows.reshape(length, *rows.shape[1:]).movedim(0, axis)
 
 
@@ -215,28 +202,12 @@ def merge_over(out: Tensor, log_sum_exp: Tensor, group: Any) -> tuple[Tensor, Te
     return merge([*outs], [*logs])
 
 
-class _FetchRows(torch.autograd.Function):
-    """Rows of all ranks; their gradients return to the owners."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, transfers: Transfers) -> Tensor:
-        ctx.ranks, ctx.transfers = ranks, transfers
-        return ranks.fetch({"x": x}, transfers)()["x"]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        totals: dict[str, Tensor] = {}
-        ctx.ranks.give_back({"x": grad}, ctx.transfers)(totals)
-        return totals["x"], None, None
-
-
 # ---- planning
 
 
 def _plan_call(
     query: Tensor, key: Any, value: Tensor, group: Any, options: Options, check: bool, sum_parameters: bool
-) -> tuple[ShardedCall, ParallelExplanation]:
+) -> tuple[Call, ParallelExplanation]:
     """Check a rank's arguments, agree with the others, build shards, mask and bias of the sequence; choose a mode."""
     ranks = Ranks.of(group)
     problem_or_error: Problem | Exception
@@ -446,46 +417,6 @@ def _check_bias(
         expected = f"an axis of queries of {[*map(len, queries)]} on the ranks, or of 1 on all"
         raise ShapeError(message("bias", expected, [*facts.bias_queries]))
     return is_shared
-
-
-# ---- the gradient
-
-
-class _Attention(torch.autograd.Function):
-    """A call of all ranks: saves the operands, the fetched keys, the output, row_max, log_denom and any entropy."""
-
-    @staticmethod
-    def forward(ctx: Any, call: ShardedCall, *operands: Tensor) -> tuple[Tensor, ...]:
-        arrays = dict(zip(call.problem.operands(), operands, strict=True))
-        result, saved = call.forward(arrays)
-        # The mode `heads` saves the result of the rank's heads, not of its rows.
-        outputs, saved_outputs = arrays_of(result), arrays_of(saved.result or result)
-        ctx.call, ctx.parts, ctx.outputs = call, saved.parts, tuple(outputs)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for name, x in outputs.items() if name not in _DIFFERENTIABLE))
-        saved_outputs = {name: x for name, x in saved_outputs.items() if name in (*_DIFFERENTIABLE, "row_max")}
-        groups = arrays, saved.fetched, saved_outputs
-        ctx.names = [tuple(group) for group in groups]
-        ctx.save_for_backward(*(x for group in groups for x in group.values()))
-        return tuple(outputs.values())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors, output_grads = iter(ctx.saved_tensors), dict(zip(ctx.outputs, grads, strict=True))
-        operands, fetched, outputs = ({name: next(tensors) for name in names} for names in ctx.names)
-        # row_max has no gradient, so log_denom has the gradient of the log-sum-exp.
-        incoming = RowGradients(
-            out=output_grads["out"], log_sum_exp=output_grads["log_denom"], entropy=output_grads.get("entropy")
-        )
-        requested = frozenset(itertools.compress(operands, ctx.needs_input_grad[1:]))
-        with ctx.call.problem.ops.numeric_scope():
-            saved = Saved(ctx.parts, fetched)
-            gradients = ctx.call.backward(operands, saved, result_of(outputs), incoming, requested)
-        return None, *(gradients[name].to(x.dtype) if name in requested else None for name, x in operands.items())
-
-
-_DIFFERENTIABLE = ("out", "log_denom", "entropy")
 
 
 # ---- DTensors

@@ -9,20 +9,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Final, NamedTuple, final
+from functools import cached_property, partial
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from attnscore.backends.base import accumulator
+from attnscore.backends.torch import map_leaves
 from attnscore.base.layout import ScoreShape
-from attnscore.kernels import Kernel, tiling
-from attnscore.kernels.tiling import TilePlan
+from attnscore.kernels import SinglePlan
 from attnscore.masks import Dense, Mask, ValidLens, split_intervals
 from attnscore.masks.base import all_of
 from attnscore.parallel.mask import shard_mask
@@ -30,13 +32,13 @@ from attnscore.parallel.pairs import Range
 from attnscore.parallel.parts import (
     SOFTMAX_ALONE,
     arrays_of,
-    counts_of,
     dropout_of,
     finish,
-    kernel_of,
+    plan_of_part,
     problem_of_part,
     result_of,
-    state_of,
+    run_part,
+    state_of_part,
 )
 from attnscore.parallel.plan import (
     BACKWARD_KEYS,
@@ -53,42 +55,58 @@ from attnscore.parallel.torch_ranks import (
     Transfers,
     add_rows,
     copy_rows,
-    pair_slices,
-    positions_first,
+    move_rows,
+    row_pairs,
     slice_ranges,
 )
 from attnscore.problem import online_softmax
-from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
-from attnscore.problem.statistics import COUNTED, needs_counts, statistics_to_join, with_global_keys
+from attnscore.problem.statistics import statistics_to_join
 from attnscore.scores.forms import PARAMETER
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-class Part(NamedTuple):
-    """Some queries of a rank against some keys: all that a kernel needs but the arrays."""
+class Differentiated(torch.autograd.Function):
+    """The forward and the backward of a `ShardedCall`, as a function of its operands.
 
-    rows: Shard
-    cols: Shard
-    mask: Mask | None
-    tiles: TilePlan
-    kernel: Kernel
+    Saves the operands, the fetched arrays, the output, row_max, log_denom and any entropy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: ShardedCall, *operands: Tensor) -> tuple[Tensor, ...]:
+        arrays = dict(zip(call.problem.operands(), operands, strict=True))
+        result, fetched = call.forward(arrays)
+        outputs = arrays_of(result)
+        ctx.call, ctx.outputs = call, tuple(outputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for name, x in outputs.items() if name not in _DIFFERENTIABLE))
+        saved = {name: x for name, x in outputs.items() if name in (*_DIFFERENTIABLE, "row_max")}
+        groups = arrays, fetched, saved
+        ctx.names = [tuple(group) for group in groups]
+        ctx.save_for_backward(*(x for group in groups for x in group.values()))
+        return tuple(outputs.values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors, output_grads = iter(ctx.saved_tensors), dict(zip(ctx.outputs, grads, strict=True))
+        operands, fetched, outputs = ({name: next(tensors) for name in names} for names in ctx.names)
+        # row_max has no gradient, so log_denom has the gradient of the log-sum-exp.
+        incoming = RowGradients(*map(output_grads.get, _DIFFERENTIABLE))
+        requested = frozenset(itertools.compress(operands, ctx.needs_input_grad[1:]))
+        with ctx.call.problem.ops.numeric_scope():
+            gradients = ctx.call.backward(operands, fetched, result_of(outputs), incoming, requested)
+        return None, *(gradients[name].to(x.dtype) if name in requested else None for name, x in operands.items())
 
 
-class Saved(NamedTuple):
-    """Arrays and parts that a forward saves for its backward, in addition to the operands and the result."""
-
-    parts: dict[Any, Part]
-    fetched: dict[str, Tensor]
-    result: Result | None = None
-    """Result of the rank's heads over all queries; None where the rank computes its own queries."""
+_DIFFERENTIABLE = ("out", "log_denom", "entropy")
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedCall(ABC):
-    """One call of attention over all ranks; this rank computes the queries that it holds."""
+class Call(ABC):
+    """One call of attention over all ranks; this rank returns the queries that it holds."""
 
     ranks: Ranks
     plan: Exchange
@@ -97,6 +115,15 @@ class ShardedCall(ABC):
     kernel: str
     bias_has_queries: bool = False
     """Whether each rank has the bias of its own queries, not one bias for all."""
+
+    @staticmethod
+    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
+        """Return why a call cannot run in this mode; the problem has the mask and the bias of the whole sequence."""
+        return ()
+
+    @abstractmethod
+    def compute(self) -> Result:
+        """Return the result of the rank's queries, with its gradient."""
 
     @cached_property
     def sequence_shape(self) -> ScoreShape:
@@ -114,61 +141,70 @@ class ShardedCall(ABC):
         return self.plan.keys[self.ranks.rank]
 
     @cached_property
-    def has_relative_bias(self) -> bool:
-        """Whether the bias has a number for each relative offset, key minus query."""
-        return self.problem.bias is not None and self.sequence_shape.is_relative(tuple(self.problem.bias.shape))
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """Statistics of the parts."""
-        return self.problem.statistics
-
-    @property
-    def sums(self) -> torch.dtype:
-        """Dtype of sums."""
-        return _DTYPES[accumulator(self.problem.dtype)]
-
-    @cached_property
     def names(self) -> dict[str, tuple[str, ...]]:
         """Names of the operands with rows, "query" and "key" (the value too)."""
         form = self.problem.form
         query, key = ([name for name in form.arrays() if form.role(name) == role] for role in ("query", "key"))
         return {"query": (*query,), "key": (*key, "value")}
 
+
+class ShardedCall(Call):
+    """A call that runs kernels over some of the rank's queries and some keys at a time."""
+
+    def compute(self) -> Result:
+        operands = self.problem.operands()
+        outputs = Differentiated.apply(self, *operands.values())  # type: ignore[no-untyped-call]  # torch's own
+        names = ("out", "log_denom", "row_max", *(x for x in self.problem.statistics if x != "log_sum_exp"))
+        result = result_of(dict(zip(names, outputs, strict=True)))
+        if "log_sum_exp" in self.problem.statistics:
+            result.statistics["log_sum_exp"] = result.log_sum_exp
+        return result
+
     @abstractmethod
-    def forward(self, operands: Arrays) -> tuple[Result, Saved]:
-        """Return the result of the rank's queries, and the arrays that the backward needs."""
+    def forward(self, operands: Arrays) -> tuple[Result, dict[str, Tensor]]:
+        """Return the result of the rank's queries, and fetched arrays that the backward needs."""
 
     @abstractmethod
     def backward(
-        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
+        self, operands: Arrays, fetched: Arrays, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
         """Return the rank's gradients of the operands in `requested`, in the dtype of sums."""
 
+    @cached_property
+    def has_relative_bias(self) -> bool:
+        """Whether the bias has a number for each relative offset, key minus query."""
+        return self.problem.bias is not None and self.sequence_shape.is_relative(tuple(self.problem.bias.shape))
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Statistics of the parts, but the log-sum-exp, which follows from two arrays of any result."""
+        return tuple(name for name in self.problem.statistics if name != "log_sum_exp")
+
+    @property
+    def sums(self) -> torch.dtype:
+        """Dtype of sums."""
+        return _DTYPES[accumulator(self.problem.dtype)]
+
     # ---- parts
 
-    def make_part(self, rows: Shard, cols: Shard, arrays: Arrays) -> tuple[Part, Problem]:
-        """Return a part, and its problem over `arrays`, operands of the rank's queries and of the keys `cols`."""
-        mask = self.mask_of(rows, cols)
-        problem = self.problem_of(rows, cols, mask, arrays)
-        return Part(rows, cols, mask, tiling.plan(problem), kernel_of(self.kernel, problem)), problem
-
-    def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
-        """Return the mask of a part."""
-        return shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length)
-
-    def problem_of(self, rows: Shard, cols: Shard, mask: Mask | None, arrays: Arrays) -> Problem:
-        """Return the problem of a part over `arrays`, as in `make_part`."""
+    def make_part(self, rows: Shard, cols: Shard, arrays: Arrays) -> SinglePlan:
+        """Return the plan of some queries and keys over `arrays`: operands of the rank's queries and of `cols`."""
         problem, ranges = self.problem, self.queries.locate(rows)
         shape = dataclasses.replace(self.sequence_shape, query_len=len(rows), key_len=len(cols))
         arrays = {name: slice_ranges(x, ranges) if name in self.names["query"] else x for name, x in arrays.items()}
         dropout: Any = problem.dropout
         if dropout is not None and (len(rows), len(cols)) != (self.queries.length, self.keys.length):
             dropout = dropout_of(problem, self.sequence_shape, *(x.positions(arrays["value"]) for x in (rows, cols)))
-        return problem_of_part(
-            problem, shape, arrays, mask=mask, dropout=dropout, sink=arrays.get("sink"), statistics=self.statistics,
+        part = problem_of_part(
+            problem, shape, arrays, mask=self.mask_of(rows, cols), dropout=dropout, sink=arrays.get("sink"),
             bias=None if problem.bias is None else self._bias_of_part(arrays["bias"], rows, cols),
+            statistics=self.statistics,
         )  # fmt: skip
+        return plan_of_part(self.kernel, part)
+
+    def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
+        """Return the mask of a part."""
+        return shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length)
 
     def _bias_of_part(self, bias: Tensor, rows: Shard, cols: Shard) -> Tensor:
         """Return the bias of a part, sliced from the bias of the rank's queries and all keys."""
@@ -178,13 +214,11 @@ class ShardedCall(ABC):
 
     def _add_bias(self, total: Tensor, rows: Shard, cols: Shard, grad: Tensor) -> None:
         """Add the gradient of a part's bias to `total`, the gradient of the bias of all keys."""
-        indices = [torch.arange(n, device=grad.device) for n in total.shape[-2:]]
+        blocks = [(total, grad)]
         for axis, ranges in self._bias_ranges(total, rows, cols):
-            indices[axis] = slice_ranges(indices[axis], ranges, 0)
-        if all(len(index) == n for index, n in zip(indices, total.shape[-2:], strict=True)):
-            total.add_(grad)
-        else:
-            total[..., indices[0][:, None], indices[1]] += grad
+            blocks = [block for x, y in blocks for block in row_pairs(x, ranges, y, axis=axis)]
+        for x, y in blocks:
+            x.add_(y)
 
     def _bias_ranges(self, bias: Tensor, rows: Shard, cols: Shard) -> list[tuple[int, tuple[Range, ...]]]:
         """Return the axes on which a part slices a bias, each with the ranges of the slice."""
@@ -196,56 +230,45 @@ class ShardedCall(ABC):
         query_ranges = [(-2, self.queries.locate(rows))] if self.bias_has_queries else []
         return query_ranges + ([(-1, cols.ranges)] if bias.shape[-1] > 1 else [])
 
-    @staticmethod
-    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
-        """Return why a call cannot run in this mode; the problem has the mask and the bias of the whole sequence."""
-        return ()
-
-    def run(self, rows: Shard, cols: Shard, arrays: Arrays) -> tuple[Part, Result]:
-        """Return a part, and the result of its forward."""
-        part, problem = self.make_part(rows, cols, arrays)
-        result = part.kernel.forward(problem, part.tiles)
-        numbers = with_global_keys(problem.ops, result.statistics, lambda: cols.positions(result.out))
-        return part, dataclasses.replace(result, statistics=numbers)
+    def run(self, rows: Shard, cols: Shard, arrays: Arrays) -> Result:
+        """Return the result of a part."""
+        return run_part(self.make_part(rows, cols, arrays), cols)
 
     def add_gradients(
-        self, totals: dict[str, Tensor], part: Part, problem: Problem, result: Result, grads: RowGradients,
+        self, totals: dict[str, Tensor], rows: Shard, cols: Shard, arrays: Arrays, result: Result, grads: RowGradients,
         requested: frozenset[str],
     ) -> dict[str, Tensor]:  # fmt: skip
         """Add the gradients of a part's operands to `totals`, and return the gradients of the part's keys.
 
-        `result` and `grads` cover all queries of the rank. All gradients are in the dtype of sums, on every
-        rank, whichever kernel computes them.
+        `result` and `grads` cover all queries of the rank. All gradients are in the dtype of sums, on every rank,
+        whichever kernel computes them.
         """
-        ranges = self.queries.locate(part.rows)
+        plan, ranges = self.make_part(rows, cols, arrays), self.queries.locate(rows)
         part_result = result_of({name: slice_ranges(x, ranges) for name, x in arrays_of(result).items()})
         row_grads = (grads.out, grads.log_sum_exp, grads.entropy)
-        part_grads = (None if x is None else slice_ranges(x, ranges) for x in row_grads)
-        names = requested & frozenset(problem.operands())
-        gradients = part.kernel.backward(problem, part.tiles, part_result, RowGradients(*part_grads), names)
+        part_grads = RowGradients(*(None if x is None else slice_ranges(x, ranges) for x in row_grads))
+        names = requested & frozenset(plan.operands())
+        gradients = plan.kernel.backward(plan.problem, plan.tiles, part_result, part_grads, names)
         gradients = {name: gradients[name].to(self.sums) for name in names}
         for name in names - {*self.names["key"]}:
             if name == "bias":
-                self._add_bias(totals[name], part.rows, part.cols, gradients[name])
+                self._add_bias(totals[name], rows, cols, gradients[name])
             elif name not in totals:
                 totals[name] = gradients[name]
             elif name in self.names["query"]:
-                add_rows(positions_first(totals[name]), ranges, positions_first(gradients[name]))
+                add_rows(totals[name], ranges, gradients[name])
             else:
                 totals[name].add_(gradients[name])
         return {name: gradients[name] for name in self.names["key"] if name in names}
-
-    def start_of_gradients(self, operands: Arrays, requested: frozenset[str]) -> dict[str, Tensor]:
-        """Return zeros for gradients that all parts share; query gradients begin with the first part's instead."""
-        return self.zeros_like(operands, requested - {*self.names["key"], *self.names["query"]})
 
     def zeros_like(self, operands: Arrays, names: Iterable[str]) -> dict[str, Tensor]:
         """Return zeros with the shapes of these operands, in the dtype of sums."""
         return {name: torch.zeros_like(operands[name], dtype=self.sums) for name in names}
 
-    def keys_in(self, arrays: Arrays) -> dict[str, Tensor]:
-        """Return the arrays of the keys and values."""
-        return {name: arrays[name] for name in self.names["key"]}
+    def fetch_keys(self, arrays: Arrays, transfers: Transfers) -> Callable[[], dict[str, Tensor]]:
+        """Start to fetch keys and values."""
+        keys = {name: arrays[name] for name in self.names["key"]}
+        return self.ranks.fetch(keys, dict.fromkeys(keys, transfers))
 
 
 class MergedCall(ShardedCall):
@@ -258,92 +281,54 @@ class MergedCall(ShardedCall):
             reasons.append(SOFTMAX_ALONE)
         if problem.bias is not None and sequence_shape.is_relative(tuple(problem.bias.shape)):
             reasons.append("a bias by relative position")
-        if moments := [name for name in COUNTED if name in problem.statistics]:
-            mask, no_queries, shape = problem.mask, np.zeros(0, np.int64), sequence_shape
-            sizes = (shape.query_len, shape.key_len, shape.batch)
-            remaining_mask = None if mask is None else split_intervals(mask, *sizes, no_queries)[1]
-            if remaining_mask is not None or problem.bias is not None:
-                reasons.append(f"{' and '.join(moments)} under a bias, or a mask that is no intervals of keys")
         return tuple(reasons)
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        return statistics_to_join(self.problem.statistics)
+        return statistics_to_join(super().statistics)
 
-    def operands_with(self, operands: Arrays, keys: Arrays) -> dict[str, Tensor]:
-        """Return operands over some keys, without the sink; the values, and so the output, are in the dtype of sums."""
-        arrays = {name: x for name, x in operands.items() if name != "sink"} | {**keys}
-        return {**arrays, "value": arrays["value"].to(self.sums)}
+    def make_part(self, rows: Shard, cols: Shard, arrays: Arrays) -> SinglePlan:
+        # The values, and so the output, are in the dtype of sums.
+        return super().make_part(rows, cols, {**arrays, "value": arrays["value"].to(self.sums)})
 
-    def merge(self, operands: Arrays, parts: Iterable[tuple[Part, Result]]) -> Result:
-        """Return the result of the rank's queries, merged from parts over disjoint keys that exclude the sink.
-
-        The output is merged in place: ``out = w out + v out_part``, with w and v the shares of the two in the softmax.
-        The state has the total in place of the output.
-        """
-        ops, rows, value = self.problem.ops, self.problem.score_shape.rows, operands["value"]
-        state = online_softmax.start(ops, rows, 1, value, accumulator(self.problem.dtype), self.statistics)
-        out = value.new_zeros((*rows, self.problem.layout.value_dim), dtype=self.sums)
-        for part, result in parts:
-            ranges, count = self.queries.locate(part.rows), None
-            if needs_counts(self.statistics):
-                count = counts_of(ops, self.sequence_shape, len(part.cols), part.tiles.interval_set, result.log_denom)
-            before, new = rows_at(state, ranges), state_of(ops, result, count)
-            merged = online_softmax.merge(ops, before, new)
-            total, safe = torch.where(merged.total == 0, 1.0, merged.total), online_softmax.safe_max(ops, merged.max)
-            w, v = (positions_first(torch.exp(x.max - safe) * x.total / total) for x in (before, new))
-            target, part_array = positions_first(out), positions_first(result.out)
-            for target_rows, source_rows in pair_slices(ranges, ((0, len(part.rows)),)):
-                target[target_rows].mul_(w[source_rows]).addcmul_(part_array[source_rows], v[source_rows])
-            for target, part_array in zip(_arrays_of(state), _arrays_of(merged), strict=True):
-                copy_rows(positions_first(target), ranges, positions_first(part_array))
-        sink = operands.get("sink")
-        result = finish(ops, state, sink, self.problem.statistics)
-        # Without a sink the keys have the whole softmax.
-        out = out if sink is None else out.mul_(result.out)
-        return dataclasses.replace(result, out=out.to(value.dtype))
-
-
-def rows_at(state: RowState, ranges: Sequence[Range]) -> RowState:
-    """Return the state of the queries in `ranges`: views where there is one range."""
-    sums = {name: tuple(slice_ranges(x, ranges) for x in arrays) for name, arrays in state.sums.items()}
-    row_max, total, out = (slice_ranges(x, ranges) for x in (state.max, state.total, state.out))
-    return RowState(row_max, total, out, sums)
-
-
-def _arrays_of(state: RowState) -> list[Tensor]:
-    return [state.max, state.total, state.out, *(x for arrays in state.sums.values() for x in arrays)]
+    def merge(self, operands: Arrays, parts: Iterable[tuple[Shard, Shard, Arrays]]) -> Result:
+        """Return the result of the rank's queries, merged from parts over disjoint keys, then with the sink."""
+        ops, value = self.problem.ops, operands["value"]
+        shape = self.problem.score_shape.rows, self.problem.layout.value_dim
+        state = online_softmax.start(ops, *shape, value, accumulator(self.problem.dtype), self.statistics)
+        for rows, cols, arrays in parts:
+            part = self.make_part(rows, cols, {name: x for name, x in arrays.items() if name != "sink"})
+            state_of_keys = state_of_part(part, cols)
+            ranges = self.queries.locate(rows)
+            before = map_leaves(partial(slice_ranges, ranges=ranges), state)
+            merged = online_softmax.merge(ops, before, state_of_keys)
+            map_leaves(lambda x, y, ranges=ranges: copy_rows(x, ranges, y), state, merged)
+        result = finish(ops, state, operands.get("sink"), self.problem.statistics)
+        return dataclasses.replace(result, out=result.out.to(value.dtype))
 
 
 class Gather(ShardedCall):
     """Fetch the keys that the rank's queries attend and that other ranks hold.
 
     Inner queries, which attend keys of this rank alone, are computed while the keys of the outer queries are on their
-    way. Backward, gradients of keys return to their owners while the inner queries are computed again.
-
-    The inner part has all queries of the rank with the outer ones masked, so that its arrays have room for the results
-    of both.
+    way. The inner part has all queries of the rank with the outer ones masked, so that its arrays have room for the
+    results of both.
     """
 
     @cached_property
     def outer(self) -> Shard:
-        """The queries that may attend keys of other ranks; all queries, where these attend all needed keys.
-
-        Each part packs its keys anew: the first of 2 ranks, whose head of a causal sequence attends its own keys alone,
-        took 3% longer for two parts than for one. The other rank, which has one part, gains nothing by two.
-        """
-        outer = Shard.empty(self.queries.length)
-        for peer in self.ranks.peers:
-            outer |= self.plan.attending(self.ranks.rank, peer)
+        """The queries that may attend keys of other ranks; all queries, where these attend all needed keys."""
+        attending = (self.plan.attending(self.ranks.rank, peer).ranges for peer in self.ranks.peers)
+        outer = Shard.of(itertools.chain(*attending), self.queries.length)
         # A bias by relative position is cut to one range of queries and one of keys.
         inner_keys = difference(self.plan.needed[self.ranks.rank], self.plan.keys_of(outer))
         is_one = self.has_relative_bias or not len(inner_keys)
         return self.queries if len(outer) and is_one else outer
 
     @cached_property
-    def inner(self) -> Shard:
-        """The queries that attend keys of this rank alone."""
-        return difference(self.queries, self.outer)
+    def has_inner_part(self) -> bool:
+        """Whether there are inner queries, or no queries."""
+        return self.outer != self.queries or not len(self.queries)
 
     @cached_property
     def transfers(self) -> Transfers:
@@ -355,53 +340,41 @@ class Gather(ShardedCall):
             needed = Shard(((needed.ranges[0][0], needed.ranges[-1][1]),), needed.length)
         return dataclasses.replace(Transfers.of(plan.keys, plan.needed, rank), needed=needed)
 
-    @cached_property
-    def has_inner_part(self) -> bool:
-        """Whether there are inner queries, or no queries."""
-        return len(self.inner) > 0 or not len(self.outer)
-
     def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
         mask = super().mask_of(rows, cols)
-        if not len(self.inner) or not len(self.outer) or rows == self.outer:
+        if rows == self.outer or not len(self.outer):
             return mask
         key_counts = np.full((self.sequence_shape.batch, len(rows)), len(cols))
         for start, stop in rows.locate(self.outer):
             key_counts[:, start:stop] = 0
         return all_of([*([] if mask is None else [mask]), ValidLens(key_counts)])
 
-    def forward(self, operands: Arrays) -> tuple[Result, Saved]:
-        wait, parts = self.ranks.fetch(self.keys_in(operands), self.transfers), {}
+    def forward(self, operands: Arrays) -> tuple[Result, dict[str, Tensor]]:
+        wait, results = self.fetch_keys(operands, self.transfers), []
         if self.has_inner_part:
-            parts["inner"], result = self.run(self.queries, self.keys, operands)
+            results.append(self.run(self.queries, self.keys, operands))
         fetched = wait()
         if len(self.outer):
-            parts["outer"], outer_result = self.run(self.outer, self.transfers.needed, {**operands, **fetched})
-            if not self.has_inner_part:
-                return outer_result, Saved(parts, fetched)
-            outputs, ranges = arrays_of(outer_result), self.queries.locate(self.outer)
-            for name, x in arrays_of(result).items():
-                copy_rows(positions_first(x), ranges, positions_first(outputs[name]))
-        return result, Saved(parts, fetched)
+            results.append(self.run(self.outer, self.transfers.needed, {**operands, **fetched}))
+        if len(results) == 2:
+            target, source = map(arrays_of, results)
+            for name, x in target.items():
+                copy_rows(x, self.queries.locate(self.outer), source[name])
+        return results[0], fetched
 
     def backward(
-        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
+        self, operands: Arrays, fetched: Arrays, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
-        totals = self.start_of_gradients(operands, requested)
+        totals = self.zeros_like(operands, requested.difference(*self.names.values()))
         key_gradients = {x: operands[x][..., :0, :].to(self.sums) for x in self.names["key"] if x in requested}
-        if outer := saved.parts.get("outer"):
-            problem = self.problem_of(*outer[:3], {**operands, **saved.fetched})
+        if self.has_inner_part:
+            totals |= self.add_gradients(totals, self.queries, self.keys, operands, result, grads, requested)
+        if len(self.outer):
+            arrays = {**operands, **fetched}
             # The sink's gradient is a sum over all queries, which the inner part has.
             names = requested - {"sink"} if self.has_inner_part else requested
-            key_gradients = self.add_gradients(totals, outer, problem, result, grads, names)
-        add_returned = self.ranks.give_back(key_gradients, self.transfers)
-        if inner := saved.parts.get("inner"):
-            outer_query_gradients = {name: totals.pop(name) for name in self.names["query"] if name in totals}
-            problem = self.problem_of(*inner[:3], operands)
-            totals |= self.add_gradients(totals, inner, problem, result, grads, requested)
-            for name, x in outer_query_gradients.items():
-                add_rows(positions_first(totals[name]), self.queries.locate(self.outer), positions_first(x))
-        add_returned(totals)
-        return totals
+            key_gradients = self.add_gradients(totals, self.outer, self.transfers.needed, arrays, result, grads, names)
+        return self.ranks.give_back(key_gradients, dict.fromkeys(key_gradients, self.transfers), totals)
 
 
 def difference(shard: Shard, part: Shard) -> Shard:
@@ -418,78 +391,47 @@ class Ring(MergedCall):
     at the owner, which adds its own.
     """
 
-    def forward(self, operands: Arrays) -> tuple[Result, Saved]:
-        parts: dict[int, Part] = {}
-
-        def results() -> Iterator[tuple[Part, Result]]:
-            for owner, block in self._blocks(operands):
-                # Always over the rank's own keys, whose part has the sink in the backward.
-                if len(rows := self._attending(owner)) or owner == self.ranks.rank:
-                    parts[owner], result = self.run(rows, self.plan.keys[owner], self.operands_with(operands, block))
-                    yield parts[owner], result
-
-        return self.merge(operands, results()), Saved(parts, {})
-
-    def _attending(self, owner: int) -> Shard:
-        """Return the rank's queries from the first to the last one that attend keys of `owner`: a view of each array.
-
-        Of a causal sequence in heads and tails, half of the queries attend to half of the ranks, and every query costs
-        a kernel time. The rank's own keys get all queries.
-        """
-        if owner == self.ranks.rank:
-            return self.queries
-        ranges = self.plan.attending(self.ranks.rank, owner).ranges
-        return self.queries & Shard(((ranges[0][0], ranges[-1][1]),) if ranges else (), self.queries.length)
+    def forward(self, operands: Arrays) -> tuple[Result, dict[str, Tensor]]:
+        parts = ((self.queries, self.plan.keys[owner], arrays) for owner, arrays in self._blocks(operands))
+        return self.merge(operands, parts), {}
 
     def backward(
-        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
+        self, operands: Arrays, fetched: Arrays, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
-        names = [name for name in self.names["key"] if name in requested]
-        totals = self.start_of_gradients(operands, requested)
-        arriving: list[Tensor] = []
-        arrived = self.ranks.post([], [])
-        for owner, block in self._blocks(operands):
-            key_gradients: dict[str, Tensor] = {}
-            if part := saved.parts.get(owner):
-                arrays = self.operands_with(operands, block)
-                if owner == self.ranks.rank and "sink" in operands:
-                    # The sink is one more key, whose gradient is computed once.
-                    arrays["sink"] = operands["sink"]
-                problem = self.problem_of(*part[:3], arrays)
-                key_gradients = self.add_gradients(totals, part, problem, result, grads, requested)
+        totals = self.zeros_like(operands, requested.difference(*self.names.values()))
+        arrived: Callable[[], dict[str, Tensor]] = dict
+        for owner, arrays in self._blocks(operands):
+            # The sink is one more key, whose gradient is computed once.
+            names = requested if owner == self.ranks.rank else requested - {"sink"}
+            keys = self.plan.keys[owner]
+            key_gradients = self.add_gradients(totals, self.queries, keys, arrays, result, grads, names)
             if owner == self.ranks.rank:
                 # The gradients from the other ranks, which the next rank begins to sum, arrive at the end.
                 totals |= key_gradients
                 continue
-            arrived()
-            sums = [
-                torch.zeros_like(block[name], dtype=self.sums) if grad is None else grad.contiguous()
-                for name, grad in [(name, key_gradients.get(name)) for name in names]
-            ]
-            for x, before in zip(sums, arriving, strict=False):
-                x.add_(before)
-            arriving, arrived = self._pass_on(sums, owner)
-        arrived()
-        for name, x in zip(names, arriving, strict=False):
+            for name, x in arrived().items():
+                key_gradients[name].add_(x)
+            arrived = self.ranks.fetch(key_gradients, dict.fromkeys(key_gradients, self._transfers(owner)))
+        for name, x in arrived().items():
             totals[name].add_(x)
         return totals
 
-    def _blocks(self, operands: Arrays) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield the keys of one rank after another, from this one's on, while the next ones are on their way."""
-        block, owner = self.keys_in(operands), self.ranks.rank
+    def _blocks(self, operands: Arrays) -> Iterator[tuple[int, Arrays]]:
+        """Yield operands with the keys of one rank after another, this one's first, while the next ones are sent."""
+        arrays, owner = operands, self.ranks.rank
         for _ in self.ranks.peers:
-            next_arrays, wait = self._pass_on([x.contiguous() for x in block.values()], owner)
-            yield owner, block
-            wait()
-            block, owner = dict(zip(block, next_arrays, strict=True)), (owner - 1) % self.ranks.count
-        yield owner, block
+            arrived = self.fetch_keys(arrays, self._transfers(owner))
+            yield owner, arrays
+            arrays, owner = {**operands, **arrived()}, (owner - 1) % self.ranks.count
+        yield owner, arrays
 
-    def _pass_on(self, arrays: Sequence[Tensor], owner: int) -> tuple[list[Tensor], Callable[[], None]]:
-        """Send arrays (..., position, dim) of an owner's keys to the next rank; return the previous owner's arrays."""
-        before, after = self.ranks.peers[-1], self.ranks.peers[0]
-        count = len(self.plan.keys[(owner - 1) % self.ranks.count])
-        arriving = [x.new_empty((*x.shape[:-2], count, x.shape[-1])) for x in arrays]
-        return arriving, self.ranks.post([(after, x) for x in arrays], [(before, x) for x in arriving])
+    def _transfers(self, owner: int) -> Transfers:
+        """Return the transfers of the keys of `owner` to the next rank, and of the keys before them to this one."""
+        rank, count = self.ranks.rank, self.ranks.count
+        held, needed = (
+            [self.plan.keys[(other + first - rank) % count] for other in range(count)] for first in (owner, owner - 1)
+        )
+        return Transfers.of(held, needed, rank)
 
 
 @final
@@ -520,13 +462,13 @@ class PassQueries(MergedCall):
         """Whole blocks of keys that this rank fetches, and that the other ranks fetch from it."""
         return Transfers.of(self.plan.keys, self.plan.needed_blocks, self.ranks.rank)
 
-    def forward(self, operands: Arrays) -> tuple[Result, Saved]:
-        fetched = self.ranks.fetch(self.keys_in(operands), self.transfers)()
+    def forward(self, operands: Arrays) -> tuple[Result, dict[str, Tensor]]:
+        fetched = self.fetch_keys(operands, self.transfers)()
         blocks = self._blocks(self.transfers.needed, {**operands, **fetched}, FORWARD_KEYS)
-        return self.merge(operands, (self.run(*block) for block in blocks)), Saved({}, fetched)
+        return self.merge(operands, blocks), fetched
 
     def backward(
-        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
+        self, operands: Arrays, fetched: Arrays, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
         grad_out = grads.out if grads.out is not None else torch.zeros_like(result.out)
         delta = (result.out.to(self.sums) * grad_out.to(self.sums)).sum(-1, keepdim=True)
@@ -537,18 +479,18 @@ class PassQueries(MergedCall):
             grad_entropy = grads.entropy if grads.entropy is not None else torch.zeros_like(delta)
             sent |= {"entropy": result.statistics["entropy"], "grad_entropy": grad_entropy}
         passed = self.plan.passed
-        wait = self.ranks.fetch(sent, Transfers.of(self.plan.queries, passed, self.ranks.rank))
+        wait = self.ranks.fetch(sent, dict.fromkeys(sent, Transfers.of(self.plan.queries, passed, self.ranks.rank)))
         # The gradients of the rank's own queries, while the other queries are on their way.
         key_names = {*self.names["key"]}
         totals = self.zeros_like(operands, requested - key_names)
         names = requested - key_names - {"sink"}
-        fetched = {**operands, **saved.fetched}
-        for block in self._blocks(self.transfers.needed, fetched, BACKWARD_KEYS) if names else ():
-            self.add_gradients(totals, *self.make_part(*block), result, grads, names)
+        arrays = {**operands, **fetched}
+        for block in self._blocks(self.transfers.needed, arrays, BACKWARD_KEYS) if names else ():
+            self.add_gradients(totals, *block, result, grads, names)
         if "sink" in requested:
             no_keys = {name: x[..., :0, :] if name in key_names else x for name, x in operands.items()}
-            part = self.make_part(self.queries, Shard.empty(self.keys.length), no_keys)
-            self.add_gradients(totals, *part, result, grads, frozenset({"sink"}))
+            empty = Shard.empty(self.keys.length)
+            self.add_gradients(totals, self.queries, empty, no_keys, result, grads, frozenset({"sink"}))
         return totals | self._key_gradients(operands, wait(), passed[self.ranks.rank], requested & key_names)
 
     def _key_gradients(
@@ -564,10 +506,9 @@ class PassQueries(MergedCall):
         arrays = {**operands, **{name: arrived[name] for name in self.names["query"]}}
         totals = self.zeros_like(operands, requested)
         blocks = owner_call._blocks(self.keys, arrays, BACKWARD_KEYS, BACKWARD_QUERIES) if requested else ()
-        for attending, block, block_arrays in blocks:
-            part = owner_call.make_part(attending, block, block_arrays)
-            for name, x in owner_call.add_gradients({}, *part, result, grads, requested).items():
-                copy_rows(positions_first(totals[name]), self.keys.locate(block), positions_first(x))
+        for block in blocks:
+            for name, x in owner_call.add_gradients({}, *block, result, grads, requested).items():
+                copy_rows(totals[name], self.keys.locate(block[1]), x)
         return totals
 
     def _blocks(
@@ -581,7 +522,7 @@ class PassQueries(MergedCall):
             attending = in_blocks(self.plan.attending_keys(self.queries, block), queries) & self.queries
             if len(attending):
                 block_arrays = {name: slice_ranges(arrays[name], keys.locate(block)) for name in self.names["key"]}
-                yield attending, block, self.operands_with(arrays, block_arrays)
+                yield attending, block, {**arrays, **block_arrays}
 
 
 def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:
@@ -592,7 +533,7 @@ def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:
 
 
 @final
-class Heads(ShardedCall):
+class Heads(Call):
     """Exchange rows for heads (Ulysses): each rank computes all queries of some KV heads, and returns the rows."""
 
     @staticmethod
@@ -604,70 +545,34 @@ class Heads(ShardedCall):
             reasons.append("a mask of its own for each head")
         return tuple(reasons)
 
-    def forward(self, operands: Arrays) -> tuple[Result, Saved]:
-        transfers = self._transfers(operands)
-        arrays = self.ranks.fetch({name: operands[name] for name in transfers}, transfers)()
-        problem = self._problem_of_heads({**operands, **arrays})
-        kernel, tiles = kernel_of(self.kernel, problem), tiling.plan(problem)
-        result = kernel.forward(problem, tiles)
-        outputs = arrays_of(result) if self.problem.statistics else {"out": result.out}
-        row_outputs: dict[str, Tensor] = {}
-        self.ranks.give_back(outputs, self._by_heads(self.plan.queries))(row_outputs)
-        # Without statistics only the output returns: row_max and log_denom stay on the rank whose backward reads them.
-        for name in {"row_max", "log_denom"} - {*row_outputs}:
-            row_outputs[name] = result.out.new_zeros((*self.problem.score_shape.rows, 1), dtype=self.sums)
-        part = Part(Shard.whole(self.queries.length), Shard.whole(self.keys.length), self.problem.mask, tiles, kernel)
-        return result_of(row_outputs), Saved({"heads": part}, arrays, result)
-
-    def backward(
-        self, operands: Arrays, saved: Saved, result: Result, grads: RowGradients, requested: frozenset[str]
-    ) -> dict[str, Tensor]:
-        part, value, rows = saved.parts["heads"], operands["value"], self.problem.score_shape.rows
-        # All ranks send the same arrays, even a rank whose loss does not depend on them.
-        output_grads = {"out": grads.out if grads.out is not None else value.new_zeros((*rows, value.shape[-1]))}
-        for name, x in (("log_sum_exp", grads.log_sum_exp), ("entropy", grads.entropy)):
-            if name in self.problem.statistics:
-                output_grads[name] = x if x is not None else value.new_zeros((*rows, 1), dtype=self.sums)
-        output_grads = self.ranks.fetch(output_grads, self._by_heads(self.plan.queries))()
-        problem = self._problem_of_heads({**operands, **saved.fetched})
-        gradients = part.kernel.backward(problem, part.tiles, result, RowGradients(**output_grads), requested)
-        transfers = self._transfers(operands)
-        exchanged = {name: gradients[name] for name in transfers if name in requested}
-        for name, x in exchanged.items():
-            exchanged[name] = x.to(operands[name].dtype) if transfers[name].by_heads else x
-        # Adds the gradients of the operands that were exchanged to `totals`, where they have no entry yet.
-        add_returned = self.ranks.give_back(exchanged, transfers)
-        totals = self.zeros_like(operands, requested - {*transfers})
-        for name, x in totals.items():
-            self._heads_of(name, x).add_(gradients[name])
-        add_returned(totals)
-        return totals
-
-    def _transfers(self, operands: Arrays) -> dict[str, Transfers]:
-        """Return the transfers of the operands with an axis of keys or queries; arrays of one head go to all."""
+    def compute(self) -> Result:
+        problem, operands = self.problem, self.problem.operands()
         by_query = (*self.names["query"], *(("bias",) if self.bias_has_queries else ()))
         shards = dict.fromkeys(self.names["key"], self.plan.keys) | dict.fromkeys(by_query, self.plan.queries)
-        return {name: self._by_heads(rows, operands[name].shape[-4] > 1) for name, rows in shards.items()}
-
-    def _by_heads(self, shards: Sequence[Shard], by_heads: bool = True) -> Transfers:
-        """Return the transfers of all rows of an array, for the rank's heads alone or for all heads."""
-        all_rows = [Shard.whole(shards[0].length)] * self.ranks.count
-        return Transfers.of(shards, all_rows, self.ranks.rank, by_heads=by_heads)
-
-    def _problem_of_heads(self, arrays: Arrays) -> Problem:
-        """Return the problem of all queries of the rank's heads."""
-        problem, transfers = self.problem, self._transfers(arrays)
+        # Arrays of one head go to all ranks.
+        moves = {name: self._transfers(rows, operands[name].shape[-4] > 1) for name, rows in shards.items()}
+        arrays = {name: self._heads_of(name, x) for name, x in operands.items() if name not in moves}
+        arrays |= move_rows(self.ranks, {name: operands[name] for name in moves}, moves)
         shape = dataclasses.replace(self.sequence_shape, heads=self.sequence_shape.heads // self.ranks.count)
-        arrays = {name: x if name in transfers else self._heads_of(name, x) for name, x in arrays.items()}
         dropout: Any = problem.dropout
         if self.ranks.count > 1:
-            rows, cols = (Shard.whole(x.length).positions(arrays["value"]) for x in (self.queries, self.keys))
+            rows, cols = (Shard.whole(x.length).positions(problem.value) for x in (self.queries, self.keys))
             dropout = dropout_of(
                 problem, self.sequence_shape, rows, cols, lambda x: x.chunk(self.ranks.count, -4)[self.ranks.rank]
             )
-        return problem_of_part(
+        part = problem_of_part(
             problem, shape, arrays, mask=problem.mask, bias=arrays.get("bias"), dropout=dropout, sink=arrays.get("sink")
         )
+        result = plan_of_part(self.kernel, part)()
+        outputs = {"out": result.out, **result.statistics}
+        transfers = dict.fromkeys(outputs, self._transfers(self.plan.queries))
+        outputs = move_rows(self.ranks, outputs, transfers, is_return=True)
+        return Result(outputs.pop("out"), result.row_max, result.log_denom, outputs)
+
+    def _transfers(self, shards: Sequence[Shard], by_heads: bool = True) -> Transfers:
+        """Return the transfers of all rows of an array, for the rank's heads alone or for all heads."""
+        all_rows = [Shard.whole(shards[0].length)] * self.ranks.count
+        return Transfers.of(shards, all_rows, self.ranks.rank, by_heads=by_heads)
 
     def _heads_of(self, name: str, x: Tensor) -> Tensor:
         """Return a view of the rank's heads of an array that was not moved: sink, bias, parameters of the form."""
@@ -676,4 +581,4 @@ class Heads(ShardedCall):
         return x.chunk(self.ranks.count, axis)[self.ranks.rank] if has_heads else x
 
 
-MODE_CLASSES: Final[dict[str, type[ShardedCall]]] = {"gather": Gather, "ring": Ring, "heads": Heads}
+MODE_CLASSES: Final[dict[str, type[Call]]] = {"gather": Gather, "ring": Ring, "heads": Heads}

@@ -2,7 +2,7 @@
 
 - Rows travel between pairs of ranks, as many as a rank needs (an uneven all-to-all); a range that is in one piece of
   memory is sent from there and received where it is read.
-- Each function posts its messages and returns a function that waits for them, so that a rank computes meanwhile.
+- `fetch` posts its messages and returns a function that waits for them, so that a rank computes meanwhile.
 - A rank that is late or has died ends the wait of the others with the error of torch, after the timeout of the group.
 """
 
@@ -15,11 +15,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from attnscore.parallel.pairs import Range
 from attnscore.parallel.shard import Shard
 
-Arrays = Mapping[str, Tensor]
+Arrays = Mapping[Any, Tensor]
 """Arrays (..., position, dim) by name."""
 # Recent releases of torch call it all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -73,93 +74,67 @@ class Ranks:
 
         return wait
 
-    def fetch(self, arrays: Arrays, plans: Transfers | Mapping[str, Transfers]) -> Callable[[], dict[str, Tensor]]:
-        """Start to fetch the rows that this rank needs, in global order; `plans` is one plan, or one for each array."""
-        plans = dict.fromkeys(arrays, plans) if isinstance(plans, Transfers) else plans
+    def fetch(self, arrays: Arrays, plans: Plans) -> Callable[[], dict[Any, Tensor]]:
+        """Start to fetch the rows that this rank needs, in global order."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         copied_later: list[tuple[Tensor, Sequence[Range], Tensor]] = []
-        fetched: dict[str, Tensor] = {}
+        fetched: dict[Any, Tensor] = {}
         for name, x in arrays.items():
-            plan, rows = plans[name], positions_first(plans[name].heads_of(x, self.rank))
-            rows_needed = rows.new_empty((len(plan.needed), *rows.shape[1:]))
-            fetched[name] = rows_needed.movedim(0, -2)
+            plan, rows = plans[name], plans[name].heads_of(x, self.rank)
+            fetched[name] = _empty_rows(rows, len(plan.needed))
             packed: dict[tuple[Shard, int | None], Tensor] = {}
             for peer in self.peers:
-                if len(shard := plan.to_send[peer]):
-                    # Ranks often need the same rows.
-                    key = shard, peer if plan.by_heads else None
-                    if key not in packed:
-                        packed[key] = _pack(positions_first(plan.heads_of(x, peer)), plan.held.locate(shard))
-                    sends.append((peer, packed[key]))
-                if len(shard := plan.to_receive[peer]):
-                    ranges = plan.needed.locate(shard)
-                    if len(ranges) == 1:
-                        receives.append((peer, rows_needed[slice(*ranges[0])]))
-                    else:
-                        buffer = rows.new_empty((len(shard), *rows.shape[1:]))
-                        receives.append((peer, buffer))
-                        copied_later.append((rows_needed, ranges, buffer))
+                # Ranks often need the same rows.
+                key = plan.to_send[peer], peer if plan.by_heads else None
+                if key not in packed:
+                    packed[key] = _pack(plan.heads_of(x, peer), plan.held.locate(plan.to_send[peer]))
+                sends.append((peer, packed[key]))
+                ranges = plan.needed.locate(plan.to_receive[peer])
+                if len(ranges) < 2:
+                    receives.append((peer, positions_first(slice_ranges(fetched[name], ranges))))
+                else:
+                    buffer = _empty_rows(rows, len(plan.to_receive[peer]))
+                    receives.append((peer, positions_first(buffer)))
+                    copied_later.append((fetched[name], ranges, buffer))
         wait = self.post(sends, receives)
         for name, x in arrays.items():
-            (target_ranges, source_ranges), rows = plans[name].local_ranges, plans[name].heads_of(x, self.rank)
-            copy_rows(positions_first(fetched[name]), target_ranges, positions_first(rows), source_ranges)
+            needed_ranges, held_ranges = plans[name].local_ranges
+            copy_rows(fetched[name], needed_ranges, plans[name].heads_of(x, self.rank), held_ranges)
 
-        def finish() -> dict[str, Tensor]:
+        def finish() -> dict[Any, Tensor]:
             wait()
-            for rows_needed, ranges, buffer in copied_later:
-                copy_rows(rows_needed, ranges, buffer)
+            for rows, ranges, buffer in copied_later:
+                copy_rows(rows, ranges, buffer)
             return fetched
 
         return finish
 
-    def give_back(
-        self, gradients: Arrays, plans: Transfers | Mapping[str, Transfers]
-    ) -> Callable[[dict[str, Tensor]], None]:
-        """Start to return arrays of the rows that `fetch` fetched, such as gradients, to the owners of the rows.
+    def give_back(self, arrays: Arrays, plans: Plans, totals: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        """Return arrays of the rows that `fetch` fetches, such as gradients, to the owners of the rows.
 
-        The returned function adds the arrays that arrive from all ranks to `totals`, arrays of this rank's rows, and
-        makes the missing ones. It sends to one rank and receives from one rank at a time, in the same order on all
-        ranks, so that the buffers hold one rank's rows.
+        Adds the arrays that arrive from all ranks to `totals`, arrays of this rank's rows, and makes the missing ones,
+        in the dtype of sums. It sends to one rank and receives from one rank at a time, in the same order on all ranks,
+        so that the buffers hold one rank's rows.
         """
-        plans = dict.fromkeys(gradients, plans) if isinstance(plans, Transfers) else plans
-        sums: dict[str, Tensor] = {}
-
-        def messages() -> Iterator[None]:
-            for destination, source in zip(self.peers, reversed(self.peers), strict=True) if gradients else ():
-                sends: list[tuple[int, Tensor]] = []
-                arriving: dict[str, Tensor] = {}
-                for name, x in gradients.items():
-                    plan, rows = plans[name], positions_first(x)
-                    sends.append((destination, _pack(rows, plan.needed.locate(plan.to_receive[destination]))))
-                    arriving[name] = rows.new_empty((len(plan.to_send[source]), *rows.shape[1:]))
-                wait = self.post(sends, [(source, x) for x in arriving.values()])
-                del sends
-                yield
-                wait()
-                for name, rows in arriving.items():
-                    plan = plans[name]
-                    held_ranges = plan.held.locate(plan.to_send[source])
-                    add_rows(positions_first(plan.heads_of(sums[name], source)), held_ranges, rows)
-                # Freed before the next rank's arrays need memory.
-                del arriving, rows, wait
-
-        posted = messages()
-        next(posted, None)
-
-        def finish(totals: dict[str, Tensor]) -> None:
-            for name, x in gradients.items():
-                (needed_ranges, held_ranges), plan = plans[name].local_ranges, plans[name]
-                if name not in totals:
-                    zeros = x.new_zeros((*x.shape[:-2], len(plan.held), x.shape[-1]))
-                    totals[name] = zeros.repeat_interleave(self.count, -4) if plan.by_heads else zeros
-                rows = positions_first(plan.heads_of(totals[name], self.rank))
-                add_rows(rows, held_ranges, positions_first(x), needed_ranges)
-            sums.update(totals)
-            for _ in posted:
-                pass
-
-        return finish
+        for name, x in arrays.items():
+            (needed_ranges, held_ranges), plan = plans[name].local_ranges, plans[name]
+            if name not in totals:
+                sums = torch.promote_types(x.dtype, torch.float32)
+                zeros = x.new_zeros((*x.shape[:-2], len(plan.held), x.shape[-1]), dtype=sums)
+                totals[name] = zeros.repeat_interleave(self.count, -4) if plan.by_heads else zeros
+            add_rows(plan.heads_of(totals[name], self.rank), held_ranges, x, needed_ranges)
+        for destination, source in zip(self.peers, reversed(self.peers), strict=True):
+            sends, arriving = [], {}
+            for name, x in arrays.items():
+                plan = plans[name]
+                sends.append((destination, _pack(x, plan.needed.locate(plan.to_receive[destination]))))
+                arriving[name] = _empty_rows(x, len(plan.to_send[source]))
+            self.post(sends, [(source, positions_first(x)) for x in arriving.values()])()
+            for name, x in arriving.items():
+                plan = plans[name]
+                add_rows(plan.heads_of(totals[name], source), plan.held.locate(plan.to_send[source]), x)
+        return totals
 
     def agree(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Return the numbers of all ranks, in the order of ranks."""
@@ -203,6 +178,41 @@ class Transfers:
         return x.chunk(len(self.to_send), -4)[rank] if self.by_heads else x
 
 
+Plans = Mapping[Any, Transfers]
+"""Transfers of each array."""
+
+
+class _MoveRows(torch.autograd.Function):
+    """`Ranks.fetch`, or `Ranks.give_back`; each has the other as its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, plans: Plans, is_return: bool, *arrays: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.plans, ctx.is_return = ranks, plans, is_return
+        outputs = _move(ranks, dict(enumerate(arrays)), plans, is_return)
+        ctx.mark_non_differentiable(*(x for i, x in outputs.items() if not ctx.needs_input_grad[3 + i]))
+        return tuple(outputs.values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        requested = {i: grad for i, grad in enumerate(grads) if ctx.needs_input_grad[3 + i]}
+        gradients = _move(ctx.ranks, requested, ctx.plans, not ctx.is_return)
+        return None, None, None, *(gradients.get(i) for i in range(len(grads)))
+
+
+def _move(ranks: Ranks, arrays: Arrays, plans: Plans, is_return: bool) -> dict[Any, Tensor]:
+    if not is_return:
+        return ranks.fetch(arrays, plans)()
+    return {name: x.to(arrays[name].dtype) for name, x in ranks.give_back(arrays, plans, {}).items()}
+
+
+def move_rows(ranks: Ranks, arrays: Arrays, plans: Plans, *, is_return: bool = False) -> dict[str, Tensor]:
+    """Fetch rows, or return them to their owners, which add them, with gradients."""
+    numbered = dict(enumerate(plans[name] for name in arrays))
+    outputs = _MoveRows.apply(ranks, numbered, is_return, *arrays.values())  # type: ignore[no-untyped-call]  # torch's own
+    return dict(zip(arrays, outputs, strict=True))
+
+
 def with_summed_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return a view of an array that all ranks have, whose gradient is the sum over the ranks."""
     if not (x.requires_grad and torch.is_grad_enabled()):
@@ -229,35 +239,38 @@ def slice_ranges(x: Tensor, ranges: Sequence[Range], axis: int = -2) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
-def copy_rows(
-    target: Tensor, target_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range] | None = None
-) -> None:
-    """Copy the rows in `ranges` (None: all rows) to the rows of `target` in `target_ranges`."""
-    for target_rows, source_rows in pair_slices(target_ranges, ((0, len(rows)),) if ranges is None else ranges):
-        target[target_rows].copy_(rows[source_rows])
+def copy_rows(target: Tensor, ranges: Sequence[Range], rows: Tensor, sources: Sequence[Range] | None = None) -> None:
+    """Copy the rows in `sources` (None: all rows) to the rows of `target` in `ranges`."""
+    for x, y in row_pairs(target, ranges, rows, sources):
+        x.copy_(y)
 
 
-def add_rows(
-    target: Tensor, target_ranges: Sequence[Range], rows: Tensor, ranges: Sequence[Range] | None = None
-) -> None:
+def add_rows(target: Tensor, ranges: Sequence[Range], rows: Tensor, sources: Sequence[Range] | None = None) -> None:
     """Add to rows of `target` the rows that `copy_rows` would copy."""
-    for target_rows, source_rows in pair_slices(target_ranges, ((0, len(rows)),) if ranges is None else ranges):
-        target[target_rows].add_(rows[source_rows])
+    for x, y in row_pairs(target, ranges, rows, sources):
+        x.add_(y)
 
 
-def pair_slices(first: Sequence[Range], second: Sequence[Range]) -> Iterator[tuple[slice, slice]]:
-    """Yield pairs of slices of the same size, as long as possible, that together make up two lists of ranges."""
-    first, second = [*first][::-1], [*second][::-1]
-    while first and second:
-        (start, stop), (other, other_stop) = first.pop(), second.pop()
+def row_pairs(
+    first: Tensor, ranges: Sequence[Range], second: Tensor, others: Sequence[Range] | None = None, axis: int = -2
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of equal sizes that together make up the rows of two arrays in two lists of ranges (None: all)."""
+    left, right = [*ranges][::-1], [*(((0, second.shape[axis]),) if others is None else others)][::-1]
+    while left and right:
+        (start, stop), (other, other_stop) = left.pop(), right.pop()
         size = min(stop - start, other_stop - other)
-        yield slice(start, start + size), slice(other, other + size)
+        yield first.narrow(axis, start, size), second.narrow(axis, other, size)
         if start + size < stop:
-            first.append((start + size, stop))
+            left.append((start + size, stop))
         if other + size < other_stop:
-            second.append((other + size, other_stop))
+            right.append((other + size, other_stop))
 
 
-def _pack(rows: Tensor, ranges: Sequence[Range]) -> Tensor:
-    """Return the rows in `ranges`, contiguous in memory: a view where they already are."""
-    return slice_ranges(rows, ranges, 0).contiguous()
+def _empty_rows(like: Tensor, count: int) -> Tensor:
+    """Return an array (..., count, dim) like another one, contiguous by positions."""
+    return like.new_empty((count, *positions_first(like).shape[1:])).movedim(0, -2)
+
+
+def _pack(x: Tensor, ranges: Sequence[Range]) -> Tensor:
+    """Return the rows in `ranges`, (position, ...), contiguous in memory: a view where they already are."""
+    return slice_ranges(positions_first(x), ranges, 0).contiguous()
