@@ -20,9 +20,10 @@ from attnscore.base.arguments import hides_unknown, reject_unknown
 from attnscore.base.layout import ScoreShape, check_bias_shape
 from attnscore.errors import ArgumentError, message
 from attnscore.parallel.explanation import ParallelExplanation
-from attnscore.parallel.jax_modes import MODE_CLASSES, Call, lax
+from attnscore.parallel.jax_modes import MODE_CLASSES, lax
 from attnscore.parallel.jax_rows import join_rows, rows_of_devices, split_rows
 from attnscore.parallel.options import Options
+from attnscore.parallel.parts import Call
 from attnscore.parallel.plan import exchange
 from attnscore.parallel.shard import Shard
 from attnscore.problem.problem import Problem, check_extra
@@ -112,7 +113,7 @@ def attend(
         return_stats=return_stats,
     )  # fmt: skip
     call, _ = _plan_call(query, key, value, axis_name, options)
-    return present(dataclasses.replace(call.problem, bias=None), call.run())
+    return present(dataclasses.replace(call.problem, bias=None), call.compute())
 
 
 def explain(query: Array, key: Any, value: Array, *, axis_name: Any, **options: Any) -> ParallelExplanation:
@@ -188,7 +189,11 @@ def _plan_call(
     plan = exchange(mask, queries.shards, keys.shards, batch=sequence_shape.batch)
     explanation = options.choose(problem, sequence_shape, plan, MODE_CLASSES, "reduce")
     mode_class = MODE_CLASSES[explanation.mode]
-    return mode_class(axis_name, queries, keys, plan, sequence_shape, problem, options.kernel), explanation
+    bias_has_queries = bias is not None and not (
+        sequence_shape.is_relative(tuple(bias.shape)) or (bias.shape[-2] == 1 and queries.rows > 1)
+    )
+    call = mode_class(plan, sequence_shape, problem, options.kernel, bias_has_queries, axis_name, queries, keys)
+    return call, explanation
 
 
 def _check_bias(problem: Problem, bias: Any, query: Array, sequence_shape: ScoreShape) -> Array:

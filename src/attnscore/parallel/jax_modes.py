@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,16 +22,15 @@ from attnscore.parallel.jax_rows import DeviceRows, entry, join_rows, split_rows
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.parts import (
     SOFTMAX_ALONE,
+    Call,
+    HeadsCall,
     arrays_of,
-    dropout_of,
     finish,
-    plan_of_part,
-    problem_of_part,
     result_of,
     run_part,
     state_of_part,
 )
-from attnscore.parallel.plan import Exchange, heads_attend_differently
+from attnscore.parallel.plan import heads_attend_differently
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
@@ -45,41 +43,17 @@ lax: Any = jax.lax
 Arrays = Mapping[str, Array]
 
 
-def role_of(problem: Problem, name: str) -> str:
-    """Return the role of an operand: "query" or "key" (by its rows), "shared" (no rows), "bias" or "sink"."""
-    if name in ("bias", "sink"):
-        return name
-    return "key" if name == "value" else problem.form.role(name)
-
-
 @dataclass(frozen=True, eq=False)
-class Call(ABC):
-    """A call of all devices; `problem` has this device's rows, and the mask of the whole sequence."""
+class DeviceCall(Call):
+    """A call on one device of a mesh axis."""
 
     axis_name: Any
     queries: DeviceRows
     keys: DeviceRows
-    plan: Exchange
-    sequence_shape: ScoreShape
-    problem: Problem
-    kernel: str
-
-    @staticmethod
-    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
-        """Return why a call cannot run in this mode."""
-        return ()
 
     @property
     def device(self) -> Any:
         return lax.axis_index(self.axis_name)
-
-    def operands(self, *roles: str) -> dict[str, Array]:
-        """Return the operands of some roles: "query", "key", "shared" (without rows), "bias", "sink"."""
-        return {name: x for name, x in self.problem.operands().items() if role_of(self.problem, name) in roles}
-
-    @abstractmethod
-    def run(self) -> Result:
-        """Return the result of the device's queries."""
 
     def part(
         self, keys: DeviceRows, cols: Any, operands: Arrays, statistics: tuple[str, ...] | None = None
@@ -88,17 +62,11 @@ class Call(ABC):
 
         `operands` may have a bias, of all keys, and a sink; `statistics` None: the call's statistics.
         """
-        rows, sequence_shape = self.queries.of_device(self.device), self.sequence_shape
-        shape = dataclasses.replace(sequence_shape, query_len=self.queries.rows, key_len=cols.shape[0])
+        rows = self.queries.of_device(self.device)
         padded = not (self.queries.is_full and keys.is_full)
         mask = shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length, padded=padded)
-        dropout = dropout_of(self.problem, sequence_shape, rows, jnp.asarray(cols))
         bias = self.bias_of(operands["bias"], keys, rows, jnp.asarray(cols)) if "bias" in operands else None
-        part = problem_of_part(
-            self.problem, shape, operands, mask=mask, bias=bias, dropout=dropout, sink=operands.get("sink"),
-            statistics=statistics,
-        )  # fmt: skip
-        return plan_of_part(self.kernel, part)
+        return self.plan_of(operands, rows, cols, mask=mask, bias=bias, statistics=statistics)
 
     def bias_of(self, bias: Array, keys: DeviceRows, rows: Array, cols: Array) -> Array:
         """Return the bias of the device's queries and the keys at `cols`, among `keys` of all devices."""
@@ -114,10 +82,10 @@ class Call(ABC):
         return jnp.take(bias[..., 0, :], index, -1, mode="clip")
 
 
-class Gather(Call):
+class Gather(DeviceCall):
     """Keys come to the devices whose queries attend them, and stay in the order of the sequence."""
 
-    def run(self) -> Result:
+    def compute(self) -> Result:
         arrays = {name: self._fetch(x) for name, x in self.operands("key").items()}
         # Positions are on the host where all devices need all keys.
         cols = np.arange(self.keys.length) if self._is_whole else self._needed.of_device(self.device)
@@ -189,45 +157,23 @@ class Gather(Call):
         return np.stack(indices)
 
 
-class Heads(Call):
-    """Each device computes all rows of some heads, and returns the results to the owners of the rows."""
+class Heads(HeadsCall, DeviceCall):
+    """`HeadsCall` by JAX's collectives."""
 
     @staticmethod
     def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
         reasons = []
         if heads_attend_differently(problem.mask, sequence_shape):
             reasons.append("each head has a mask of its own")
-        shared = {name: x for name, x in problem.form.arrays().items() if role_of(problem, name) == "shared"}
-        if any(x.ndim > 2 or (PARAMETER in name and x.size > 1) for name, x in shared.items()):
+        if any(PARAMETER in name and x.size > 1 for name, x in problem.form.arrays().items()):
             reasons.append("each head has parameters of its own")
         return tuple(reasons)
 
-    def run(self) -> Result:
-        arrays = {name: self._rows(x, self.queries) for name, x in self.operands("query").items()}
-        arrays |= {name: self._rows(x, self.keys) for name, x in self.operands("key").items()}
-        shape = dataclasses.replace(self.sequence_shape, heads=self._count)
-        rows, cols = jnp.arange(self.sequence_shape.query_len), jnp.arange(self.sequence_shape.key_len)
-        dropout = dropout_of(self.problem, self.sequence_shape, rows, cols, self._own_heads)
-        bias = None if self.problem.bias is None else self._bias(self.problem.bias)
-        sink = self.problem.sink
-        sink = sink if sink is None or sink.shape[-2] == 1 else self._own_heads(sink, -2)
-        part = problem_of_part(
-            self.problem, shape, {**arrays, **self.operands("shared")}, mask=self.problem.mask, bias=bias,
-            dropout=dropout, sink=sink,
-        )  # fmt: skip
-        result = plan_of_part(self.kernel, part)()
-        return result_of({name: self._to_device_rows(x) for name, x in arrays_of(result).items()})
-
-    @property
-    def _count(self) -> int:
-        """KV heads of each device."""
-        return self.sequence_shape.heads // self.plan.ranks
-
-    def _own_heads(self, x: Array, axis: int = -4) -> Any:
-        return lax.dynamic_slice_in_dim(x, self.device * self._count, self._count, axis % x.ndim)
+    def to_heads(self, arrays: Arrays) -> dict[str, Array]:
+        keys = self.operands("key")
+        return {name: self._rows(x, self.keys if name in keys else self.queries) for name, x in arrays.items()}
 
     def _rows(self, x: Array, device_rows: DeviceRows) -> Array:
-        """Return all rows of the device's heads, of an array (*lead, head or 1, group, own rows, dim)."""
         heads, length = x.ndim - 4, x.ndim - 2
         if x.shape[heads] == 1:
             rows = lax.all_gather(x, self.axis_name, axis=length, tiled=True)
@@ -235,18 +181,16 @@ class Heads(Call):
             rows = lax.all_to_all(x, self.axis_name, heads, length, tiled=True)
         return join_rows(rows, device_rows.shards)
 
-    def _to_device_rows(self, x: Array) -> Any:
-        """Return the device's rows of all heads, of an array (*lead, own heads, group, all rows, dim)."""
-        rows = split_rows(x, self.queries.shards)
-        return lax.all_to_all(rows, self.axis_name, x.ndim - 2, x.ndim - 4, tiled=True)
+    def to_rows(self, arrays: Arrays) -> dict[str, Array]:
+        rows = {name: split_rows(x, self.queries.shards) for name, x in arrays.items()}
+        return {name: lax.all_to_all(x, self.axis_name, x.ndim - 2, x.ndim - 4, tiled=True) for name, x in rows.items()}
 
-    def _bias(self, bias: Array) -> Array:
-        if self.sequence_shape.is_relative(tuple(bias.shape)) or (bias.shape[-2] == 1 and self.queries.rows > 1):
-            return bias if bias.shape[-4] == 1 else self._own_heads(bias)
-        return self._rows(bias, self.queries)
+    def own_heads(self, x: Array, axis: int = -4) -> Any:
+        count = self.sequence_shape.heads // self.plan.ranks
+        return lax.dynamic_slice_in_dim(x, self.device * count, count, axis % x.ndim)
 
 
-class Ring(Call):
+class Ring(DeviceCall):
     """Keys travel from device to device; the results over the keys of each device are merged.
 
     Memory holds the keys of two devices, in the backward too: it sends the keys around again, with their gradients, and
@@ -257,7 +201,7 @@ class Ring(Call):
     def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
         return () if problem.normalizer is None else (SOFTMAX_ALONE,)
 
-    def run(self) -> Result:
+    def compute(self) -> Result:
         dropout, mask = self.problem.dropout, self.problem.mask
         seed = () if dropout is None or not isinstance(dropout.seed, SeedHalves) else tuple(dropout.seed)
         operands = self.problem.operands()
@@ -383,4 +327,4 @@ def _gradients_of_part(part: Arrays, outputs: Arrays, grads: Arrays) -> dict[str
     return {**gradients, "log_sum_exp": w * grad_total}
 
 
-MODE_CLASSES: Final[dict[str, type[Call]]] = {"gather": Gather, "ring": Ring, "heads": Heads}
+MODE_CLASSES: Final[dict[str, type[DeviceCall]]] = {"gather": Gather, "ring": Ring, "heads": Heads}

@@ -1,6 +1,7 @@
-"""A part of a call: some queries against some keys of the whole sequence; and the exact merge of parts.
+"""A call of one rank, its parts, some queries against some keys of the whole sequence, and the exact merge of parts.
 
 - Kernels run the problem of a part as any other. Dropout is by the positions in the whole sequence.
+- PyTorch and JAX add the exchange of rows: one class for each mode.
 - Parts over disjoint keys are merged as tiles of keys are, statistics included: by the online softmax, whose state
   after the keys of a part follows from its result.
 """
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from attnscore import kernels
 from attnscore.backends.base import Array, Backend
@@ -17,10 +20,11 @@ from attnscore.base.layout import ScoreShape
 from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels import SinglePlan, tiling
 from attnscore.masks import Mask
+from attnscore.parallel.plan import Exchange
 from attnscore.parallel.shard import Shard
 from attnscore.problem import dropout as dropouts
 from attnscore.problem import online_softmax
-from attnscore.problem.dropout import Dropout, PairDropout
+from attnscore.problem.dropout import PairDropout
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result
@@ -31,57 +35,111 @@ SOFTMAX_ALONE = "a normalizer other than the softmax, by whose log-sum-exp parts
 """Why a call whose parts are merged cannot run."""
 
 
-def problem_of_part(
-    problem: Problem, shape: ScoreShape, arrays: Mapping[str, Array], *, mask: Mask | None, bias: Array | None,
-    dropout: Dropout | PairDropout | None, sink: Array | None, statistics: tuple[str, ...] | None = None,
-) -> Problem:  # fmt: skip
-    """Return a part of a problem, over arrays by their names in the lowered form; `statistics` None: the same."""
-    form = problem.form.with_arrays({name: arrays[name] for name in problem.form.arrays()})
-    return dataclasses.replace(
-        problem, layout=dataclasses.replace(problem.layout, score_shape=shape), query=form.query, key=form.key,
-        value=arrays["value"], form=form, mask=mask, bias=bias, dropout=dropout, sink=sink,
-        statistics=problem.statistics if statistics is None else statistics,
-    )  # fmt: skip
+@dataclass(frozen=True, eq=False)
+class Call(ABC):
+    """One call of attention over all ranks; this rank returns the result of the queries that it holds."""
+
+    plan: Exchange
+    sequence_shape: ScoreShape
+    """Shape of the scores of the whole sequence."""
+    problem: Problem
+    """Problem of the rank's own rows, with the mask of the whole sequence, and a bias over all keys."""
+    kernel: str
+    bias_has_queries: bool
+    """Whether each rank has the bias of its own queries, not one bias for all."""
+
+    @staticmethod
+    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
+        """Return why a call cannot run in this mode; the problem has the mask and the bias of the whole sequence."""
+        return ()
+
+    @abstractmethod
+    def compute(self) -> Result:
+        """Return the result of the rank's queries, with its gradient."""
+
+    def operands(self, *roles: str) -> dict[str, Array]:
+        """Return the operands of some roles: "query", "key" (the value too), "shared" (no rows), "bias", "sink"."""
+        own_roles = {"value": "key", "bias": "bias", "sink": "sink"}
+        operands, role = self.problem.operands(), self.problem.form.role
+        return {name: x for name, x in operands.items() if (own_roles.get(name) or role(name)) in roles}
+
+    def plan_of(
+        self, arrays: Mapping[str, Array], rows: Shard | Array, cols: Shard | Array, *, mask: Mask | None,
+        bias: Array | None, statistics: tuple[str, ...] | None = None,
+        own_heads: Callable[[Array], Array] | None = None,
+    ) -> SinglePlan:  # fmt: skip
+        """Return the plan of a part over `arrays`, operands of the queries and keys at positions `rows` and `cols`.
+
+        `statistics` None: the call's statistics. `own_heads` selects the part's heads from an array of all heads.
+
+        Raises
+        ------
+        KernelUnavailable
+            The kernel takes no lowered forms.
+        """
+        problem, ops, like = self.problem, self.problem.ops, self.problem.value
+        heads = self.sequence_shape.heads // (1 if own_heads is None else self.plan.ranks)
+        shape = dataclasses.replace(self.sequence_shape, heads=heads, query_len=len(rows), key_len=len(cols))
+        dropout = problem.dropout
+        if dropout is not None:
+            first = dropouts.rows_of_matrices(ops, self.sequence_shape, like)
+            first = first if own_heads is None else own_heads(first)
+            row, col = ops.reshape(positions_of(ops, rows, like), (-1, 1)), positions_of(ops, cols, like)[None]
+            dropout = PairDropout(dropout.probability, dropout.seed, first + row, col)
+        form = problem.form.with_arrays({name: arrays[name] for name in problem.form.arrays()})
+        part = dataclasses.replace(
+            problem, layout=dataclasses.replace(problem.layout, score_shape=shape), query=form.query, key=form.key,
+            value=arrays["value"], form=form, mask=mask, bias=bias, dropout=dropout, sink=arrays.get("sink"),
+            statistics=problem.statistics if statistics is None else statistics,
+        )  # fmt: skip
+        kernel = kernels.choose(self.kernel, part)
+        if not kernel.has_vjp:
+            raise KernelUnavailable(message("kernel", "one that takes lowered keys", repr(self.kernel)))
+        return SinglePlan(kernel, part, tiling.plan(part))
 
 
-def plan_of_part(kernel_name: str, problem: Problem) -> SinglePlan:
-    """Return the plan of a part by the kernel of this name, or by the best one.
+class HeadsCall(Call):
+    """Exchange rows for heads (Ulysses): each rank computes all queries of some KV heads, and returns the rows."""
 
-    Raises
-    ------
-    KernelUnavailable
-        The kernel takes no lowered forms.
-    """
-    kernel = kernels.choose(kernel_name, problem)
-    if not kernel.has_vjp:
-        raise KernelUnavailable(message("kernel", "one that takes lowered keys", repr(kernel_name)))
-    return SinglePlan(kernel, problem, tiling.plan(problem))
+    @abstractmethod
+    def to_heads(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return all rows of the rank's heads, from the rank's rows of all heads; arrays of one head go to all."""
+
+    @abstractmethod
+    def to_rows(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the rank's queries of all heads, from all queries of its heads."""
+
+    @abstractmethod
+    def own_heads(self, x: Array, axis: int = -4) -> Array:
+        """Return the rank's heads of an array."""
+
+    def compute(self) -> Result:
+        problem, moved = self.problem, self.operands("query", "key", *["bias"] * self.bias_has_queries)
+        arrays = {name: self._own_heads_of(name, x) for name, x in problem.operands().items() if name not in moved}
+        arrays |= self.to_heads(moved)
+        rows, cols = (Shard.whole(n) for n in (self.sequence_shape.query_len, self.sequence_shape.key_len))
+        plan = self.plan_of(arrays, rows, cols, mask=problem.mask, bias=arrays.get("bias"), own_heads=self.own_heads)
+        result = plan()
+        outputs = self.to_rows({"out": result.out, **result.statistics})
+        return Result(outputs.pop("out"), result.row_max, result.log_denom, outputs)
+
+    def _own_heads_of(self, name: str, x: Array) -> Array:
+        """Return the rank's heads of an array without rows: sink, bias, parameters of the form."""
+        axis = x.ndim - 4 if name == "bias" else 0
+        has_heads = x.ndim >= (2 if name == "sink" else 3) and x.shape[axis] == self.sequence_shape.heads > 1
+        return self.own_heads(x, axis) if has_heads else x
+
+
+def positions_of(ops: Backend, rows: Shard | Array, like: Array) -> Array:
+    """Return global positions as an array of the framework."""
+    return rows.positions(like) if isinstance(rows, Shard) else ops.asarray(rows, like)
 
 
 def run_part(plan: SinglePlan, cols: Shard | Array) -> Result:
     """Return the result of a part over the keys `cols`, with indices of keys counted in the whole sequence."""
     result, ops, like = plan(), plan.problem.ops, plan.problem.value
-
-    def positions() -> Array:
-        return cols.positions(like) if isinstance(cols, Shard) else ops.asarray(cols, like)
-
-    return dataclasses.replace(result, statistics=with_global_keys(ops, result.statistics, positions))
-
-
-def dropout_of(
-    problem: Problem, sequence_shape: ScoreShape, rows: Array, cols: Array,
-    heads: Callable[[Array], Array] | None = None,
-) -> PairDropout | None:  # fmt: skip
-    """Return the dropout of the pairs at these positions of the whole sequence, with the bits of one device.
-
-    `heads` selects the part's heads from an array of all heads.
-    """
-    ops, dropout = problem.ops, problem.dropout
-    if dropout is None:
-        return None
-    first = dropouts.rows_of_matrices(ops, sequence_shape, problem.value)
-    first = first if heads is None else heads(first)
-    return PairDropout(dropout.probability, dropout.seed, first + ops.reshape(rows, (-1, 1)), cols[None])
+    statistics = with_global_keys(ops, result.statistics, lambda: positions_of(ops, cols, like))
+    return dataclasses.replace(result, statistics=statistics)
 
 
 def arrays_of(result: Result) -> dict[str, Array]:

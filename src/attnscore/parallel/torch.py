@@ -32,9 +32,10 @@ from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.masks import Mask
 from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.options import Options
+from attnscore.parallel.parts import Call
 from attnscore.parallel.plan import Exchange, exchange
 from attnscore.parallel.shard import Shard, check_shards
-from attnscore.parallel.torch_modes import MODE_CLASSES, Call, PassQueries
+from attnscore.parallel.torch_modes import MODE_CLASSES, PassQueries
 from attnscore.parallel.torch_ranks import Ranks, Transfers, move_rows, with_summed_gradient
 from attnscore.problem.problem import Problem, check_extra
 from attnscore.problem.results import present
@@ -245,7 +246,7 @@ def _plan_call(
     plan = exchange(mask, queries, keys, batch=sequence_shape.batch)
     explanation = _choose_mode(problem, sequence_shape, plan, options, bias_has_queries)
     mode_class = PassQueries if explanation.gradient == "queries" else MODE_CLASSES[explanation.mode]
-    return mode_class(ranks, plan, problem, options.kernel, bias_has_queries), explanation
+    return mode_class(plan, sequence_shape, problem, options.kernel, bias_has_queries, ranks), explanation
 
 
 def _choose_mode(

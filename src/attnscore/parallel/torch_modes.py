@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -31,11 +31,10 @@ from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.pairs import Range
 from attnscore.parallel.parts import (
     SOFTMAX_ALONE,
+    Call,
+    HeadsCall,
     arrays_of,
-    dropout_of,
     finish,
-    plan_of_part,
-    problem_of_part,
     result_of,
     run_part,
     state_of_part,
@@ -44,7 +43,6 @@ from attnscore.parallel.plan import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     FORWARD_KEYS,
-    Exchange,
     heads_attend_differently,
     in_blocks,
 )
@@ -105,30 +103,10 @@ _DIFFERENTIABLE = ("out", "log_denom", "entropy")
 
 
 @dataclass(frozen=True, eq=False)
-class Call(ABC):
-    """One call of attention over all ranks; this rank returns the queries that it holds."""
+class RankCall(Call):
+    """A call on one rank of a process group."""
 
     ranks: Ranks
-    plan: Exchange
-    problem: Problem
-    """Problem of the rank's own rows, with the mask of the whole sequence, and a bias over all keys."""
-    kernel: str
-    bias_has_queries: bool = False
-    """Whether each rank has the bias of its own queries, not one bias for all."""
-
-    @staticmethod
-    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
-        """Return why a call cannot run in this mode; the problem has the mask and the bias of the whole sequence."""
-        return ()
-
-    @abstractmethod
-    def compute(self) -> Result:
-        """Return the result of the rank's queries, with its gradient."""
-
-    @cached_property
-    def sequence_shape(self) -> ScoreShape:
-        """Shape of the scores of the whole sequence."""
-        return dataclasses.replace(self.problem.score_shape, query_len=self.queries.length, key_len=self.keys.length)
 
     @property
     def queries(self) -> Shard:
@@ -140,15 +118,8 @@ class Call(ABC):
         """The keys that this rank holds."""
         return self.plan.keys[self.ranks.rank]
 
-    @cached_property
-    def names(self) -> dict[str, tuple[str, ...]]:
-        """Names of the operands with rows, "query" and "key" (the value too)."""
-        form = self.problem.form
-        query, key = ([name for name in form.arrays() if form.role(name) == role] for role in ("query", "key"))
-        return {"query": (*query,), "key": (*key, "value")}
 
-
-class ShardedCall(Call):
+class ShardedCall(RankCall):
     """A call that runs kernels over some of the rank's queries and some keys at a time."""
 
     def compute(self) -> Result:
@@ -171,6 +142,11 @@ class ShardedCall(Call):
         """Return the rank's gradients of the operands in `requested`, in the dtype of sums."""
 
     @cached_property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """Names of the operands with rows, "query" and "key" (the value too)."""
+        return {role: tuple(self.operands(role)) for role in ("query", "key")}
+
+    @cached_property
     def has_relative_bias(self) -> bool:
         """Whether the bias has a number for each relative offset, key minus query."""
         return self.problem.bias is not None and self.sequence_shape.is_relative(tuple(self.problem.bias.shape))
@@ -189,18 +165,11 @@ class ShardedCall(Call):
 
     def make_part(self, rows: Shard, cols: Shard, arrays: Arrays) -> SinglePlan:
         """Return the plan of some queries and keys over `arrays`: operands of the rank's queries and of `cols`."""
-        problem, ranges = self.problem, self.queries.locate(rows)
-        shape = dataclasses.replace(self.sequence_shape, query_len=len(rows), key_len=len(cols))
+        ranges = self.queries.locate(rows)
         arrays = {name: slice_ranges(x, ranges) if name in self.names["query"] else x for name, x in arrays.items()}
-        dropout: Any = problem.dropout
-        if dropout is not None and (len(rows), len(cols)) != (self.queries.length, self.keys.length):
-            dropout = dropout_of(problem, self.sequence_shape, *(x.positions(arrays["value"]) for x in (rows, cols)))
-        part = problem_of_part(
-            problem, shape, arrays, mask=self.mask_of(rows, cols), dropout=dropout, sink=arrays.get("sink"),
-            bias=None if problem.bias is None else self._bias_of_part(arrays["bias"], rows, cols),
-            statistics=self.statistics,
-        )  # fmt: skip
-        return plan_of_part(self.kernel, part)
+        bias = None if self.problem.bias is None else self._bias_of_part(arrays["bias"], rows, cols)
+        mask = self.mask_of(rows, cols)
+        return self.plan_of(arrays, rows, cols, mask=mask, bias=bias, statistics=self.statistics)
 
     def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
         """Return the mask of a part."""
@@ -533,8 +502,8 @@ def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:
 
 
 @final
-class Heads(Call):
-    """Exchange rows for heads (Ulysses): each rank computes all queries of some KV heads, and returns the rows."""
+class Heads(HeadsCall, RankCall):
+    """`HeadsCall` by the messages of a process group."""
 
     @staticmethod
     def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
@@ -545,40 +514,25 @@ class Heads(Call):
             reasons.append("a mask of its own for each head")
         return tuple(reasons)
 
-    def compute(self) -> Result:
-        problem, operands = self.problem, self.problem.operands()
-        by_query = (*self.names["query"], *(("bias",) if self.bias_has_queries else ()))
-        shards = dict.fromkeys(self.names["key"], self.plan.keys) | dict.fromkeys(by_query, self.plan.queries)
-        # Arrays of one head go to all ranks.
-        moves = {name: self._transfers(rows, operands[name].shape[-4] > 1) for name, rows in shards.items()}
-        arrays = {name: self._heads_of(name, x) for name, x in operands.items() if name not in moves}
-        arrays |= move_rows(self.ranks, {name: operands[name] for name in moves}, moves)
-        shape = dataclasses.replace(self.sequence_shape, heads=self.sequence_shape.heads // self.ranks.count)
-        dropout: Any = problem.dropout
-        if self.ranks.count > 1:
-            rows, cols = (Shard.whole(x.length).positions(problem.value) for x in (self.queries, self.keys))
-            dropout = dropout_of(
-                problem, self.sequence_shape, rows, cols, lambda x: x.chunk(self.ranks.count, -4)[self.ranks.rank]
-            )
-        part = problem_of_part(
-            problem, shape, arrays, mask=problem.mask, bias=arrays.get("bias"), dropout=dropout, sink=arrays.get("sink")
-        )
-        result = plan_of_part(self.kernel, part)()
-        outputs = {"out": result.out, **result.statistics}
-        transfers = dict.fromkeys(outputs, self._transfers(self.plan.queries))
-        outputs = move_rows(self.ranks, outputs, transfers, is_return=True)
-        return Result(outputs.pop("out"), result.row_max, result.log_denom, outputs)
+    def to_heads(self, arrays: Arrays) -> dict[str, Tensor]:
+        keys = self.operands("key")
+        plans = {
+            name: self._transfers(self.plan.keys if name in keys else self.plan.queries, x.shape[-4] > 1)
+            for name, x in arrays.items()
+        }
+        return move_rows(self.ranks, arrays, plans)
+
+    def to_rows(self, arrays: Arrays) -> dict[str, Tensor]:
+        plans = dict.fromkeys(arrays, self._transfers(self.plan.queries))
+        return move_rows(self.ranks, arrays, plans, is_return=True)
+
+    def own_heads(self, x: Tensor, axis: int = -4) -> Tensor:
+        return x.chunk(self.ranks.count, axis)[self.ranks.rank]
 
     def _transfers(self, shards: Sequence[Shard], by_heads: bool = True) -> Transfers:
         """Return the transfers of all rows of an array, for the rank's heads alone or for all heads."""
         all_rows = [Shard.whole(shards[0].length)] * self.ranks.count
         return Transfers.of(shards, all_rows, self.ranks.rank, by_heads=by_heads)
 
-    def _heads_of(self, name: str, x: Tensor) -> Tensor:
-        """Return a view of the rank's heads of an array that was not moved: sink, bias, parameters of the form."""
-        axis = x.dim() - 4 if name == "bias" else 0
-        has_heads = x.dim() >= (2 if name == "sink" else 3) and x.shape[axis] == self.sequence_shape.heads > 1
-        return x.chunk(self.ranks.count, axis)[self.ranks.rank] if has_heads else x
 
-
-MODE_CLASSES: Final[dict[str, type[Call]]] = {"gather": Gather, "ring": Ring, "heads": Heads}
+MODE_CLASSES: Final[dict[str, type[RankCall]]] = {"gather": Gather, "ring": Ring, "heads": Heads}
