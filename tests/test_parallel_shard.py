@@ -170,8 +170,8 @@ def test_what_a_rank_receives_it_has_room_for() -> None:
         ranks = SimpleNamespace(rank=rank, peers=[other])
         call = SimpleNamespace(plan=plan, ranks=ranks, queries=shards[rank], has_relative_bias=False)
         call.outer = Gather.outer.func(call)
-        found = Gather.transfers.func(call)
-        assert not len(difference(found.to_receive[other], found.needed))
+        found = Gather.movement.func(call)
+        assert not len(difference(shards[other] & plan.needed[rank], found.needed[rank]))
 
 
 def test_queries_that_attend_keys_of_another_rank() -> None:

@@ -239,7 +239,7 @@ def choose(
     if memory is not None:
         check_count("memory", memory)
     queries, keys = (np.array([len(shard) for shard in shards]) for shards in (plan.queries, plan.keys))
-    counts = Counts(queries, keys, plan.fetched, plan)
+    counts = Counts(queries, keys, plan.fetched.counts, plan)
     reasons = {**refused}
     if plan.ranks > 1 and (size.heads % plan.ranks or size.kv_heads % plan.ranks):
         reasons["heads"] = f"{plan.ranks} ranks do not divide {size.heads} heads and {size.kv_heads} KV heads"

@@ -29,6 +29,26 @@ FORWARD_KEYS, BACKWARD_KEYS, BACKWARD_QUERIES = 1024, 128, 384
 
 
 @dataclass(frozen=True)
+class Movement:
+    """The rows of an array that each rank holds, and the rows that it needs."""
+
+    held: tuple[Shard, ...]
+    needed: tuple[Shard, ...]
+    by_heads: bool = False
+    """Whether a rank needs the rows of its share of the heads alone."""
+
+    def rows(self, source: int, target: int) -> Shard:
+        """Return the rows that `source` holds and `target` needs, also where both are the same rank."""
+        return self.held[source] & self.needed[target]
+
+    @cached_property
+    def counts(self) -> HostArray:
+        """Number of rows that one rank holds and another needs, (source, target)."""
+        ranks = range(len(self.held))
+        return np.array([[len(self.rows(source, target)) for target in ranks] for source in ranks])
+
+
+@dataclass(frozen=True)
 class Exchange:
     """The queries and keys that each rank holds, and the keys that it needs.
 
@@ -57,7 +77,7 @@ class Exchange:
 
     def transfer(self, source: int, target: int) -> Shard:
         """Return the keys that `source` holds and `target` needs, also where both are the same rank."""
-        return self.keys[source] & self.needed[target]
+        return self.fetched.rows(source, target)
 
     def attending(self, target: int, source: int) -> Shard:
         """Return the queries of `target` that attend keys of `source`; the gradient "queries" sends them to `source`.
@@ -83,34 +103,30 @@ class Exchange:
         return self._cache.get_or_compute(queries, compute)
 
     @cached_property
-    def needed_blocks(self) -> tuple[Shard, ...]:
-        """The keys that each rank fetches where queries are passed: `needed` in whole blocks."""
-        return tuple(in_blocks(shard, FORWARD_KEYS) for shard in self.needed)
+    def fetched(self) -> Movement:
+        """The keys that ranks fetch."""
+        return Movement(self.keys, self.needed)
 
     @cached_property
-    def passed(self) -> tuple[Shard, ...]:
-        """The queries that are passed to each rank: all that attend its keys, in whole blocks."""
+    def fetched_blocks(self) -> Movement:
+        """The keys that ranks fetch where queries are passed: `needed` in whole blocks."""
+        return Movement(self.keys, tuple(in_blocks(shard, FORWARD_KEYS) for shard in self.needed))
+
+    @cached_property
+    def passed(self) -> Movement:
+        """The queries that are passed to the owners of keys: all that attend the keys, in whole blocks."""
         ranks, length = range(self.ranks), self.queries[0].length
         ranges = [[pair for rank in ranks for pair in self.attending(rank, owner).ranges] for owner in ranks]
-        return tuple(in_blocks(Shard.of(attending, length), BACKWARD_QUERIES) for attending in ranges)
+        needed = tuple(in_blocks(Shard.of(attending, length), BACKWARD_QUERIES) for attending in ranges)
+        return Movement(self.queries, needed)
 
     def sent(self, rank: int) -> int:
         """Return how many keys a rank sends: a key that two other ranks need counts twice."""
-        return int(self.fetched[rank].sum() - self.fetched[rank, rank])
+        return int(self.fetched.counts[rank].sum() - self.fetched.counts[rank, rank])
 
     def received(self, rank: int) -> int:
         """Return how many keys of other ranks a rank needs."""
-        return int(self.fetched[:, rank].sum() - self.fetched[rank, rank])
-
-    @cached_property
-    def fetched(self) -> HostArray:
-        """Number of keys that a rank holds and another needs, (source, target)."""
-        return _count_moved(self.keys, self.needed)
-
-    @cached_property
-    def blocks_passed(self) -> tuple[HostArray, HostArray]:
-        """`fetched` where queries are passed: for keys in whole blocks, and for queries sent to the owners of keys."""
-        return _count_moved(self.keys, self.needed_blocks), _count_moved(self.queries, self.passed)
+        return int(self.fetched.counts[:, rank].sum() - self.fetched.counts[rank, rank])
 
     @property
     def imbalance(self) -> float:
@@ -192,11 +208,6 @@ def _distinguishes_heads(mask: Mask, sequence_shape: ScoreShape) -> bool:
         # It may read the index of the head.
         return sequence_shape.has_heads
     return mask.heads > 1
-
-
-def _count_moved(held: Sequence[Shard], needed: Sequence[Shard]) -> HostArray:
-    """Return the number of positions that one rank holds and another needs, (source, target)."""
-    return np.array([[len(source & target) for target in needed] for source in held])
 
 
 def in_blocks(shard: Shard, size: int) -> Shard:

@@ -54,7 +54,8 @@ def schedule(counts: Counts, mode: str, gradient: str) -> tuple[Phase, ...]:
     queries, keys, ranks = counts.queries, counts.keys, len(counts.keys)
     if mode == "gather" and gradient == "queries":
         query_arrays = ("query", "out", "row")
-        blocks, passed = cast(Exchange, counts.plan).blocks_passed
+        plan = cast(Exchange, counts.plan)
+        blocks, passed = plan.fetched_blocks.counts, plan.passed.counts
         forward = Phase((Step(("key",), blocks),), (), ((("key",), blocks.sum(0)),))
         backward = Phase((Step(query_arrays, passed),), (), ((query_arrays, passed.sum(0)),))
     elif mode == "gather":

@@ -33,10 +33,10 @@ from attnscore.masks import Mask
 from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.options import Options
 from attnscore.parallel.parts import Call
-from attnscore.parallel.plan import Exchange, exchange
+from attnscore.parallel.plan import Exchange, Movement, exchange
 from attnscore.parallel.shard import Shard, check_shards
 from attnscore.parallel.torch_modes import MODE_CLASSES, PassQueries
-from attnscore.parallel.torch_ranks import Ranks, Transfers, move_rows, with_summed_gradient
+from attnscore.parallel.torch_ranks import Ranks, move_rows, with_summed_gradient
 from attnscore.problem.problem import Problem, check_extra
 from attnscore.problem.results import present
 from attnscore.problem.statistics import AttentionStats
@@ -176,9 +176,9 @@ def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) 
     if not -x.dim() <= axis < x.dim() or x.shape[axis] != count:
         raise ShapeError(message("x", f"{count} positions on axis {axis}", f"shape {tuple(x.shape)}"))
     rows = x.movedim(axis, 0)
-    transfers = Transfers.of(shards, [Shard.whole(length)] * ranks.count, ranks.rank)
+    movement = Movement(shards, (Shard.whole(length),) * ranks.count)
     flat = rows.reshape(count, math.prod(rows.shape[1:]))
-    sequence_rows = move_rows(ranks, {"x": flat}, {"x": transfers})["x"]
+    sequence_rows = move_rows(ranks, {"x": flat}, {"x": movement})["x"]
     return sequence_rows.reshape(length, *rows.shape[1:]).movedim(0, axis)
 
 

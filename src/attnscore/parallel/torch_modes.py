@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final, final
@@ -43,6 +43,7 @@ from attnscore.parallel.plan import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     FORWARD_KEYS,
+    Movement,
     heads_attend_differently,
     in_blocks,
 )
@@ -50,7 +51,6 @@ from attnscore.parallel.shard import Shard
 from attnscore.parallel.torch_ranks import (
     Arrays,
     Ranks,
-    Transfers,
     add_rows,
     copy_rows,
     move_rows,
@@ -118,6 +118,11 @@ class RankCall(Call):
         """The keys that this rank holds."""
         return self.plan.keys[self.ranks.rank]
 
+    @cached_property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """Names of the operands with rows, "query" and "key" (the value too)."""
+        return {role: tuple(self.operands(role)) for role in ("query", "key")}
+
 
 class ShardedCall(RankCall):
     """A call that runs kernels over some of the rank's queries and some keys at a time."""
@@ -140,11 +145,6 @@ class ShardedCall(RankCall):
         self, operands: Arrays, fetched: Arrays, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
         """Return the rank's gradients of the operands in `requested`, in the dtype of sums."""
-
-    @cached_property
-    def names(self) -> dict[str, tuple[str, ...]]:
-        """Names of the operands with rows, "query" and "key" (the value too)."""
-        return {role: tuple(self.operands(role)) for role in ("query", "key")}
 
     @cached_property
     def has_relative_bias(self) -> bool:
@@ -234,10 +234,10 @@ class ShardedCall(RankCall):
         """Return zeros with the shapes of these operands, in the dtype of sums."""
         return {name: torch.zeros_like(operands[name], dtype=self.sums) for name in names}
 
-    def fetch_keys(self, arrays: Arrays, transfers: Transfers) -> Callable[[], dict[str, Tensor]]:
+    def fetch_keys(self, arrays: Arrays, movement: Movement) -> Callable[[], dict[str, Tensor]]:
         """Start to fetch keys and values."""
         keys = {name: arrays[name] for name in self.names["key"]}
-        return self.ranks.fetch(keys, dict.fromkeys(keys, transfers))
+        return self.ranks.fetch(keys, dict.fromkeys(keys, movement))
 
 
 class MergedCall(ShardedCall):
@@ -300,14 +300,14 @@ class Gather(ShardedCall):
         return self.outer != self.queries or not len(self.queries)
 
     @cached_property
-    def transfers(self) -> Transfers:
-        """Keys that this rank fetches, and keys that the other ranks fetch from it."""
+    def movement(self) -> Movement:
+        """The keys that ranks fetch; this one without the keys that its inner queries alone attend."""
         plan, rank = self.plan, self.ranks.rank
         # Also the keys of other ranks that the plan fetches in gaps for inner queries: their owners send them.
         needed = plan.keys_of(self.outer) | difference(plan.needed[rank], plan.keys[rank])
         if self.has_relative_bias and needed.ranges:
             needed = Shard(((needed.ranges[0][0], needed.ranges[-1][1]),), needed.length)
-        return dataclasses.replace(Transfers.of(plan.keys, plan.needed, rank), needed=needed)
+        return Movement(plan.keys, (*plan.needed[:rank], needed, *plan.needed[rank + 1 :]))
 
     def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
         mask = super().mask_of(rows, cols)
@@ -319,12 +319,12 @@ class Gather(ShardedCall):
         return all_of([*([] if mask is None else [mask]), ValidLens(key_counts)])
 
     def forward(self, operands: Arrays) -> tuple[Result, dict[str, Tensor]]:
-        wait, results = self.fetch_keys(operands, self.transfers), []
+        wait, results = self.fetch_keys(operands, self.movement), []
         if self.has_inner_part:
             results.append(self.run(self.queries, self.keys, operands))
         fetched = wait()
         if len(self.outer):
-            results.append(self.run(self.outer, self.transfers.needed, {**operands, **fetched}))
+            results.append(self.run(self.outer, self.movement.needed[self.ranks.rank], {**operands, **fetched}))
         if len(results) == 2:
             target, source = map(arrays_of, results)
             for name, x in target.items():
@@ -339,11 +339,11 @@ class Gather(ShardedCall):
         if self.has_inner_part:
             totals |= self.add_gradients(totals, self.queries, self.keys, operands, result, grads, requested)
         if len(self.outer):
-            arrays = {**operands, **fetched}
+            arrays, cols = {**operands, **fetched}, self.movement.needed[self.ranks.rank]
             # The sink's gradient is a sum over all queries, which the inner part has.
             names = requested - {"sink"} if self.has_inner_part else requested
-            key_gradients = self.add_gradients(totals, self.outer, self.transfers.needed, arrays, result, grads, names)
-        return self.ranks.give_back(key_gradients, dict.fromkeys(key_gradients, self.transfers), totals)
+            key_gradients = self.add_gradients(totals, self.outer, cols, arrays, result, grads, names)
+        return self.ranks.give_back(key_gradients, dict.fromkeys(key_gradients, self.movement), totals)
 
 
 def difference(shard: Shard, part: Shard) -> Shard:
@@ -380,7 +380,7 @@ class Ring(MergedCall):
                 continue
             for name, x in arrived().items():
                 key_gradients[name].add_(x)
-            arrived = self.ranks.fetch(key_gradients, dict.fromkeys(key_gradients, self._transfers(owner)))
+            arrived = self.ranks.fetch(key_gradients, dict.fromkeys(key_gradients, self._movement(owner)))
         for name, x in arrived().items():
             totals[name].add_(x)
         return totals
@@ -389,18 +389,16 @@ class Ring(MergedCall):
         """Yield operands with the keys of one rank after another, this one's first, while the next ones are sent."""
         arrays, owner = operands, self.ranks.rank
         for _ in self.ranks.peers:
-            arrived = self.fetch_keys(arrays, self._transfers(owner))
+            arrived = self.fetch_keys(arrays, self._movement(owner))
             yield owner, arrays
             arrays, owner = {**operands, **arrived()}, (owner - 1) % self.ranks.count
         yield owner, arrays
 
-    def _transfers(self, owner: int) -> Transfers:
-        """Return the transfers of the keys of `owner` to the next rank, and of the keys before them to this one."""
-        rank, count = self.ranks.rank, self.ranks.count
-        held, needed = (
-            [self.plan.keys[(other + first - rank) % count] for other in range(count)] for first in (owner, owner - 1)
-        )
-        return Transfers.of(held, needed, rank)
+    def _movement(self, owner: int) -> Movement:
+        """Return how the keys of `owner`, which this rank has, move to the next rank, and all other keys alike."""
+        count, keys = self.ranks.count, self.plan.keys
+        held = tuple(keys[(rank + owner - self.ranks.rank) % count] for rank in range(count))
+        return Movement(held, (held[-1], *held[:-1]))
 
 
 @final
@@ -426,14 +424,10 @@ class PassQueries(MergedCall):
         dense = Dense(pairs.reshape(len(pairs), *axes, *pairs.shape[1:]))
         return dense if remaining_mask is None else dense & remaining_mask
 
-    @cached_property
-    def transfers(self) -> Transfers:
-        """Whole blocks of keys that this rank fetches, and that the other ranks fetch from it."""
-        return Transfers.of(self.plan.keys, self.plan.needed_blocks, self.ranks.rank)
-
     def forward(self, operands: Arrays) -> tuple[Result, dict[str, Tensor]]:
-        fetched = self.fetch_keys(operands, self.transfers)()
-        blocks = self._blocks(self.transfers.needed, {**operands, **fetched}, FORWARD_KEYS)
+        movement = self.plan.fetched_blocks
+        fetched = self.fetch_keys(operands, movement)()
+        blocks = self._blocks(movement.needed[self.ranks.rank], {**operands, **fetched}, FORWARD_KEYS)
         return self.merge(operands, blocks), fetched
 
     def backward(
@@ -447,26 +441,23 @@ class PassQueries(MergedCall):
         if "entropy" in self.problem.statistics:
             grad_entropy = grads.entropy if grads.entropy is not None else torch.zeros_like(delta)
             sent |= {"entropy": result.statistics["entropy"], "grad_entropy": grad_entropy}
-        passed = self.plan.passed
-        wait = self.ranks.fetch(sent, dict.fromkeys(sent, Transfers.of(self.plan.queries, passed, self.ranks.rank)))
+        wait = self.ranks.fetch(sent, dict.fromkeys(sent, self.plan.passed))
         # The gradients of the rank's own queries, while the other queries are on their way.
         key_names = {*self.names["key"]}
         totals = self.zeros_like(operands, requested - key_names)
         names = requested - key_names - {"sink"}
-        arrays = {**operands, **fetched}
-        for block in self._blocks(self.transfers.needed, arrays, BACKWARD_KEYS) if names else ():
+        arrays, keys = {**operands, **fetched}, self.plan.fetched_blocks.needed[self.ranks.rank]
+        for block in self._blocks(keys, arrays, BACKWARD_KEYS) if names else ():
             self.add_gradients(totals, *block, result, grads, names)
         if "sink" in requested:
             no_keys = {name: x[..., :0, :] if name in key_names else x for name, x in operands.items()}
             empty = Shard.empty(self.keys.length)
             self.add_gradients(totals, self.queries, empty, no_keys, result, grads, frozenset({"sink"}))
-        return totals | self._key_gradients(operands, wait(), passed[self.ranks.rank], requested & key_names)
+        return totals | self._key_gradients(operands, wait(), requested & key_names)
 
-    def _key_gradients(
-        self, operands: Arrays, arrived: Arrays, rows: Shard, requested: frozenset[str]
-    ) -> dict[str, Tensor]:
+    def _key_gradients(self, operands: Arrays, arrived: Arrays, requested: frozenset[str]) -> dict[str, Tensor]:
         """Return the gradients of the rank's keys, from all queries that attend them."""
-        owner_call = dataclasses.replace(self, plan=dataclasses.replace(self.plan, queries=(rows,) * self.ranks.count))
+        owner_call = dataclasses.replace(self, plan=dataclasses.replace(self.plan, queries=self.plan.passed.needed))
         entropy = {"entropy": arrived["entropy"]} if "entropy" in arrived else {}
         # Only delta was sent of the output: with an output of 0, the kernel computes delta as dout . 0 - (-delta).
         zero_out = torch.zeros_like(arrived["grad_out"])
@@ -515,24 +506,20 @@ class Heads(HeadsCall, RankCall):
         return tuple(reasons)
 
     def to_heads(self, arrays: Arrays) -> dict[str, Tensor]:
-        keys = self.operands("key")
-        plans = {
-            name: self._transfers(self.plan.keys if name in keys else self.plan.queries, x.shape[-4] > 1)
-            for name, x in arrays.items()
-        }
-        return move_rows(self.ranks, arrays, plans)
+        shards = dict.fromkeys(arrays, self.plan.queries) | dict.fromkeys(self.names["key"], self.plan.keys)
+        movements = {name: self._movement(shards[name], x.shape[-4] > 1) for name, x in arrays.items()}
+        return move_rows(self.ranks, arrays, movements)
 
     def to_rows(self, arrays: Arrays) -> dict[str, Tensor]:
-        plans = dict.fromkeys(arrays, self._transfers(self.plan.queries))
-        return move_rows(self.ranks, arrays, plans, is_return=True)
+        movements = dict.fromkeys(arrays, self._movement(self.plan.queries, True))
+        return move_rows(self.ranks, arrays, movements, is_return=True)
 
     def own_heads(self, x: Tensor, axis: int = -4) -> Tensor:
         return x.chunk(self.ranks.count, axis)[self.ranks.rank]
 
-    def _transfers(self, shards: Sequence[Shard], by_heads: bool = True) -> Transfers:
-        """Return the transfers of all rows of an array, for the rank's heads alone or for all heads."""
-        all_rows = [Shard.whole(shards[0].length)] * self.ranks.count
-        return Transfers.of(shards, all_rows, self.ranks.rank, by_heads=by_heads)
+    def _movement(self, shards: tuple[Shard, ...], by_heads: bool) -> Movement:
+        """Return how all rows of an array move to all ranks, each of which gets some heads, or all."""
+        return Movement(shards, (Shard.whole(shards[0].length),) * self.ranks.count, by_heads)
 
 
 MODE_CLASSES: Final[dict[str, type[RankCall]]] = {"gather": Gather, "ring": Ring, "heads": Heads}

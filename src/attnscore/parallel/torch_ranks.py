@@ -18,10 +18,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnscore.parallel.pairs import Range
+from attnscore.parallel.plan import Movement
 from attnscore.parallel.shard import Shard
 
 Arrays = Mapping[Any, Tensor]
 """Arrays (..., position, dim) by name."""
+Movements = Mapping[Any, Movement]
+"""Movement of each array."""
 # Recent releases of torch call it all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -74,33 +77,37 @@ class Ranks:
 
         return wait
 
-    def fetch(self, arrays: Arrays, plans: Plans) -> Callable[[], dict[Any, Tensor]]:
+    def fetch(self, arrays: Arrays, movements: Movements) -> Callable[[], dict[Any, Tensor]]:
         """Start to fetch the rows that this rank needs, in global order."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         copied_later: list[tuple[Tensor, Sequence[Range], Tensor]] = []
         fetched: dict[Any, Tensor] = {}
         for name, x in arrays.items():
-            plan, rows = plans[name], plans[name].heads_of(x, self.rank)
-            fetched[name] = _empty_rows(rows, len(plan.needed))
+            movement, heads = movements[name], self._heads(x, movements[name])
+            held, needed = movement.held[self.rank], movement.needed[self.rank]
+            fetched[name] = _empty_rows(heads[self.rank], len(needed))
             packed: dict[tuple[Shard, int | None], Tensor] = {}
             for peer in self.peers:
+                rows = movement.rows(self.rank, peer)
                 # Ranks often need the same rows.
-                key = plan.to_send[peer], peer if plan.by_heads else None
+                key = rows, peer if movement.by_heads else None
                 if key not in packed:
-                    packed[key] = _pack(plan.heads_of(x, peer), plan.held.locate(plan.to_send[peer]))
+                    packed[key] = _pack(heads[peer], held.locate(rows))
                 sends.append((peer, packed[key]))
-                ranges = plan.needed.locate(plan.to_receive[peer])
+                rows = movement.rows(peer, self.rank)
+                buffer, ranges = fetched[name], needed.locate(rows)
                 if len(ranges) < 2:
-                    receives.append((peer, positions_first(slice_ranges(fetched[name], ranges))))
+                    buffer = slice_ranges(buffer, ranges)
                 else:
-                    buffer = _empty_rows(rows, len(plan.to_receive[peer]))
-                    receives.append((peer, positions_first(buffer)))
+                    buffer = _empty_rows(buffer, len(rows))
                     copied_later.append((fetched[name], ranges, buffer))
+                receives.append((peer, positions_first(buffer)))
         wait = self.post(sends, receives)
         for name, x in arrays.items():
-            needed_ranges, held_ranges = plans[name].local_ranges
-            copy_rows(fetched[name], needed_ranges, plans[name].heads_of(x, self.rank), held_ranges)
+            held, needed = movements[name].held[self.rank], movements[name].needed[self.rank]
+            kept = self._heads(x, movements[name])[self.rank]
+            copy_rows(fetched[name], needed.locate(held & needed), kept, held.locate(held & needed))
 
         def finish() -> dict[Any, Tensor]:
             wait()
@@ -110,7 +117,7 @@ class Ranks:
 
         return finish
 
-    def give_back(self, arrays: Arrays, plans: Plans, totals: dict[Any, Tensor]) -> dict[Any, Tensor]:
+    def give_back(self, arrays: Arrays, movements: Movements, totals: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Return arrays of the rows that `fetch` fetches, such as gradients, to the owners of the rows.
 
         Adds the arrays that arrive from all ranks to `totals`, arrays of this rank's rows, and makes the missing ones,
@@ -118,23 +125,31 @@ class Ranks:
         so that the buffers hold one rank's rows.
         """
         for name, x in arrays.items():
-            (needed_ranges, held_ranges), plan = plans[name].local_ranges, plans[name]
+            movement = movements[name]
+            held, needed = movement.held[self.rank], movement.needed[self.rank]
             if name not in totals:
                 sums = torch.promote_types(x.dtype, torch.float32)
-                zeros = x.new_zeros((*x.shape[:-2], len(plan.held), x.shape[-1]), dtype=sums)
-                totals[name] = zeros.repeat_interleave(self.count, -4) if plan.by_heads else zeros
-            add_rows(plan.heads_of(totals[name], self.rank), held_ranges, x, needed_ranges)
+                zeros = x.new_zeros((*x.shape[:-2], len(held), x.shape[-1]), dtype=sums)
+                totals[name] = zeros.repeat_interleave(self.count, -4) if movement.by_heads else zeros
+            rows = held & needed
+            add_rows(self._heads(totals[name], movement)[self.rank], held.locate(rows), x, needed.locate(rows))
         for destination, source in zip(self.peers, reversed(self.peers), strict=True):
             sends, arriving = [], {}
             for name, x in arrays.items():
-                plan = plans[name]
-                sends.append((destination, _pack(x, plan.needed.locate(plan.to_receive[destination]))))
-                arriving[name] = _empty_rows(x, len(plan.to_send[source]))
+                movement = movements[name]
+                rows = movement.rows(destination, self.rank)
+                sends.append((destination, _pack(x, movement.needed[self.rank].locate(rows))))
+                arriving[name] = _empty_rows(x, len(movement.rows(self.rank, source)))
             self.post(sends, [(source, positions_first(x)) for x in arriving.values()])()
             for name, x in arriving.items():
-                plan = plans[name]
-                add_rows(plan.heads_of(totals[name], source), plan.held.locate(plan.to_send[source]), x)
+                movement = movements[name]
+                ranges = movement.held[self.rank].locate(movement.rows(self.rank, source))
+                add_rows(self._heads(totals[name], movement)[source], ranges, x)
         return totals
+
+    def _heads(self, x: Tensor, movement: Movement) -> Sequence[Tensor]:
+        """Return the heads of an array (..., head, group, position, dim) that each rank needs."""
+        return x.chunk(self.count, -4) if movement.by_heads else (x,) * self.count
 
     def agree(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Return the numbers of all ranks, in the order of ranks."""
@@ -150,45 +165,13 @@ class Ranks:
         return objects
 
 
-@dataclass(frozen=True)
-class Transfers:
-    """The rows that one rank holds and needs, and the rows that it sends to each rank and receives from it."""
-
-    held: Shard
-    needed: Shard
-    to_send: tuple[Shard, ...]
-    to_receive: tuple[Shard, ...]
-    by_heads: bool = False
-    """Whether a rank needs the rows of its share of the heads alone."""
-
-    @classmethod
-    def of(cls, held: Sequence[Shard], needed: Sequence[Shard], rank: int, *, by_heads: bool = False) -> Transfers:
-        """Return the transfers of a rank, where each rank holds and needs these rows."""
-        to_send = tuple(held[rank] & rows for rows in needed)
-        return cls(held[rank], needed[rank], to_send, tuple(rows & needed[rank] for rows in held), by_heads)
-
-    @property
-    def local_ranges(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-        """Ranges of the rows that the rank both needs and holds: among the rows needed, and among the rows held."""
-        rows = self.held & self.needed
-        return self.needed.locate(rows), self.held.locate(rows)
-
-    def heads_of(self, x: Tensor, rank: int) -> Tensor:
-        """Return the heads whose rows a rank needs, of an array (..., head, group, position, dim)."""
-        return x.chunk(len(self.to_send), -4)[rank] if self.by_heads else x
-
-
-Plans = Mapping[Any, Transfers]
-"""Transfers of each array."""
-
-
 class _MoveRows(torch.autograd.Function):
     """`Ranks.fetch`, or `Ranks.give_back`; each has the other as its backward."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, plans: Plans, is_return: bool, *arrays: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks, ctx.plans, ctx.is_return = ranks, plans, is_return
-        outputs = _move(ranks, dict(enumerate(arrays)), plans, is_return)
+    def forward(ctx: Any, ranks: Ranks, movements: Movements, is_return: bool, *arrays: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.movements, ctx.is_return = ranks, movements, is_return
+        outputs = _move(ranks, dict(enumerate(arrays)), movements, is_return)
         ctx.mark_non_differentiable(*(x for i, x in outputs.items() if not ctx.needs_input_grad[3 + i]))
         return tuple(outputs.values())
 
@@ -196,19 +179,19 @@ class _MoveRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         requested = {i: grad for i, grad in enumerate(grads) if ctx.needs_input_grad[3 + i]}
-        gradients = _move(ctx.ranks, requested, ctx.plans, not ctx.is_return)
+        gradients = _move(ctx.ranks, requested, ctx.movements, not ctx.is_return)
         return None, None, None, *(gradients.get(i) for i in range(len(grads)))
 
 
-def _move(ranks: Ranks, arrays: Arrays, plans: Plans, is_return: bool) -> dict[Any, Tensor]:
+def _move(ranks: Ranks, arrays: Arrays, movements: Movements, is_return: bool) -> dict[Any, Tensor]:
     if not is_return:
-        return ranks.fetch(arrays, plans)()
-    return {name: x.to(arrays[name].dtype) for name, x in ranks.give_back(arrays, plans, {}).items()}
+        return ranks.fetch(arrays, movements)()
+    return {name: x.to(arrays[name].dtype) for name, x in ranks.give_back(arrays, movements, {}).items()}
 
 
-def move_rows(ranks: Ranks, arrays: Arrays, plans: Plans, *, is_return: bool = False) -> dict[str, Tensor]:
+def move_rows(ranks: Ranks, arrays: Arrays, movements: Movements, *, is_return: bool = False) -> dict[str, Tensor]:
     """Fetch rows, or return them to their owners, which add them, with gradients."""
-    numbered = dict(enumerate(plans[name] for name in arrays))
+    numbered = dict(enumerate(movements[name] for name in arrays))
     outputs = _MoveRows.apply(ranks, numbered, is_return, *arrays.values())  # type: ignore[no-untyped-call]  # torch's own
     return dict(zip(arrays, outputs, strict=True))
 
