@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Never, cast
 
 import numpy as np
@@ -20,7 +19,7 @@ from attnscore import backends, kernels
 from attnscore.backends.base import Array, Backend, accumulator
 from attnscore.base import thresholds
 from attnscore.base.arguments import check_count, hides_unknown, is_number, reject_unknown, shown
-from attnscore.base.layout import AxisLayout, check_bias_shape
+from attnscore.base.layout import AxisLayout, ScoreShape, check_bias_shape
 from attnscore.errors import ArgumentError, FrameworkError, message
 from attnscore.masks import Mask, as_mask
 from attnscore.parallel.mask import shard_mask, with_batch_axis
@@ -29,8 +28,8 @@ from attnscore.parallel.parts import finish, state_of_part
 from attnscore.parallel.shard import Shard
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
-from attnscore.problem.problem import Problem, build_problem, check_arrays, check_extra, requested_statistics
-from attnscore.problem.statistics import COUNTED, AttentionStats, needs_counts, statistics_to_join
+from attnscore.problem.problem import build_problem, check_arrays, check_extra, requested_statistics
+from attnscore.problem.statistics import AttentionStats, statistics_to_join
 
 
 @hides_unknown
@@ -77,7 +76,7 @@ def attend_chunks(
     Raises
     ------
     ShapeError, DtypeError, DeviceError, FrameworkError, MaskError, ArgumentError, KernelUnavailable
-        As `attend`. The statistics `mean_score` and `var_score` need a mask of intervals.
+        As `attend`.
 
     Examples
     --------
@@ -108,28 +107,30 @@ def attend_chunks(
         bias = ops.reshape(check_extra(ops, "bias", bias, query), (1, 1))
     if bias is not None:
         check_bias_shape(tuple(bias.shape), layout.score_shape)
-    parts = _Parts(ops, layout, sequence_mask, bias, requested_statistics(return_stats))
-    dtype = ops.dtype(query)
+    statistics, dtype, shape = requested_statistics(return_stats), ops.dtype(query), layout.score_shape
     query = ops.astype(query, accumulator(dtype))
-    statistics, state, sink_of_heads = parts.statistics, None, None
+    state, sink_of_heads = None, None
 
     def compute_chunk(key_range: Range, keys: Array, values: Array) -> tuple[RowState, Array | None]:
         """Return the online-softmax state over a chunk, and the canonical sink: neither refers to the keys."""
+        rows, cols = Shard.whole(shape.query_len), Shard((key_range,), shape.key_len)
         problem, _ = build_problem(
-            query, keys, values, score=score, mask=parts.mask_of(key_range), bias=parts.bias_of(key_range, query),
-            sink=sink, head_axis=head_axis, statistics=statistics_to_join(statistics),
+            query, keys, values, score=score, sink=sink, head_axis=head_axis,
+            mask=shard_mask(sequence_mask, rows, cols, shape.query_len, shape.key_len),
+            bias=None if bias is None else _bias_of_chunk(ops, bias, shape, key_range, query),
+            statistics=statistics_to_join(statistics),
         )  # fmt: skip
-        parts.check_counts(problem)
         plan = kernels.single_plan(dataclasses.replace(problem, sink=None), kernel)
-        return state_of_part(plan, Shard((key_range,), layout.score_shape.key_len)), problem.sink
+        return state_of_part(plan, cols), problem.sink
 
     with ops.numeric_scope():
-        for key_range, keys, values in _chunks(ops, query, key, value, layout, parts.ranges(chunk, files)):
+        ranges = _attended_chunks(sequence_mask, shape, chunk, files)
+        for key_range, keys, values in _chunks(ops, query, key, value, layout, ranges):
             new, sink_of_heads = compute_chunk(key_range, keys, values)
             state = new if state is None else online_softmax.merge(ops, state, new)
             if progress is not None:
-                progress(key_range[1], layout.score_shape.key_len)
-        # `ranges` gives at least one chunk, perhaps an empty one.
+                progress(key_range[1], shape.key_len)
+        # There is at least one chunk, perhaps an empty one.
         result = finish(ops, cast(RowState, state), sink_of_heads, statistics)
         out = layout.from_canonical(ops, ops.astype(result.out, dtype))
         if not statistics:
@@ -138,59 +139,27 @@ def attend_chunks(
         return out, AttentionStats(**{name: layout.rows_from_canonical(ops, rows[name][..., 0]) for name in statistics})
 
 
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """A call cut along the keys: its chunks, and the mask, the bias and the numbers of unmasked keys of each."""
+def _attended_chunks(mask: Mask | None, shape: ScoreShape, chunk: int | None, files: dict[str, Any]) -> list[Range]:
+    """Return the chunks with a key that any query attends, or one empty chunk."""
+    if chunk is None:
+        # Half precision is converted: a number takes at least 4 bytes in memory.
+        sizes = (math.prod(x.shape) * max(4, int(getattr(x.dtype, "itemsize", 4))) for x in files.values())
+        row_bytes = sum(sizes) // max(1, shape.key_len)
+        chunk = max(1, thresholds.FILE_CHUNK_BYTES // max(1, row_bytes))
+    elif check_count("chunk", chunk) < 1:
+        raise ArgumentError(message("chunk", "a whole number of keys, 1 or more", chunk))
+    strips = Pairs(mask, shape.query_len, shape.key_len, shape.batch).strips(((0, shape.query_len),))
+    attended = Shard.of((pair for strip in strips for pair in strip.keys), shape.key_len)
+    ends = ((first, min(first + chunk, shape.key_len)) for first in range(0, shape.key_len, chunk))
+    return [key_range for key_range in ends if attended & Shard((key_range,), shape.key_len)] or [(0, 0)]
 
-    ops: Backend
-    layout: AxisLayout
-    mask: Mask | None
-    bias: Any
-    statistics: tuple[str, ...]
 
-    def ranges(self, chunk: int | None, files: dict[str, Any]) -> list[Range]:
-        """Return the chunks with a key that any query attends, or one empty chunk."""
-        shape = self.layout.score_shape
-        if chunk is None:
-            # Half precision is converted: a number takes at least 4 bytes in memory.
-            sizes = (math.prod(x.shape) * max(4, int(getattr(x.dtype, "itemsize", 4))) for x in files.values())
-            row_bytes = sum(sizes) // max(1, shape.key_len)
-            chunk = max(1, thresholds.FILE_CHUNK_BYTES // max(1, row_bytes))
-        elif check_count("chunk", chunk) < 1:
-            raise ArgumentError(message("chunk", "a whole number of keys, 1 or more", chunk))
-        pairs = Pairs(self.mask, shape.query_len, shape.key_len, shape.batch)
-        strips = pairs.strips(((0, shape.query_len),))
-        attended = Shard.of((pair for strip in strips for pair in strip.keys), shape.key_len)
-        ends = ((first, min(first + chunk, shape.key_len)) for first in range(0, shape.key_len, chunk))
-        return [key_range for key_range in ends if attended & Shard((key_range,), shape.key_len)] or [(0, 0)]
-
-    def mask_of(self, key_range: Range) -> Mask | None:
-        """Return the mask of a chunk."""
-        query_len, key_len = self.layout.score_shape.query_len, self.layout.score_shape.key_len
-        return shard_mask(self.mask, Shard.whole(query_len), Shard((key_range,), key_len), query_len, key_len)
-
-    def bias_of(self, key_range: Range, like: Array) -> Array | None:
-        """Return the bias of a chunk, in memory."""
-        bias, shape = self.bias, self.layout.score_shape
-        if bias is None:
-            return None
-        start, stop = (0, 1) if bias.shape[-1:] == (1,) else key_range
-        if shape.is_relative(tuple(bias.shape)):
-            stop += shape.query_len - 1  # one number for each relative offset, key minus query, in rising order
-        return _read(self.ops, bias, -1, (start, stop), like)
-
-    def check_counts(self, problem: Problem) -> None:
-        """Raise ArgumentError where a statistic needs the number of unmasked keys of a chunk that has no intervals."""
-        if not needs_counts(self.statistics):
-            return
-        values = None if problem.bias is None else backends.host(problem.bias)
-        for reason, applies in (
-            ("a bias of -inf, which masks", values is not None and bool((values == -math.inf).any())),
-            ("a mask that is no intervals", problem.visibility[1] is not None),
-        ):
-            if applies:
-                expected = f"statistics other than {' and '.join(COUNTED)} with {reason}"
-                raise ArgumentError(message("return_stats", expected, ", ".join(self.statistics)))
+def _bias_of_chunk(ops: Backend, bias: Any, shape: ScoreShape, key_range: Range, like: Array) -> Array:
+    """Return the bias of a chunk, in memory."""
+    start, stop = (0, 1) if bias.shape[-1:] == (1,) else key_range
+    if shape.is_relative(tuple(bias.shape)):
+        stop += shape.query_len - 1  # one number for each relative offset, key minus query, in rising order
+    return _read(ops, bias, -1, (start, stop), like)
 
 
 def _chunks(
