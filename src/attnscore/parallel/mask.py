@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,11 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array
 from attnscore.base.layout import ScoreShape
-from attnscore.masks import And, Dense, Documents, KeyPadding, Mask, Neighbours, Not, Or, Sharded, parts_of
-from attnscore.masks.base import all_of, atoms_of, map_atoms
+from attnscore.masks import Dense, Documents, KeyPadding, Mask, Neighbours, Sharded
+from attnscore.masks.base import all_of, map_atoms
 from attnscore.masks.shape_spec import shape_of
 from attnscore.parallel.pairs import edges_of
 from attnscore.parallel.shard import Shard
-
-# Masks whose arrays are cut to the positions, so that kernels still read them as they are.
-_SLICED = (Dense, Documents, KeyPadding, Neighbours)
 
 
 def with_batch_axis(mask: Mask, sequence_shape: ScoreShape) -> Mask:
@@ -73,18 +70,12 @@ def shard_mask(
     """
     rows, cols = (x.positions() if isinstance(x, Shard) else x for x in (rows, cols))
     positions = Sharded(None, rows, cols, query_len, key_len, padded)
-    parts = [] if mask is None else [_restrict(part, positions) for part in parts_of(mask)]
+    parts = [] if mask is None else [map_atoms(mask, lambda atom: _restrict(atom, positions))]
     return all_of([*parts, positions] if padded else parts)
 
 
 def _restrict(mask: Mask, positions: Sharded) -> Mask:
-    """Return the local mask of a global one, at the positions of `positions`."""
-    if not any(isinstance(part, _SLICED) for part in atoms_of(mask)):
-        return dataclasses.replace(positions, mask=mask)
-    if isinstance(mask, (And, Or)):
-        return type(mask)(_restrict(mask.first, positions), _restrict(mask.second, positions))
-    if isinstance(mask, Not):
-        return Not(_restrict(mask.mask, positions))
+    """Return the local mask of a global one, no combination; its arrays are cut, so that kernels still read them."""
     if isinstance(mask, Dense):
         array = _take_positions(mask.array, positions.cols, -1, positions.key_len)
         return Dense(_take_positions(array, positions.rows, -2, positions.query_len) if len(array.shape) > 1 else array)
@@ -96,14 +87,14 @@ def _restrict(mask: Mask, positions: Sharded) -> Mask:
             _take_positions(query_ids, positions.rows, -1, positions.query_len),
             _take_positions(key_ids, positions.cols, -1, positions.key_len),
         )
-    return _restrict_graph(mask, positions) if isinstance(mask, Neighbours) else mask
+    return _restrict_graph(mask, positions) if isinstance(mask, Neighbours) else replace(positions, mask=mask)
 
 
 def _restrict_graph(mask: Neighbours, positions: Sharded) -> Mask:
     """Return the graph of the local queries, without the edges to other keys."""
     rows, cols, table = backends.host(positions.rows), backends.host(positions.cols), mask.table(positions.key_len)
     if rows is None or cols is None or table is None:
-        return dataclasses.replace(positions, mask=mask)
+        return replace(positions, mask=mask)
     count, rows = len(rows), rows[rows < positions.query_len]
     row, keys = edges_of(table, rows)
     local = np.searchsorted(cols, keys)

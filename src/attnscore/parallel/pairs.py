@@ -35,25 +35,11 @@ class Pairs:
     key_len: int
     batch: int = 1
 
-    def per_query(self) -> HostArray:
-        """Return the number of unmasked keys of each query, (query,) int64, summed over the batch, for one head.
-
-        Where heads have different masks, it is the mean over the heads, rounded up.
-        """
-        strips = self.strips(((0, self.query_len),))
-        return np.concatenate([np.zeros(0, np.int64), *(strip.counts for strip in strips)])
-
     def strips(self, ranges: Iterable[Range]) -> Iterator[Strip]:
         """Yield the pairs of the queries in `ranges`, some queries at a time."""
-        gathered: list[HostArray] = []
-        for start, stop in ranges:
-            for first in range(start, stop, thresholds.COUNTED_QUERIES):
-                gathered.append(np.arange(first, min(first + thresholds.COUNTED_QUERIES, stop)))
-                if sum(map(len, gathered)) >= thresholds.COUNTED_QUERIES:
-                    yield self.strip(np.concatenate(gathered))
-                    gathered = []
-        if gathered:
-            yield self.strip(np.concatenate(gathered))
+        rows = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in ranges)])
+        for first in range(0, len(rows), thresholds.COUNTED_QUERIES):
+            yield self.strip(rows[first : first + thresholds.COUNTED_QUERIES])
 
     def strip(self, rows: HostArray) -> Strip:
         """Return the pairs of some queries."""
@@ -81,7 +67,10 @@ class Strip:
 
     @cached_property
     def counts(self) -> HostArray:
-        """Number of unmasked keys of each query, (rows,) int64, as `Pairs.per_query`; of several graphs the first."""
+        """Number of unmasked keys of each query, (rows,) int64, summed over the batch, for one head.
+
+        Of several graphs the first counts; of different masks of heads the mean, rounded up.
+        """
         if self.graphs:
             row, keys = edges_of(self.graphs[0], self.rows)
             start, stop = self.intervals.start[..., row], self.intervals.stop[..., row]

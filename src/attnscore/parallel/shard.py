@@ -9,10 +9,11 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -190,13 +191,13 @@ class Shard:
         """
         if (self & part) != part:
             raise ArgumentError(message("part", "positions that the shard holds", shown(part)))
-        ranges, first, ranges_left = [], 0, iter(self.ranges)
-        start, stop = next(ranges_left, (0, 0))
-        for part_start, part_stop in part.ranges:
-            while stop < part_stop:
-                first += stop - start
-                start, stop = next(ranges_left)
-            ranges.append((first + part_start - start, first + part_stop - start))
+        starts, lens = [start for start, _ in self.ranges], [stop - start for start, stop in self.ranges]
+        firsts = [*accumulate(lens, initial=0)]
+        ranges = []
+        for start, stop in part.ranges:
+            i = bisect_right(starts, start) - 1
+            first = firsts[i] + start - starts[i]
+            ranges.append((first, first + stop - start))
         return Shard(tuple(ranges), len(self)).ranges
 
 
@@ -316,7 +317,8 @@ def _chunks(
     keys = length if key_len is None else check_count("key_len", key_len)
     if mask is not None:
         mask = mask.for_call(backends.load("numpy"), ScoreShape((batch,), 1, 1, length, keys, has_heads=False))
-    pairs = Pairs(mask, length, keys, batch).per_query()
+    strips = Pairs(mask, length, keys, batch).strips(((0, length),))
+    pairs = np.concatenate([np.zeros(0, np.int64), *(strip.counts for strip in strips)])
     starts = np.arange(0, length, chunk)
     return starts, np.add.reduceat(pairs, starts) if length else pairs
 

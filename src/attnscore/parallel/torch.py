@@ -15,7 +15,6 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Never, cast
 
@@ -220,10 +219,12 @@ def _plan_call(
         # Raised after the check, in which the other ranks wait for this one.
         problem_or_error, check = error, check is not False
     device = next((x.device for x in (query, key, value) if isinstance(x, Tensor)), None)
-    facts = _exchange_facts(ranks, problem_or_error, device or ranks.device, options, check)
+    query_lens, key_lens, bias_queries, seeds = _exchange_facts(
+        ranks, problem_or_error, device or ranks.device, options, check
+    )
     problem = cast(Problem, problem_or_error)
-    queries = _shards("queries", options.queries, ranks, facts.query_lens, None)
-    keys = _shards("keys", options.keys, ranks, facts.key_lens, queries)
+    queries = _shards("queries", options.queries, ranks, query_lens, None)
+    keys = _shards("keys", options.keys, ranks, key_lens, queries)
     shape = problem.score_shape
     for name, shards, count in (("queries", queries, shape.query_len), ("keys", keys, shape.key_len)):
         # `_shards` has compared the lengths of all ranks; without an exchange only this rank's are known.
@@ -236,10 +237,10 @@ def _plan_call(
         backends.check_devices(problem.ops, query, mask.arrays(), host_passes=True)
     problem = dataclasses.replace(problem, mask=mask)
     if problem.dropout is not None:
-        problem = dataclasses.replace(problem, dropout=dataclasses.replace(problem.dropout, seed=facts.seeds[0]))
+        problem = dataclasses.replace(problem, dropout=dataclasses.replace(problem.dropout, seed=seeds[0]))
     bias_has_queries = False
     if problem.bias is not None:
-        bias_has_queries = not _check_bias(problem.bias, problem, sequence_shape, queries, keys, facts)
+        bias_has_queries = not _check_bias(problem.bias, problem, sequence_shape, queries, keys, bias_queries)
         is_summed = sum_parameters and not bias_has_queries
         bias = with_summed_gradient(problem.bias, ranks.group) if is_summed else problem.bias
         problem = dataclasses.replace(problem, bias=sequence_shape.to_canonical(problem.ops, bias))
@@ -300,28 +301,18 @@ def _problem_of_rank(
 # ---- agreement of the ranks
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """Numbers that the ranks exchange before a call, in the order of ranks."""
-
-    query_lens: tuple[int, ...]
-    key_lens: tuple[int, ...]
-    bias_queries: tuple[int, ...]
-    """Size of the axis of queries of the bias."""
-    seeds: tuple[int, ...]
-
-
 def _exchange_facts(
     ranks: Ranks, problem: Problem | Exception, device: torch.device, options: Options, check: bool
-) -> _Facts:  # fmt: skip
-    """Exchange the numbers that the ranks need of each other, and raise on all ranks where their arguments differ.
+) -> list[tuple[int, ...]]:  # fmt: skip
+    """Return the queries and keys of all ranks, the sizes of their biases' axes of queries, and their seeds.
 
-    Without `check` nothing is compared, and nothing is sent where the caller's shards suffice.
+    Raises on all ranks where their arguments differ. Without `check` nothing is compared, and nothing is sent where the
+    caller's shards suffice.
     """
     if not check and isinstance(problem, Exception):
         raise problem
     if not check and options.queries is not None and options.bias is None and not options.dropout:
-        return _Facts((), (), (), ())
+        return [(), (), (), ()]
     numbers = [0] * 4
     if isinstance(problem, Problem):
         bias = 0 if problem.bias is None else (1, 1, *problem.bias.shape)[-2]
@@ -339,7 +330,7 @@ def _exchange_facts(
         name = next(name for name in description if len({x.get(name) for x in descriptions}) > 1)
         got = "; ".join(f"{x.get(name)} on rank {rank}" for rank, x in enumerate(descriptions))
         raise ArgumentError(message(name, "the same on all ranks", got))
-    return _Facts(*facts)
+    return facts
 
 
 def _describe(problem: Problem | Exception, options: Options) -> dict[str, str]:
@@ -399,10 +390,10 @@ def _shards(
 
 def _check_bias(
     bias: Tensor, problem: Problem, sequence_shape: ScoreShape, queries: Sequence[Shard], keys: Sequence[Shard],
-    facts: _Facts,
+    bias_queries: tuple[int, ...],
 ) -> bool:  # fmt: skip
     """Raise where the bias does not fit; return whether all ranks have the same one."""
-    has_one_row = set(facts.bias_queries) == {1}
+    has_one_row = set(bias_queries) == {1}
     if has_one_row and sequence_shape.is_relative(tuple(bias.shape)):
         check_bias_shape(tuple(bias.shape), sequence_shape)
         for name, shards in (("queries", queries), ("keys", keys)):
@@ -414,9 +405,9 @@ def _check_bias(
     # One query on each rank: a bias with an axis of queries has the row of the rank's query.
     is_per_query = bias.dim() > 1 and set(map(len, queries)) == {1} and len(queries) > 1
     is_shared = has_one_row and not is_per_query
-    if not is_shared and facts.bias_queries != tuple(map(len, queries)):
+    if not is_shared and bias_queries != tuple(map(len, queries)):
         expected = f"an axis of queries of {[*map(len, queries)]} on the ranks, or of 1 on all"
-        raise ShapeError(message("bias", expected, [*facts.bias_queries]))
+        raise ShapeError(message("bias", expected, [*bias_queries]))
     return is_shared
 
 
