@@ -167,8 +167,8 @@ def test_what_a_rank_receives_it_has_room_for() -> None:
     shards = [Shard.head_tail(8, rank, 2) for rank in range(2)]
     plan = exchange(mask, shards, shards)
     for rank, other in ((0, 1), (1, 0)):
-        ranks = SimpleNamespace(rank=rank, peers=[other])
-        call = SimpleNamespace(plan=plan, ranks=ranks, queries=shards[rank], has_relative_bias=False)
+        ranks, own = SimpleNamespace(rank=rank), {"queries": shards[rank], "keys": shards[rank]}
+        call = SimpleNamespace(plan=plan, ranks=ranks, has_relative_bias=False, **own)
         call.outer = Gather.outer.func(call)
         found = Gather.movement.func(call)
         assert not len(difference(shards[other] & plan.needed[rank], found.needed[rank]))

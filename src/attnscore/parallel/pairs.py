@@ -39,10 +39,9 @@ class Pairs:
         """Yield the pairs of the queries in `ranges`, some queries at a time."""
         rows = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in ranges)])
         for first in range(0, len(rows), thresholds.COUNTED_QUERIES):
-            yield self.strip(rows[first : first + thresholds.COUNTED_QUERIES])
+            yield self._strip(rows[first : first + thresholds.COUNTED_QUERIES])
 
-    def strip(self, rows: HostArray) -> Strip:
-        """Return the pairs of some queries."""
+    def _strip(self, rows: HostArray) -> Strip:
         intervals, remaining = None, None
         if self.mask is not None:
             intervals, remaining = split_intervals(self.mask, self.query_len, self.key_len, self.batch, rows)

@@ -71,11 +71,7 @@ class Call(ABC):
         """Return the plan of a part over `arrays`, operands of the queries and keys at positions `rows` and `cols`.
 
         `statistics` None: the call's statistics. `own_heads` selects the part's heads from an array of all heads.
-
-        Raises
-        ------
-        KernelUnavailable
-            The kernel takes no lowered forms.
+        Raises KernelUnavailable where the kernel takes no lowered forms.
         """
         problem, ops, like = self.problem, self.problem.ops, self.problem.value
         heads = self.sequence_shape.heads // (1 if own_heads is None else self.plan.ranks)

@@ -84,14 +84,16 @@ class Exchange:
 
         They are found by the intervals of the mask: there may be a few too many, never too few.
         """
-        return self._cache.get_or_compute(
-            (target, source), lambda: self.attending_keys(self.queries[target], self.transfer(source, target))
-        )
+        return self.attending_keys(self.queries[target], self.transfer(source, target))
 
     def attending_keys(self, queries: Shard, keys: Shard) -> Shard:
         """Return the part of `queries` that attends any of `keys`, as `attending` does."""
-        strips = self._mask_pairs.strips(queries.ranges) if len(keys) else ()
-        return Shard.of((pair for strip in strips for pair in strip.attending(keys.ranges)), queries.length)
+
+        def compute() -> Shard:
+            strips = self._mask_pairs.strips(queries.ranges) if len(keys) else ()
+            return Shard.of((pair for strip in strips for pair in strip.attending(keys.ranges)), queries.length)
+
+        return self._cache.get_or_compute((queries, keys), compute)
 
     def keys_of(self, queries: Shard) -> Shard:
         """Return the keys that any of these queries attends."""
