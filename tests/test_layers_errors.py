@@ -153,6 +153,18 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         "keys: expected torch.float32, the dtype of W_k, got torch.float64",
     ),
     (
+        "dtype at a first call",
+        lambda: MultiHeadAttention(8, 2)(X.double(), X.double(), X.double()),
+        ats.DtypeError,
+        "queries: expected torch.float32, the dtype of W_q, got torch.float64. Hint: layer.to",
+    ),
+    (
+        "dtype of a matrix at a first call",
+        lambda: BilinearAttention()(X, X.double(), X),
+        ats.DtypeError,
+        "keys: expected torch.float32, the dtype of W.weight, got torch.float64",
+    ),
+    (
         "integers",
         lambda: AdditiveAttention(8)(X.long(), X, X),
         ats.DtypeError,
@@ -161,6 +173,12 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
     (
         "device",
         lambda: AdditiveAttention(8, query_size=6, device="meta")(X, X, X),
+        ats.DeviceError,
+        "queries: expected a tensor on meta, where W_q is, got cpu",
+    ),
+    (
+        "device at a first call",
+        lambda: AdditiveAttention(8, device="meta")(X, X, X),
         ats.DeviceError,
         "queries: expected a tensor on meta, where W_q is, got cpu",
     ),

@@ -113,6 +113,20 @@ def test_a_hook_may_give_another_matrix() -> None:
     torch.testing.assert_close(layer(q, k, v), ats.attend(q, k, v, score=ats.Bilinear(layer.W.weight.T)))
 
 
+@every_layer
+def test_a_layer_that_was_first_called_in_inference_mode_trains(case: Case) -> None:
+    layer, inputs = case.make(lazy=True), case.inputs(torch.float32)
+    with torch.inference_mode():
+        first = layer(*inputs)
+    out = layer(*[x.requires_grad_() for x in inputs])
+    torch.testing.assert_close(out, first.clone())
+    out.sum().backward()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.sub_(parameter.grad)
+    assert all(x.grad is not None for x in inputs)
+
+
 def test_later_calls_are_checked_too() -> None:
     layer = AdditiveAttention(8, query_size=6, key_size=6)
     q, k, v, lens = torch.randn(2, 3, 6), torch.randn(2, 5, 6), torch.randn(2, 5, 4), torch.tensor([2, 5])

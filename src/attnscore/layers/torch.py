@@ -95,6 +95,14 @@ class Matrix(nn.Module):
         return f"query_size={self.weight.shape[0]}, key_size={self.weight.shape[1]}"
 
 
+class LazyLinear(nn.LazyLinear):
+    """torch's own, whose weight can be trained after a first call in inference mode too."""
+
+    def initialize_parameters(self, input: Tensor) -> None:
+        with torch.inference_mode(False):
+            super().initialize_parameters(input)
+
+
 class _LazyMatrix(LazyModuleMixin, Matrix):
     """A `Matrix` that takes the sizes it lacks from its first call, and then becomes one."""
 
@@ -113,16 +121,18 @@ class _LazyMatrix(LazyModuleMixin, Matrix):
     def initialize_parameters(self, queries: Tensor, keys: Tensor) -> None:
         if isinstance(self.weight, UninitializedParameter):
             sizes = zip(self._parameter.shape, (queries, keys), strict=True)
-            self.weight.materialize(tuple(size or x.shape[-1] for size, x in sizes))
-            self.reset_parameters()
+            with torch.inference_mode(False):
+                self.weight.materialize(tuple(size or x.shape[-1] for size, x in sizes))
+                self.reset_parameters()
 
 
 def _check_operands(part: Linear | Parameter, weight: Tensor, inputs: Mapping[str, Tensor]) -> None:
     """Raise unless the features of inputs fit the last axes of a part's weight, and dtype and device fit too."""
     owner = part.name if isinstance(part, Linear) else part.torch_names[0]
-    for axis, name in enumerate(part.inputs, weight.dim() - len(part.inputs)):
+    for place, name in enumerate(part.inputs):
         x = inputs[name]
-        shared.check_features(name, x.shape[-1], weight.shape[axis], owner)
+        if not isinstance(weight, UninitializedParameter):
+            shared.check_features(name, x.shape[-1], weight.shape[place - len(part.inputs)], owner)
         if x.device != weight.device:
             raise DeviceError(message(name, f"a tensor on {weight.device}, where {owner} is", x.device))
         if x.dtype == weight.dtype or not weight.is_floating_point():
@@ -177,7 +187,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         on = {"device": device, "dtype": dtype}
         for linear in layer.linears:
             sizes = (linear.units,) if linear.size is None else (linear.size, linear.units)
-            kind: Any = nn.LazyLinear if linear.size is None else nn.Linear
+            kind: Any = LazyLinear if linear.size is None else nn.Linear
             self.add_module(linear.name, kind(*sizes, bias=linear.bias, **on))
         for parameter in layer.parameters:
             if parameter.inputs:
@@ -256,10 +266,10 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             return None
         # Not the attribute: a parametrisation (spectral norm) would compute it, and count a step, once more.
         weight = module._parameters.get("weight")
-        if not isinstance(weight, Tensor) or isinstance(weight, UninitializedParameter):
+        if not isinstance(weight, Tensor):
             return None
-        # Packed weights have other shapes; a lazy module may have loaded its weight.
-        is_packed = isinstance(module, nn.Linear) and module.in_features not in (0, weight.shape[-1])
+        # Packed weights have other shapes; a lazy module may have loaded its weight, and has no shape before.
+        is_packed = isinstance(module, nn.Linear) and 0 != module.in_features != weight.shape[-1]
         return None if is_packed else weight
 
     def _project(self, linear: Linear, x: Tensor) -> Tensor:
