@@ -80,7 +80,7 @@ class KeyValueCache:
     ----------
     score : a score object or a registered name, optional
         Keys are then kept as this score prepares them (`prepare_keys`), so that a step projects the new keys alone.
-        None keeps keys as they come; `attend` then takes the score.
+        None keeps keys as they come; pass the score to `attend` then.
     window : whole number above 0, optional
         Memory then holds sinks + window positions (and n - 1 more after an append of n).
     sinks : whole number
