@@ -174,12 +174,10 @@ def query_sums(call: Call, marked: Any, stats: Any, counted: Any, saturated_weig
 
     `marked` has the weights on the first key, and on padding where it is known.
     """
-    marks = [marked[..., column] for column in range(marked.shape[-1])]
+    marks = to_numpy(as_float32(marked))
     # In NumPy from here on: on a few thousand queries its calls cost a fraction of PyTorch's.
-    numbers = [
-        _by_head(to_numpy(as_float32(x)), call.head_axis, call.heads)
-        for x in (*(getattr(stats, name) for name in NEEDED), *marks)
-    ]
+    statistics = [to_numpy(getattr(stats, name)) for name in NEEDED]
+    numbers = [_by_head(x, call.head_axis, call.heads) for x in (*statistics, *np.moveaxis(marks, -1, 0))]
     return _add_up(numbers, None if counted is None else to_numpy(counted), saturated_weight)
 
 
@@ -290,12 +288,15 @@ def _moments(x: Any, head_axis: int, heads: int) -> list[Array] | None:
     array_heads = x.shape[-3] if x.ndim >= 4 else 1
     if array_heads == 0 or heads % array_heads or x.shape[-2] == 0:
         return None
-    x = as_float32(x).reshape(-1, array_heads, *x.shape[-2:])
+    x, length = as_float32(x).reshape(-1, array_heads, *x.shape[-2:]), x.shape[-2]
     with np.errstate(all="ignore"):  # of numbers that are not finite
-        mean = x.mean(-2)
-        # Not the mean square less the mean's: its rounding would hide a small spread.
-        spread = ((x - mean[..., None, :]) ** 2).sum((-2, -1)) / x.shape[-2]
-        moments = [to_numpy(moment).astype(np.float64) for moment in (spread + (mean**2).sum(-1), spread)]
+        # Neither way makes an array as large as this one, which takes longer than the sums.
+        if isinstance(x, np.ndarray):
+            squares, total = np.einsum("...ij,...ij->...", x, x, dtype=np.float64), x.sum(-2, dtype=np.float64)
+        else:
+            squares, total = ops.xp.linalg.vector_norm(x, dim=(-2, -1)) ** 2, x.sum(-2)
+        square, of_mean = squares / length, ((total / length) ** 2).sum(-1)
+        moments = [to_numpy(square).astype(np.float64), np.maximum(to_numpy(square - of_mean).astype(np.float64), 0)]
     return [np.repeat(moment, heads // array_heads, axis=-1) for moment in moments]
 
 
