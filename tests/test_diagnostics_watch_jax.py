@@ -84,7 +84,7 @@ X = jnp.asarray(normal(2, 5, 8))
 
 
 def assert_restored() -> None:
-    assert not staged.running() and not staged._RUNS and not rebinding.ACTIVE
+    assert not staged._WATCHES and not staged._RUNS and not rebinding.ACTIVE
     functions = (jax.nn.dot_product_attention, api.attend, ats.attend, Block.__call__, Model.__call__)
     assert not any(function in rebinding._WRAPPERS for function in functions)
     assert not nnx.MultiHeadAttention.__call__.__qualname__.startswith("Rebinding")

@@ -29,7 +29,7 @@ def restored():
     methods = keras.layers.Layer.__call__, keras.ops.dot_product_attention, api.attend
     yield
     assert methods == (keras.layers.Layer.__call__, keras.ops.dot_product_attention, api.attend)
-    assert not staged.running() and not staged._RUNS and not rebinding.ACTIVE
+    assert not staged._WATCHES and not staged._RUNS and not rebinding.ACTIVE
 
 
 def model() -> keras.Model:

@@ -12,7 +12,6 @@ Requirements:
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from attnscore.backends.jax.tracers import trace_state
-from attnscore.diagnostics.watching.staged import NOT_SAMPLED, Values
+from attnscore.diagnostics.watching.staged import HERE, NOT_SAMPLED, Values
 
 # A number that no call returns, which a program cannot know.
 _IMPOSSIBLE = np.iinfo(np.int32).min
@@ -31,16 +30,6 @@ _CONTEXT: Any = jax.make_user_context(None)  # type: ignore[no-untyped-call]  # 
 
 # The state of tracing where no transformation runs.
 _OUTSIDE = trace_state()
-
-
-class _ThreadState(threading.local):
-    """The context of this thread, in which it runs programs that are traced for watches."""
-
-    def __init__(self) -> None:
-        self.entered = contextlib.ExitStack()
-
-
-_HERE = _ThreadState()
 
 
 class JaxValues(Values):
@@ -63,9 +52,9 @@ class JaxValues(Values):
 
     def watched(self, keys: tuple[Hashable, ...]) -> None:
         # A thread that did not enter the context cannot leave it; it is left with its next watch.
-        _HERE.entered.close()
+        HERE.entered.close()
         if keys:
-            _HERE.entered.enter_context(_CONTEXT(keys))
+            HERE.entered.enter_context(_CONTEXT(keys))
 
     def reason_against(self, key: Hashable) -> str | None:
         """Return why a program of this thread must not report: others without the watch may use it."""

@@ -123,11 +123,6 @@ _RUNS: dict[int, Run] = {}
 _NUMBERS = itertools.count()
 
 
-def running() -> tuple[StagedWatch, ...]:
-    """Return the watches that run."""
-    return tuple(_WATCHES)
-
-
 def watches_of(key: Hashable) -> list[StagedWatch]:
     """Return the watches that run, of models with a key."""
     return [watch for watch in tuple(_WATCHES) if watch.key == key]
@@ -298,7 +293,7 @@ class Values:
         ranks = [len(x.shape) for x in arrays]
 
         def call(number: Any, *arrays: Any) -> Any:
-            receive(_first(number), key, name, build, dict(zip(names, arrays, strict=True)), ranks)
+            receive(int(np.ravel(number)[0]), key, name, build, dict(zip(names, arrays, strict=True)), ranks)
             return np.zeros(np.shape(number), np.int32)
 
         # A value of another trace must not go into a program that may run again: use the last run that began.
@@ -310,14 +305,10 @@ class Values:
 
         def call(number: Any, probe: Any) -> Any:
             with here(is_called_back=True):
-                end(_first(number))
+                end(int(np.ravel(number)[0]))
             return np.zeros(np.broadcast_shapes(np.shape(number), np.shape(probe)), np.int32)
 
         return self.following(out, self.send_if_sampled(call, root.number, self.probe(out)))
-
-
-def _first(number: Any) -> int:
-    return int(np.ravel(np.asarray(number))[0])
 
 
 class _ThreadState(threading.local):
@@ -328,6 +319,8 @@ class _ThreadState(threading.local):
         self.name = WHOLE
         self.is_recorded = False
         self.is_called_back = False
+        self.entered = contextlib.ExitStack()
+        """The framework's context for the watches that this thread has started or stopped last."""
 
 
 HERE = _ThreadState()
