@@ -249,49 +249,39 @@ def choose(
         if mode in ("ring", "heads"):
             raise ArgumentError(message("gradient", f"'auto' or 'reduce' with mode={mode!r}", "'queries'"))
         reasons = {"ring": "it passes no queries", "heads": "it passes no queries", **reasons}
-    modes = [name for name in MODES if name not in reasons]
-    explanations = {name: _explain_mode(plan, counts, size, name, gradient, memory, mask) for name in modes}
+
+    def explain_way(mode: str, gradient: str) -> ParallelExplanation:
+        phases = schedule(counts, mode, gradient)
+        sent = [tuple(bytes_sent(phase, size).tolist()) for phase in phases]
+        peak = tuple(peak_memory(phases, counts, size).tolist())
+        backward = sent[1] if sent[1:] else (0,) * plan.ranks
+        return ParallelExplanation(mode, gradient, {}, mask, plan, sent[0], backward, peak)
 
     def cost(x: ParallelExplanation) -> tuple[bool, int]:
-        return (False, _max_sent(x)) if _fits(x, memory) else (True, max(x.peak_memory))
+        """Return whether a way needs too much memory, and the bytes that it sends, or its memory."""
+        peak = max(x.peak_memory)
+        is_too_large = memory is not None and peak > memory
+        return is_too_large, peak if is_too_large else _max_sent(x)
 
+    # The gradients of "auto"; the other modes always return gradients to the owners of the keys.
+    by_default = "reduce" if gradient != "none" else "none"
+    explanations = {name: explain_way(name, by_default) for name in MODES if name not in reasons}
+    if "gather" in explanations and gradient in ("auto", "queries"):
+        reducing, passing = explanations["gather"], explain_way("gather", "queries")
+        # Passing queries computes the scores a second time, and in small blocks: fewer bytes alone are no gain.
+        is_less = 2 * max(passing.backward_bytes) < max(reducing.backward_bytes)
+        is_better = (is_less and _max_sent(passing) < _max_sent(reducing)) or cost(reducing)[0]
+        if gradient == "queries" or (is_better and not cost(passing)[0]):
+            explanations["gather"] = passing
     best = min(explanations.values(), key=cost) if mode == "auto" else explanations[mode]
     for name, other in explanations.items():
         if name == best.mode:
             continue
         sent, least = _max_sent(other), _max_sent(best)
         reasons[name] = f"{sent / least:.1f} times as many bytes" if least else f"{sent:,} bytes, where this sends none"
-        if not _fits(other, memory):
+        if cost(other)[0]:
             reasons[name] = f"{max(other.peak_memory):,} bytes of memory"
     return replace(best, reasons={name: reasons[name] for name in MODES if name in reasons})
-
-
-def _explain_mode(
-    plan: Exchange, counts: Counts, size: RowBytes, mode: str, gradient: str, memory: int | None, mask: str
-) -> ParallelExplanation:
-    """Return the explanation of one mode; the gradient "auto" takes the better one."""
-
-    def explain_gradient(name: str) -> ParallelExplanation:
-        phases = schedule(counts, mode, name)
-        sent = [tuple(bytes_sent(phase, size).tolist()) for phase in phases]
-        return ParallelExplanation(
-            mode, name, {}, mask, plan, sent[0], sent[1] if sent[1:] else (0,) * plan.ranks,
-            tuple(peak_memory(phases, counts, size).tolist()),
-        )  # fmt: skip
-
-    if mode != "gather" and gradient != "none":
-        # The other modes always return gradients to the owners of the keys.
-        return explain_gradient("reduce")
-    if gradient != "auto":
-        return explain_gradient(gradient)
-    reduce, queries = explain_gradient("reduce"), explain_gradient("queries")
-    # Passing queries computes the scores a second time, and in small blocks: fewer bytes alone are no gain.
-    is_less = 2 * max(queries.backward_bytes) < max(reduce.backward_bytes) and _max_sent(queries) < _max_sent(reduce)
-    return queries if _fits(queries, memory) and (is_less or not _fits(reduce, memory)) else reduce
-
-
-def _fits(x: ParallelExplanation, memory: int | None) -> bool:
-    return memory is None or max(x.peak_memory) <= memory
 
 
 def _max_sent(x: ParallelExplanation) -> int:

@@ -18,18 +18,9 @@ from attnscore.backends.base import HALF_PRECISION, HostArray, SeedHalves, accum
 from attnscore.backends.jax.sharding import axes_of, differing
 from attnscore.base.layout import ScoreShape
 from attnscore.kernels import SinglePlan
+from attnscore.parallel import parts
 from attnscore.parallel.jax_rows import DeviceRows, entry, join_rows, split_rows
 from attnscore.parallel.mask import shard_mask
-from attnscore.parallel.parts import (
-    SOFTMAX_ALONE,
-    Call,
-    HeadsCall,
-    arrays_of,
-    finish,
-    result_of,
-    run_part,
-    state_of_part,
-)
 from attnscore.parallel.plan import heads_attend_differently
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
@@ -44,7 +35,7 @@ Arrays = Mapping[str, Array]
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceCall(Call):
+class DeviceCall(parts.Call):
     """A call on one device of a mesh axis."""
 
     axis_name: Any
@@ -90,7 +81,7 @@ class Gather(DeviceCall):
         # Positions are on the host where all devices need all keys.
         cols = np.arange(self.keys.length) if self._is_whole else self._needed.of_device(self.device)
         operands = {**self.operands("query", "shared", "bias", "sink"), **arrays}
-        return run_part(self.part(self._needed, cols, operands), cols)
+        return parts.run_part(self.part(self._needed, cols, operands), cols)
 
     @cached_property
     def _needed(self) -> DeviceRows:
@@ -157,7 +148,7 @@ class Gather(DeviceCall):
         return np.stack(indices)
 
 
-class Heads(HeadsCall, DeviceCall):
+class Heads(parts.HeadsCall, DeviceCall):
     """`HeadsCall` by JAX's collectives."""
 
     @staticmethod
@@ -199,7 +190,7 @@ class Ring(DeviceCall):
 
     @staticmethod
     def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
-        return () if problem.normalizer is None else (SOFTMAX_ALONE,)
+        return () if problem.normalizer is None else (parts.SOFTMAX_ALONE,)
 
     def compute(self) -> Result:
         dropout, mask = self.problem.dropout, self.problem.mask
@@ -224,7 +215,7 @@ class Ring(DeviceCall):
 
         ring.defvjp(forward, backward)
         outputs = ring(operands, constants)
-        return result_of({**outputs, "out": outputs["out"].astype(self.problem.value.dtype)})
+        return parts.result_of({**outputs, "out": outputs["out"].astype(self.problem.value.dtype)})
 
     def _with_constants(self, constants: Sequence[Array]) -> Ring:
         """Return the call with the mask's arrays and the seed replaced by `constants`."""
@@ -243,11 +234,6 @@ class Ring(DeviceCall):
     @property
     def _sums(self) -> Any:
         return jnp.dtype(accumulator(self.problem.dtype))
-
-    def _is_attended(self, step: int) -> bool:
-        """Whether any device's queries attend the keys that it has at a step."""
-        ranks = self.plan.ranks
-        return step == 0 or any(len(self.plan.transfer((rank - step) % ranks, rank)) for rank in range(ranks))
 
     def _from_previous_device(self, arrays: Arrays) -> dict[str, Array]:
         """Return the previous device's arrays."""
@@ -270,12 +256,10 @@ class Ring(DeviceCall):
         for step in range(self.plan.ranks):
             if step:
                 key_arrays |= self._from_previous_device({name: key_arrays[name] for name in self.operands("key")})
-            if self._is_attended(step):
-                part, cols = self._part(step, key_arrays, statistics)
-                new = state_of_part(part, cols)
-                state = new if state is None else online_softmax.merge(ops, state, new)
-        result = finish(ops, cast(RowState, state), operands.get("sink"), self.problem.statistics)
-        return {**arrays_of(result), "log_sum_exp": result.log_sum_exp}
+            new = parts.state_of_part(*self._part(step, key_arrays, statistics))
+            state = new if state is None else online_softmax.merge(ops, state, new)
+        result = parts.finish(ops, cast(RowState, state), operands.get("sink"), self.problem.statistics)
+        return {**parts.arrays_of(result), "log_sum_exp": result.log_sum_exp}
 
     def _backward(self, operands: Arrays, outputs: Arrays, grads: Arrays) -> dict[str, Array]:
         """Return the gradients of the operands; key gradients travel around the ring with the keys."""
@@ -292,11 +276,10 @@ class Ring(DeviceCall):
         for step in range(self.plan.ranks):
             if step:
                 keys = self._from_previous_device(keys)
-            if self._is_attended(step):
-                outputs_of_step, vjp = jax.vjp(functools.partial(attend_at, step), {**operands, **keys})
-                (grad,) = vjp(_gradients_of_part(outputs_of_step, outputs, grads))
-                totals = {name: x + grad[name].astype(x.dtype) for name, x in totals.items()}
-                key_gradients = {name: x + grad[name].astype(x.dtype) for name, x in key_gradients.items()}
+            outputs_of_step, vjp = jax.vjp(functools.partial(attend_at, step), {**operands, **keys})
+            (grad,) = vjp(_gradients_of_part(outputs_of_step, outputs, grads))
+            totals = {name: x + grad[name].astype(x.dtype) for name, x in totals.items()}
+            key_gradients = {name: x + grad[name].astype(x.dtype) for name, x in key_gradients.items()}
             if step == 0:
                 # Gradients of the device's own keys stay; sums for the keys of other devices start at 0.
                 local_gradients = key_gradients

@@ -27,18 +27,9 @@ from attnscore.base.layout import ScoreShape
 from attnscore.kernels import SinglePlan
 from attnscore.masks import Dense, Mask, ValidLens, split_intervals
 from attnscore.masks.base import all_of
+from attnscore.parallel import parts
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.pairs import Range
-from attnscore.parallel.parts import (
-    SOFTMAX_ALONE,
-    Call,
-    HeadsCall,
-    arrays_of,
-    finish,
-    result_of,
-    run_part,
-    state_of_part,
-)
 from attnscore.parallel.plan import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
@@ -74,7 +65,7 @@ class Differentiated(torch.autograd.Function):
     def forward(ctx: Any, call: ShardedCall, *operands: Tensor) -> tuple[Tensor, ...]:
         arrays = dict(zip(call.problem.operands(), operands, strict=True))
         result, fetched = call.forward(arrays)
-        outputs = arrays_of(result)
+        outputs = parts.arrays_of(result)
         ctx.call, ctx.outputs = call, tuple(outputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for name, x in outputs.items() if name not in _DIFFERENTIABLE))
@@ -93,7 +84,7 @@ class Differentiated(torch.autograd.Function):
         incoming = RowGradients(*map(output_grads.get, _DIFFERENTIABLE))
         requested = frozenset(itertools.compress(operands, ctx.needs_input_grad[1:]))
         with ctx.call.problem.ops.numeric_scope():
-            gradients = ctx.call.backward(operands, fetched, result_of(outputs), incoming, requested)
+            gradients = ctx.call.backward(operands, fetched, parts.result_of(outputs), incoming, requested)
         return None, *(gradients[name].to(x.dtype) if name in requested else None for name, x in operands.items())
 
 
@@ -101,7 +92,7 @@ _DIFFERENTIABLE = ("out", "log_denom", "entropy")
 
 
 @dataclass(frozen=True, eq=False)
-class RankCall(Call):
+class RankCall(parts.Call):
     """A call on one rank of a process group."""
 
     ranks: Ranks
@@ -129,7 +120,7 @@ class ShardedCall(RankCall):
         operands = self.problem.operands()
         outputs = Differentiated.apply(self, *operands.values())  # type: ignore[no-untyped-call]  # torch's own
         names = ("out", "log_denom", "row_max", *(x for x in self.problem.statistics if x != "log_sum_exp"))
-        result = result_of(dict(zip(names, outputs, strict=True)))
+        result = parts.result_of(dict(zip(names, outputs, strict=True)))
         if "log_sum_exp" in self.problem.statistics:
             result.statistics["log_sum_exp"] = result.log_sum_exp
         return result
@@ -199,7 +190,7 @@ class ShardedCall(RankCall):
 
     def run(self, rows: Shard, cols: Shard, arrays: Arrays) -> Result:
         """Return the result of a part."""
-        return run_part(self.make_part(rows, cols, arrays), cols)
+        return parts.run_part(self.make_part(rows, cols, arrays), cols)
 
     def add_gradients(
         self, totals: dict[str, Tensor], rows: Shard, cols: Shard, arrays: Arrays, result: Result, grads: RowGradients,
@@ -211,7 +202,7 @@ class ShardedCall(RankCall):
         whichever kernel computes them.
         """
         plan, ranges = self.make_part(rows, cols, arrays), self.queries.locate(rows)
-        part_result = result_of({name: slice_ranges(x, ranges) for name, x in arrays_of(result).items()})
+        part_result = parts.result_of({name: slice_ranges(x, ranges) for name, x in parts.arrays_of(result).items()})
         row_grads = (grads.out, grads.log_sum_exp, grads.entropy)
         part_grads = RowGradients(*(None if x is None else slice_ranges(x, ranges) for x in row_grads))
         names = requested & frozenset(plan.operands())
@@ -245,7 +236,7 @@ class MergedCall(ShardedCall):
     def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
         reasons = []
         if problem.normalizer is not None:
-            reasons.append(SOFTMAX_ALONE)
+            reasons.append(parts.SOFTMAX_ALONE)
         if problem.bias is not None and sequence_shape.is_relative(tuple(problem.bias.shape)):
             reasons.append("a bias by relative position")
         return tuple(reasons)
@@ -258,19 +249,19 @@ class MergedCall(ShardedCall):
         # The values, and so the output, are in the dtype of sums.
         return super().make_part(rows, cols, {**arrays, "value": arrays["value"].to(self.sums)})
 
-    def merge(self, operands: Arrays, parts: Iterable[tuple[Shard, Shard, Arrays]]) -> Result:
-        """Return the result of the rank's queries, merged from parts over disjoint keys, then with the sink."""
+    def merge(self, operands: Arrays, blocks: Iterable[tuple[Shard, Shard, Arrays]]) -> Result:
+        """Return the result of the rank's queries, merged from blocks of disjoint keys, then with the sink."""
         ops, value = self.problem.ops, operands["value"]
         shape = self.problem.score_shape.rows, self.problem.layout.value_dim
         state = online_softmax.start(ops, *shape, value, accumulator(self.problem.dtype), self.statistics)
-        for rows, cols, arrays in parts:
+        for rows, cols, arrays in blocks:
             part = self.make_part(rows, cols, {name: x for name, x in arrays.items() if name != "sink"})
-            state_of_keys = state_of_part(part, cols)
+            state_of_keys = parts.state_of_part(part, cols)
             ranges = self.queries.locate(rows)
             before = map_leaves(partial(slice_ranges, ranges=ranges), state)
             merged = online_softmax.merge(ops, before, state_of_keys)
             map_leaves(lambda x, y, ranges=ranges: copy_rows(x, ranges, y), state, merged)
-        result = finish(ops, state, operands.get("sink"), self.problem.statistics)
+        result = parts.finish(ops, state, operands.get("sink"), self.problem.statistics)
         return dataclasses.replace(result, out=result.out.to(value.dtype))
 
 
@@ -326,7 +317,7 @@ class Gather(ShardedCall):
         if len(self.outer):
             results.append(self.run(self.outer, self.movement.needed[self.ranks.rank], {**operands, **fetched}))
         if len(results) == 2:
-            target, source = map(arrays_of, results)
+            target, source = map(parts.arrays_of, results)
             for name, x in target.items():
                 copy_rows(x, self.queries.locate(self.outer), source[name])
         return results[0], fetched
@@ -361,8 +352,8 @@ class Ring(MergedCall):
     """
 
     def forward(self, operands: Arrays) -> tuple[Result, dict[str, Tensor]]:
-        parts = ((self.queries, self.plan.keys[owner], arrays) for owner, arrays in self._blocks(operands))
-        return self.merge(operands, parts), {}
+        blocks = ((self.queries, self.plan.keys[owner], arrays) for owner, arrays in self._blocks(operands))
+        return self.merge(operands, blocks), {}
 
     def backward(
         self, operands: Arrays, fetched: Arrays, result: Result, grads: RowGradients, requested: frozenset[str]
@@ -493,7 +484,7 @@ def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:
 
 
 @final
-class Heads(HeadsCall, RankCall):
+class Heads(parts.HeadsCall, RankCall):
     """`HeadsCall` by the messages of a process group."""
 
     @staticmethod
