@@ -78,7 +78,7 @@ class Strip:
         elif self.remaining_mask is None:
             per_batch = (self.intervals.stop - self.intervals.start).sum(0)
         else:
-            blocks = [block.sum(-1).mean(0, keepdims=True) for _, block in self._blocks()]
+            blocks = [block.sum(-1).mean(0, keepdims=True) for block in self._blocks(self.remaining_mask)]
             per_batch = np.concatenate([np.zeros((1, 0)), *blocks], -1)
         return np.asarray(np.ceil(per_batch.mean(0) * self.pairs.batch).astype(np.int64))
 
@@ -95,7 +95,7 @@ class Strip:
             attended &= _flags(_ranges_near(edges_of(graph, self.rows)[1]), self.pairs.key_len)
         if self.remaining_mask is not None:
             evaluated = np.zeros(self.pairs.key_len, bool)
-            for _, block in self._blocks():
+            for block in self._blocks(self.remaining_mask):
                 evaluated |= block.any((0, 1))
             attended &= evaluated
         steps = np.diff(attended.astype(np.int8), prepend=0, append=0)
@@ -110,23 +110,21 @@ class Strip:
         rows = self.rows[is_attending]
         return union(rows, rows + 1)
 
-    def _blocks(self) -> Iterator[tuple[slice, HostArray]]:
-        """Yield blocks of queries, and their unmasked pairs without the graphs, (matrices, queries, key)."""
+    def _blocks(self, mask: Mask) -> Iterator[HostArray]:
+        """Yield pairs in the intervals and in `mask`, of some queries at a time, (matrices, queries, key)."""
         ops, pairs = backends.load("numpy"), self.pairs
         cols = np.arange(pairs.key_len)[None]
         count = max(1, thresholds.COUNTED_PAIRS // max(1, pairs.key_len * pairs.batch))
-        heads = 1 if self.remaining_mask is None else max(1, self.remaining_mask.heads)
+        heads = max(1, mask.heads)
         shape = ScoreShape((pairs.batch,), heads, 1, pairs.query_len, pairs.key_len, has_heads=heads > 1)
         for first in range(0, len(self.rows), count):
             rows = slice(first, first + count)
             start, stop = self.intervals.start[..., rows, None], self.intervals.stop[..., rows, None]
-            block: HostArray = np.any((start <= cols) & (cols < stop), 0)
-            if self.remaining_mask is not None:
-                # (batch, head, group, queries, key): the intervals have no axis of heads.
-                visible = self.remaining_mask.visible(ops, shape, self.rows[rows, None], cols)
-                block = np.logical_and(block[:, None, None], visible)
+            # (batch, head, group, queries, key): the intervals have no axis of heads.
+            inside = np.any((start <= cols) & (cols < stop), 0)[:, None, None]
+            block: HostArray = np.logical_and(inside, mask.visible(ops, shape, self.rows[rows, None], cols))
             # Not -1: NumPy cannot infer a size for an array without keys.
-            yield rows, block.reshape(math.prod(block.shape[:-2]), *block.shape[-2:])
+            yield block.reshape(math.prod(block.shape[:-2]), *block.shape[-2:])
 
 
 def edges_of(graph: NeighbourTable, rows: HostArray) -> tuple[HostArray, HostArray]:
@@ -154,9 +152,8 @@ def _is_readable(mask: Mask) -> bool:
 
 def _ranges_near(keys: HostArray) -> tuple[Range, ...]:
     """Return ranges that cover all `keys`, and the gaps between keys that are close to each other."""
-    keys = np.unique(keys)
-    ends = np.flatnonzero(np.diff(keys) > thresholds.FETCHED_GAP)
-    return _pairs(keys[np.append(0, ends + 1)[: len(keys)]], keys[np.append(ends, -1)[: len(keys)]] + 1)
+    gap = thresholds.FETCHED_GAP
+    return tuple((start, stop - gap + 1) for start, stop in union(keys, keys + gap))
 
 
 def _flags(ranges: tuple[Range, ...], length: int) -> HostArray:

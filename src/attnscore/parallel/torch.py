@@ -15,6 +15,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Never, cast
 
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from attnscore import backends, scores
 from attnscore.analysis.functional import merge
+from attnscore.backends.torch import map_leaves
 from attnscore.base.arguments import check_flag, hides_unknown, reject_unknown, shown
 from attnscore.base.layout import ScoreShape, check_bias_shape
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
@@ -38,7 +40,6 @@ from attnscore.parallel.torch_modes import MODE_CLASSES, PassQueries
 from attnscore.parallel.torch_ranks import Ranks, move_rows, with_summed_gradient
 from attnscore.problem.problem import Problem, check_extra
 from attnscore.problem.results import present
-from attnscore.problem.statistics import AttentionStats
 from attnscore.scores.base import scores_in, with_arrays
 
 __all__ = ["attend", "explain", "gather_rows", "merge_over"]
@@ -255,19 +256,14 @@ def _choose_mode(
 ) -> ParallelExplanation:
     """Return the explanation of the best mode that can run a call; raise where the caller's mode cannot."""
     reasons = [*PassQueries.reasons_against(problem, sequence_shape), *["a bias of queries"] * bias_has_queries]
-    gradient = options.gradient
+    gradient, is_differentiated = options.gradient, any(x.requires_grad for x in problem.operands().values())
     if gradient == "queries" and reasons:
         raise ArgumentError(message("gradient", "'reduce' for this call", f"'queries': {'; '.join(reasons)}"))
-    if gradient == "auto" and not _is_differentiated(problem):
+    if gradient == "auto" and not (torch.is_grad_enabled() and is_differentiated):
         gradient = "none"
     elif gradient == "auto" and reasons:
         gradient = "reduce"
     return options.choose(problem, sequence_shape, plan, MODE_CLASSES, gradient)
-
-
-def _is_differentiated(problem: Problem) -> bool:
-    """Return whether a backward may follow."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in problem.operands().values())
 
 
 def _problem_of_rank(
@@ -425,12 +421,11 @@ def _like_dtensor(query: Any) -> Callable[[Any], Any]:
         return lambda results: results
     mesh, placements = query.device_mesh, query.placements
 
-    def wrap(x: Any) -> Any:
-        if isinstance(x, tuple):
-            parts = [None if part is None else wrap(part) for part in x]
-            return AttentionStats(*parts) if isinstance(x, AttentionStats) else tuple(parts)
+    def wrap(x: Tensor | None) -> DTensor | None:
+        if x is None:
+            return None
         shape = torch.Size((*query.shape[: x.dim() - 1], x.shape[-1])) if x.dim() == query.dim() else query.shape[:-1]
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    return wrap
+    return partial(map_leaves, wrap)
