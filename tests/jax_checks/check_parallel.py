@@ -141,6 +141,13 @@ def test_some_calls(score: str, mask: str, extras: str, dtype: str, devices: int
     check(score, mask, extras, dtype, devices, PLACEMENTS[placement], mode)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("score", ["gaussian-heads", "bilinear-heads"])
+def test_heads_take_parameters_of_each_head(score: str) -> None:
+    call = make_call(score, "Causal", "float64", "bias-sink")
+    call.check(results(call, score, "Causal", 2, PLACEMENTS["tails"], {"mode": "heads"}))
+
+
 def thinned(every: int, **factors: Any) -> Any:
     """Some rows of a covering array, as each is a program to be compiled; with ``--products`` the product."""
     mark = pairs(**factors)

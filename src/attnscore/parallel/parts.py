@@ -1,4 +1,4 @@
-"""A call of one rank, its parts, some queries against some keys of the whole sequence, and the exact merge of parts.
+"""A call on one rank: its parts, some queries against some keys of the whole sequence, and their exact merge.
 
 - Kernels run the problem of a part as any other. Dropout is by the positions in the whole sequence.
 - PyTorch and JAX add the exchange of rows: one class for each mode.
