@@ -67,8 +67,6 @@ class Exchange:
     needed: tuple[Shard, ...]
     pairs: tuple[int, ...]
     _mask_pairs: Pairs = field(repr=False, compare=False)
-    # Not an argument: a copy with other queries has results of its own.
-    _cache: BoundedCache[Shard] = field(default_factory=BoundedCache, init=False, repr=False, compare=False)
 
     @property
     def ranks(self) -> int:
@@ -88,21 +86,13 @@ class Exchange:
 
     def attending_keys(self, queries: Shard, keys: Shard) -> Shard:
         """Return the part of `queries` that attends any of `keys`, as `attending` does."""
-
-        def compute() -> Shard:
-            strips = self._mask_pairs.strips(queries.ranges) if len(keys) else ()
-            return Shard.of((pair for strip in strips for pair in strip.attending(keys.ranges)), queries.length)
-
-        return self._cache.get_or_compute((queries, keys), compute)
+        strips = self._mask_pairs.strips(queries.ranges) if len(keys) else ()
+        return Shard.of((pair for strip in strips for pair in strip.attending(keys.ranges)), queries.length)
 
     def keys_of(self, queries: Shard) -> Shard:
         """Return the keys that any of these queries attends."""
-
-        def compute() -> Shard:
-            strips = self._mask_pairs.strips(queries.ranges)
-            return Shard.of((pair for strip in strips for pair in strip.keys), self.keys[0].length)
-
-        return self._cache.get_or_compute(queries, compute)
+        strips = self._mask_pairs.strips(queries.ranges)
+        return Shard.of((pair for strip in strips for pair in strip.keys), self.keys[0].length)
 
     @cached_property
     def fetched(self) -> Movement:
