@@ -339,3 +339,14 @@ def test_the_default_device_of_new_tensors_is_not_that_of_the_keys() -> None:
     wanted = layer(queries, keys, keys, lens)
     with torch.device("meta"):
         assert torch.equal(layer(queries, keys, keys, lens), wanted)
+
+
+def test_a_program_of_free_lengths_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaving keys out would save depends on the length, which an exported program must not ask for."""
+    monkeypatch.setattr(thresholds, "UNPADDING", 100_000)
+    layer = MultiHeadAttention(64, 4, query_size=64, key_size=64, value_size=64).eval()
+    x, length = torch.randn(2, 40, 64), torch.export.Dim("length")
+    lens = torch.tensor([40, 30])
+    program = torch.export.export(layer, (x, x, x, lens), dynamic_shapes=(*[{1: length}] * 3, None))
+    longer = torch.randn(2, 900, 64)
+    close(program.module()(longer, longer, longer, lens), layer(longer, longer, longer, lens), torch.float32)

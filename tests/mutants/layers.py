@@ -85,7 +85,7 @@ FAULTS: list[Fault] = [
     Fault(
         "torch-new-layouts-not-checked",
         "src/attnscore/layers/torch.py",
-        "Attention._check",
+        "Attention._checked_once",
         "_CHECKED.get_or_compute((A.key, len(B), C), D)",
         "False",
         "tests/test_layers_plans.py tests/test_layers_errors.py",

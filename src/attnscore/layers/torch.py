@@ -219,8 +219,10 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     ) -> Tensor:
         keys, linears = self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
-        may_unpad = self._check(inputs, linears)
+        may_unpad = self._checked_once(inputs, linears)
         is_plain = may_unpad is not None
+        if not is_plain:
+            self._check(inputs, linears)
         lens = valid_lens if may_unpad and cache is None else None
         operands, arguments = self._operands(inputs, linears, valid_lens, mask, bias, cache, lens=lens)
         if not is_plain:
@@ -228,32 +230,35 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         dropout = self.dropout if self.training else 0.0
         return self._attend(operands, arguments, dropout, is_concrete=is_plain)[0]
 
-    def _check(self, inputs: dict[str, Any], linears: tuple[Linear, ...]) -> bool | None:
-        """Raise unless the inputs fit each other and the weights; return whether leaving padded keys out may save time.
+    def _check(self, inputs: dict[str, Any], linears: tuple[Linear, ...]) -> None:
+        """Raise unless the inputs fit each other and the weights that are applied to them."""
+        shared.check_inputs(_OPS, inputs, Tensor, expected="a torch.Tensor", hint="torch.as_tensor(x) makes one")
+        parts: tuple[Linear | Parameter, ...] = (*linears, *self._layer.parameters)
+        for part in parts:
+            if part.inputs and (weight := self._weight(part)) is not None:
+                _check_operands(part, weight, inputs)
 
-        None unless inputs and weights are all plain tensors, of which each layout is checked once.
+    def _checked_once(self, inputs: dict[str, Any], linears: tuple[Linear, ...]) -> bool | None:
+        """Check inputs whose layouts are new to such a layer; return whether leaving padded keys out may save time.
+
+        None, and no check, unless inputs and weights are all plain tensors.
         """
+        if torch.compiler.is_compiling():
+            # The trace would read the missing weights of a lazy module, and specialise on them.
+            return None
+        layer, arrays = self._layer, [*inputs.values()]
+        for name in layer.on_inputs:
+            if (weight := self._modules[name]._parameters.get("weight")) is not None:
+                arrays.append(weight)
+        signature = _OPS.signature(arrays)
+        if signature is None or private.tracing_state() is not None or private.are_transforms_active():
+            return None
 
         def check() -> bool:
-            shared.check_inputs(_OPS, inputs, Tensor, expected="a torch.Tensor", hint="torch.as_tensor(x) makes one")
-            parts: tuple[Linear | Parameter, ...] = (*linears, *self._layer.parameters)
-            for part in parts:
-                if part.inputs and (weight := self._weight(part)) is not None:
-                    _check_operands(part, weight, inputs)
+            self._check(inputs, linears)
             padded = [x for x in linears if x.input in ("keys", "values")]
             return any(may_save_time(_OPS, inputs[x.input], x.units) for x in padded)
 
-        layer, signature = self._layer, None
-        # Compiling, the trace would read the missing weights of a lazy module, and specialise on them.
-        if not torch.compiler.is_compiling():
-            arrays = [*inputs.values()]
-            for name in layer.on_inputs:
-                if (weight := self._modules[name]._parameters.get("weight")) is not None:
-                    arrays.append(weight)
-            signature = _OPS.signature(arrays)
-        if signature is None or private.tracing_state() is not None or private.are_transforms_active():
-            check()
-            return None
         return _CHECKED.get_or_compute((layer.key, len(linears), signature), check)
 
     def _weight(self, part: Linear | Parameter) -> Tensor | None:
