@@ -33,14 +33,10 @@ ops = keras.ops
 
 
 class _DropIn:
-    """Adds the keyword `strict` to constructor and configuration of the original."""
+    """Adds the keyword `strict` of `_drop_in` to the configuration of the original."""
 
     # A layer of Keras whose __class__ is set to one of these has no attribute of its own.
     strict: bool = False
-
-    def __init__(self, *args: Any, strict: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.strict = strict
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration of the original, with `strict` only if it is True."""
@@ -54,8 +50,9 @@ def _drop_in(kind: Any) -> Any:
     strict = inspect.Parameter("strict", inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool")
     *named, others = signature.parameters.values()
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, strict: bool = False, **kwargs: Any) -> None:
         super(kind, self).__init__(*args, **kwargs)
+        self.strict = strict
 
     __init__.__signature__ = signature.replace(parameters=[*named, strict, others])  # type: ignore[attr-defined]
     kind.__init__ = __init__
@@ -316,6 +313,12 @@ class _ManyHeads(_DropIn):
         **options: Any,
     ) -> tuple[Array, Array | None]:
         """Return the output, and the weights before dropout if computed; `options` are passed to `attend`."""
+        if self._flash_attention and with_weights:
+            hint = (
+                "Returning attention scores is not supported when flash attention is enabled. Please disable flash "
+                "attention to access attention scores."
+            )
+            raise ValueError(message("return_attention_scores", "False with flash_attention=True", "True", hint=hint))
         rate = float(self._dropout_layer.rate)
         # A fully masked query gets the mean of all values from the original's fused computation, and from no other.
         is_fused = not (with_weights or rate) and options.get("head_axis") == -2
@@ -341,16 +344,6 @@ def _as_mask(mask: Any, use_causal_mask: bool) -> Mask | None:
     """Return a mask, an array or an object, as a mask object; with `use_causal_mask` joined with the causal mask."""
     parts = [] if mask is None else [mask if isinstance(mask, Mask) else _over_heads(mask)]
     return all_of([*parts, Causal("top_left")] if use_causal_mask else parts)
-
-
-def _check_flash(flash_attention: Any, with_weights: bool) -> None:
-    """Raise ValueError, as the original, for weights with flash attention."""
-    if flash_attention and with_weights:
-        hint = (
-            "Returning attention scores is not supported when flash attention is enabled. Please disable flash "
-            "attention to access attention scores."
-        )
-        raise ValueError(message("return_attention_scores", "False with flash_attention=True", "True", hint=hint))
 
 
 @_drop_in
@@ -400,7 +393,6 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
             return super()._compute_attention(  # type: ignore[no-any-return]  # Keras has no types
                 query, key, value, attention_mask, training, return_attention_scores, use_causal_mask
             )
-        _check_flash(self._flash_attention, return_attention_scores)
         query, key, value = map(ops.convert_to_tensor, (query, key, value))
         options: dict[str, Any] = {"score": ScaledDot(self._inverse_sqrt_key_dim)}
         axes = tuple(self._attention_axes)
@@ -490,14 +482,12 @@ class GroupedQueryAttention(_ManyHeads, keras.layers.GroupQueryAttention):  # ty
         training: bool | None = None,
         use_causal_mask: bool = False,
     ) -> tuple[Array, Array | None]:
-        with_weights = self._return_attention_scores
         if _is_overridden(self, "_masked_softmax", "_compute_causal_mask"):
             return super()._compute_attention(  # type: ignore[no-any-return]  # Keras has no types
                 query, key, value, attention_mask, training, use_causal_mask
             )
-        _check_flash(self._flash_attention, with_weights)
         query, key, value = map(ops.convert_to_tensor, (query, key, value))
-        mask = _as_mask(attention_mask, use_causal_mask)
+        mask, with_weights = _as_mask(attention_mask, use_causal_mask), self._return_attention_scores
         options: dict[str, Any] = {"score": ScaledDot(self._inverse_sqrt_head_dim), "head_axis": -2}
         return self._pool_heads(query, key, value, mask, training, with_weights, **options)
 

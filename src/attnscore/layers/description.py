@@ -556,10 +556,9 @@ class BaseAttention(Generic[A]):
         The framework's module itself is called, so that hooks, parametrisations and replacements (adapters) act.
         """
 
-    def _call_module(self, linear: Linear, x: A) -> A:
+    def _call_module(self, linear: Linear, x: A) -> Any:
         """Return the module of a projection applied to `x`."""
-        projected: A = getattr(self, linear.name)(x)
-        return projected
+        return getattr(self, linear.name)(x)
 
     def _project_unpadded(self, linear: Linear, x: A, lens: Any) -> A:
         """Return `_project` of keys or values, whose rows from `lens` (batch,) on are never read.
@@ -583,10 +582,9 @@ class BaseAttention(Generic[A]):
         outputs = ops.reshape(self._call_module(linear, units), (-1,))
         return outputs[:-1] - outputs[-1:]
 
-    def _reshape(self, x: A, features: tuple[int, ...]) -> A:
+    def _reshape(self, x: Any, features: tuple[int, ...]) -> Any:
         """Return (batch, length, ...) as (batch, length, *features)."""
-        reshaped: A = x.reshape((*x.shape[:2], *features))  # type: ignore[attr-defined]  # an array of any framework
-        return reshaped
+        return x.reshape((*x.shape[:2], *features))
 
     def _unprepared(self, keys: Any) -> tuple[Any, tuple[Linear, ...]]:
         """Return the keys of a call, and the projections of its inputs: keys may be projected already."""

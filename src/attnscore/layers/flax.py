@@ -106,7 +106,7 @@ def _made(part: Linear | Parameter, options: Mapping[str, Any], rngs: Any) -> An
 class _LastCall(LastCall):
     """JAX's arrays cannot be written to, but donated."""
 
-    def weights(self) -> jax.Array:
+    def weights(self) -> Any:
         arrays, expected = [self.computed], "the weights as they were read before"
         if self.computed is None:
             in_score = arrays_of(self.arguments["score"]).values()
@@ -114,8 +114,7 @@ class _LastCall(LastCall):
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
             hint = "read the weights before a function takes its arguments over (donate_argnums)"
             raise ArgumentError(message("attention_weights", expected, "donated ones", hint=hint))
-        weights: jax.Array = super().weights()
-        return weights
+        return super().weights()
 
 
 class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
@@ -199,7 +198,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
             raise ArgumentError(message("rngs", expected, None, hint="layer.eval() or deterministic=True turns it off"))
         return source() if isinstance(source, nnx.RngStream) else source
 
-    def _project(self, linear: Linear, x: jax.Array) -> jax.Array:
+    def _project(self, linear: Linear, x: jax.Array) -> Any:
         module = self._sized(linear, {linear.input: x})
         if isinstance(module, nnx.Linear):
             shared.check_features(linear.input, x.shape[-1], module.in_features, linear.name)
@@ -207,18 +206,15 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
             operands = x, module.kernel[...], None if module.bias is None else module.bias[...]
             if module.dtype is not None or any(each is not None and each.dtype != x.dtype for each in operands):
                 operands = module.promote_dtype(operands, dtype=module.dtype)
-            product: jax.Array | None = _OPS.product_of_rows(*operands)
-            if product is not None:
+            if (product := _OPS.product_of_rows(*operands)) is not None:
                 return product
-        projected: jax.Array = with_nonfinite_rows_isolated(_OPS, x, module)
-        return projected
+        return with_nonfinite_rows_isolated(_OPS, x, module)
 
-    def _read(self, part: Linear | Parameter, inputs: Mapping[str, jax.Array]) -> jax.Array:
+    def _read(self, part: Linear | Parameter, inputs: Mapping[str, jax.Array]) -> Any:
         if isinstance(part, Linear):
             module = getattr(self, part.name)
-            flattened = jnp.ravel(module.kernel[...]) if _is_plain(module) else self._vector(part, inputs["queries"])
-            return flattened
-        array: jax.Array = self._sized(part, inputs)[...]
+            return jnp.ravel(module.kernel[...]) if _is_plain(module) else self._vector(part, inputs["queries"])
+        array = self._sized(part, inputs)[...]
         for name, size in zip(part.inputs, array.shape, strict=False):
             shared.check_features(name, inputs[name].shape[-1], size, part.name)
         return array

@@ -81,8 +81,9 @@ class Matrix(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew."""
-        _start(self.weight, self._parameter.sized(self.weight.shape))
+        """Draw the weight anew, if there is one."""
+        if not isinstance(self.weight, UninitializedParameter):
+            _start(self.weight, self._parameter.sized(self.weight.shape))
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
         weight: Tensor = self.weight
@@ -113,10 +114,6 @@ class _LazyMatrix(LazyModuleMixin, Matrix):
         self._parameter = parameter
         # torch types neither these arguments nor that this is a Parameter.
         self.weight = UninitializedParameter(device=device, dtype=dtype)  # type: ignore[call-arg, assignment]
-
-    def reset_parameters(self) -> None:
-        if not isinstance(self.weight, UninitializedParameter):
-            super().reset_parameters()
 
     def initialize_parameters(self, queries: Tensor, keys: Tensor) -> None:
         if isinstance(self.weight, UninitializedParameter):
@@ -277,35 +274,29 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         is_packed = isinstance(module, nn.Linear) and 0 != module.in_features != weight.shape[-1]
         return None if is_packed else weight
 
-    def _project(self, linear: Linear, x: Tensor) -> Tensor:
-        # arrays of the core are Any
-        return with_nonfinite_rows_isolated(_OPS, x, self._modules[linear.name])  # type: ignore[no-any-return]
+    def _project(self, linear: Linear, x: Tensor) -> Any:
+        return with_nonfinite_rows_isolated(_OPS, x, self._modules[linear.name])
 
-    def _project_unpadded(self, linear: Linear, x: Tensor, lens: Any) -> Tensor:
+    def _project_unpadded(self, linear: Linear, x: Tensor, lens: Any) -> Any:
         module, rows = self._modules[linear.name], None
         is_read = (type(lens) is Tensor and lens.is_cpu) or type(lens) is np.ndarray
         if is_read and may_save_time(_OPS, x, linear.units) and _is_bare(module, nn.Linear):
             rows = real_rows(_OPS, x, lens, linear.units)
         if rows is None:
             return self._project(linear, x)
-        projected: Tensor = project_rows(_OPS, x, rows, lambda x: with_nonfinite_rows_isolated(_OPS, x, module))
-        return projected
+        return project_rows(_OPS, x, rows, lambda x: with_nonfinite_rows_isolated(_OPS, x, module))
 
-    def _read(self, part: Linear | Parameter, inputs: Mapping[str, Tensor]) -> Tensor:
-        array: Any
+    def _read(self, part: Linear | Parameter, inputs: Mapping[str, Tensor]) -> Any:
         if isinstance(part, Parameter) and not part.inputs:
-            array = getattr(self, part.name)
-            return array  # type: ignore[no-any-return]
+            return getattr(self, part.name)
         module, weight = self._modules[part.name], None
         # Not in a compiler, as in `_checked_once`.
         if not torch.compiler.is_compiling() and _is_bare(module, nn.Linear if isinstance(part, Linear) else Matrix):
             weight = module._parameters["weight"]
         if isinstance(part, Linear):
             # A view: an index takes twice as long, and its gradient five times.
-            array = self._vector(part, inputs["queries"]) if weight is None else weight.reshape(-1)
-        else:
-            array = module(*map(inputs.__getitem__, part.inputs)) if weight is None else weight
-        return array  # type: ignore[no-any-return]
+            return self._vector(part, inputs["queries"]) if weight is None else weight.reshape(-1)
+        return module(*map(inputs.__getitem__, part.inputs)) if weight is None else weight
 
     def __dir__(self) -> list[str]:
         """List attributes without ``attention_weights``: torch.jit reads all of them, which would compute it."""
