@@ -124,8 +124,8 @@ class KeyValueCache:
     _keys: Array = field(default=None, init=False)
     _values: Array = field(default=None, init=False)
     _has_heads: bool = field(default=True, init=False)
-    _key_sizes: tuple[int, int] | None = field(default=None, init=False)
-    """Heads and dimension of the keys before they were prepared."""
+    _key_dim: int = field(default=1, init=False)
+    """Dimension of the keys before they were prepared."""
     _lens: Array = field(default=None, init=False)
     """Positions of each sequence so far, (batch,)."""
     _starts: Array = field(default=None, init=False)
@@ -247,8 +247,7 @@ class KeyValueCache:
             cache = self if storage.is_in_place else copy.copy(self)
             cache._prepared_score = prepared_score
             if cache._keys is None:
-                _, heads, _, dim = with_heads_first(ops, key, self.head_axis).shape
-                cache._has_heads, cache._key_sizes = len(key.shape) == 4, (int(heads), int(dim))
+                cache._has_heads, cache._key_dim = len(key.shape) == 4, int(key.shape[-1])
                 cache._allocate(ops, storage, pair)
             appended = cache._reserve_positions(added, count)
             if count:
@@ -504,7 +503,7 @@ class KeyValueCache:
         used, ops = min(self.slots, int(lens.max(initial=0))), self._ops
         keys, values = (files.host_array(ops, ops.slice_axis(x, 2, 0, used)) for x in (self._keys, self._values))
         contents = {"keys": keys, "values": values, "lens": lens, "oldest": self._oldest, "slots": self.slots}
-        contents |= {"has_heads": int(self._has_heads), "key_sizes": np.array(self._key_sizes)}
+        contents |= {"has_heads": int(self._has_heads), "key_sizes": np.array([values.shape[1], self._key_dim])}
         contents |= {name: getattr(self, name) for name in ("window", "sinks", "head_axis")}
         files.write(Path(path), contents)
 
@@ -537,8 +536,7 @@ class KeyValueCache:
         storage = STORAGE[ops.name]
         with storage.scope(ops):
             heads, dim = map(int, contents["key_sizes"])
-            cache._key_sizes = heads, dim
-            cache._has_heads = bool(contents["has_heads"])
+            cache._has_heads, cache._key_dim = bool(contents["has_heads"]), dim
             cache._keys, cache._values = (
                 files.buffer_of(ops, contents[name], contents["slots"], like) for name in ("keys", "values")
             )
@@ -599,10 +597,7 @@ class KeyValueCache:
         """Raise unless key and value fit each other and the buffers."""
         checks.check_pair(ops, arrays)
         if self._keys is not None:
-            _, heads, _, dim = self._values.shape
-            pairs = {"key": self._key_sizes or (1, 1), "value": (int(heads), int(dim))}
-            sizes = {name: (self._batch, *pair[0 if self._has_heads else 1 :]) for name, pair in pairs.items()}
-            checks.check_like_buffers(ops, self._keys, sizes, self._length_axis, arrays)
+            checks.check_like_buffer(ops, self.values, self._key_dim, self._length_axis, arrays)
 
     def _prepare_keys(self, key: Array, head_axis: int) -> tuple[Array, Any]:
         """Return keys as the score of the cache prepares them, and the score that is left."""

@@ -41,22 +41,18 @@ def check_pair(ops: Backend, arrays: Mapping[str, Array]) -> None:
         raise ShapeError(message("value", "the shape of key, except for the last axis", shapes["value"], shapes=shapes))
 
 
-def check_like_buffers(
-    ops: Backend, buffer: Array, sizes: Mapping[str, tuple[int, ...]], axis: int, arrays: Mapping[str, Array]
-) -> None:
-    """Raise unless key and value have the framework, dtype and device of a buffer, and the earlier `sizes`.
-
-    `sizes` are the shapes of key and of value without `axis`, which counts the positions.
-    """
+def check_like_buffer(ops: Backend, values: Array, key_dim: int, axis: int, arrays: Mapping[str, Array]) -> None:
+    """Raise unless key and value, a pair, fit the buffer of values except on `axis`, which counts the positions."""
     key = arrays["key"]
-    if backends.of({"the cache": buffer, **arrays}).dtype(buffer) != ops.dtype(key):
-        raise DtypeError(message("key", f"the dtype of the cache ({ops.dtype(buffer)})", ops.dtype(key)))
-    backends.check_devices(ops, buffer, arrays)
+    if backends.of({"the cache": values, **arrays}).dtype(values) != ops.dtype(key):
+        raise DtypeError(message("key", f"the dtype of the cache ({ops.dtype(values)})", ops.dtype(key)))
+    backends.check_devices(ops, values, arrays)
     for name, x in arrays.items():
-        shape = tuple(x.shape)
-        if (*shape[:axis], *shape[axis + 1 :]) != sizes[name]:
-            expected = ", ".join(map(str, (*sizes[name][:axis], "n", *sizes[name][axis:])))
-            raise ShapeError(message(name, f"shape ({expected}), as before", shape))
+        before, shape = list(values.shape), tuple(x.shape)
+        before[axis] = "n"
+        before[-1] = key_dim if name == "key" else before[-1]
+        if (*shape[:axis], "n", *shape[axis + 1 :]) != tuple(before):
+            raise ShapeError(message(name, f"shape ({', '.join(map(str, before))}), as before", shape))
 
 
 def lengths(lens: Any, batch: int, highest: int | None = None) -> Any:

@@ -16,6 +16,7 @@ from attnscore.base.layout import ScoreShape
 from attnscore.masks import IntervalSet
 from attnscore.masks.base import IntervalSetMask
 from attnscore.masks.index_values import column, host_ints, per_batch
+from attnscore.masks.intervals import normalize
 from attnscore.masks.shape_spec import ShapeSpec
 
 
@@ -100,15 +101,13 @@ class RollingWindow(IntervalSetMask):
         stop = start + count
         zeros = np.zeros_like(start)
         # The sinks; the window up to the end of the ring; the rest of it from the start of the ring.
-        parts = [
-            (zeros, np.where(is_real, np.minimum(self.sinks, query + 1), 0)),
-            (np.minimum(start, key_len), np.minimum(stop, key_len)),
-            (zeros + self.sinks, np.maximum(self.sinks, self.sinks + stop - key_len)),
-        ]
-        intervals = IntervalSet.of(parts[0])
-        for part in parts[1:]:
-            intervals = intervals.union(IntervalSet.of(part), key_len)
-        return intervals
+        starts = zeros, np.minimum(start, key_len), zeros + self.sinks
+        stops = (
+            np.where(is_real, np.minimum(self.sinks, query + 1), 0),
+            np.minimum(stop, key_len),
+            np.maximum(self.sinks, self.sinks + stop - key_len),
+        )
+        return normalize(np.stack(starts), np.stack(stops), key_len)
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
         batch = score_shape.batch
