@@ -133,8 +133,12 @@ def check_holds(path: Path, arrays: Mapping[str, Array]) -> None:
     """Raise a `FileError` for arrays whose dtype this kind of file cannot hold, before a long computation."""
     suffix = path.suffix.lower()
     for name, array in arrays.items():
-        if suffix != ".safetensors" and array.dtype.kind not in _NUMBERS:
-            raise FileError(f"{path}: {suffix} cannot hold {name} of dtype {array.dtype}; use .safetensors")
+        if suffix == ".safetensors":
+            fits, hint = array.dtype.name in _SAFETENSORS_TYPES.values(), ""
+        else:
+            fits, hint = array.dtype.kind in _NUMBERS, "; use .safetensors"
+        if not fits:
+            raise FileError(f"{path}: {suffix} cannot hold {name} of dtype {array.dtype}{hint}")
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
@@ -144,15 +148,13 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
     this kind of file cannot hold, a `FileError`.
     """
     check_destination(path, several=len(arrays) != 1)
-    suffix = path.suffix.lower()
-    if suffix == ".safetensors":
-        content = _safetensors_bytes(path, arrays)
-        with replacing(path) as file:
-            file.write(content)
-        return
     check_holds(path, arrays)
+    suffix = path.suffix.lower()
+    tensors = _safetensors_bytes(arrays) if suffix == ".safetensors" else b""
     with replacing(path) as file:
-        if suffix == ".npz":
+        if suffix == ".safetensors":
+            file.write(tensors)
+        elif suffix == ".npz":
             np.savez(file, **dict(arrays))  # type: ignore[arg-type]  # the stubs take one name for its own flag
         else:
             np.save(file, next(iter(arrays.values())), allow_pickle=False)
@@ -315,15 +317,11 @@ _SAFETENSORS_TYPES = {"BF16": "bfloat16", "BOOL": "bool"} | {
 }
 
 
-def _safetensors_bytes(path: Path, arrays: Mapping[str, Array]) -> bytes:
+def _safetensors_bytes(arrays: Mapping[str, Array]) -> bytes:
     save = require("safetensors.numpy", ".safetensors", _INSTALL).save
     # The package writes the memory in its order and would scramble transposed arrays: make them contiguous
     # (ascontiguousarray turns a single number into one axis, so its shape is put back).
-    plain = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
-    for name, array in plain.items():
-        if array.dtype.name not in _SAFETENSORS_TYPES.values():
-            raise FileError(f"{path}: .safetensors cannot hold {name} of dtype {array.dtype}")
-    return bytes(save(plain))
+    return bytes(save({name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}))
 
 
 def bfloat16() -> np.dtype[Any]:
