@@ -166,30 +166,26 @@ def pooled_weights(
         problem = _detach(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
         if not isinstance(bins, (tuple, list)) or len(bins) != 2 or not all(is_whole(n) and n >= 1 for n in bins):
             raise ArgumentError(message("bins", "two positive whole numbers (rows, columns)", shown(bins)))
-        score_shape = problem.score_shape
+        score_shape, lead = problem.score_shape, problem.score_shape.rows[:-1]
         query_bins, key_bins = map(bin_sizes, (score_shape.query_len, score_shape.key_len), map(int, bins))
-        bin_of_query, bin_of_key = (np.repeat(np.arange(len(sizes)), sizes) for sizes in (query_bins, key_bins))
-        down, across = len(query_bins), len(key_bins)
-        value = ops.asarray(_one_hot_rows(bin_of_key, across), problem.value, problem.accumulator)
-        value = ops.reshape(value, (*(1 for _ in score_shape.rows[:-1]), *value.shape))
-        # Some queries at a time: each has as many numbers as there are bins of keys.
-        step = max(thresholds.POOLED_QUERIES, thresholds.POOLED_WEIGHTS // (_matrices(problem) * across))
-        sums = ops.zeros((*score_shape.rows[:-1], down, across), problem.value, problem.accumulator)
-        for first in range(0, score_shape.query_len, step):
-            last = min(first + step, score_shape.query_len)
-            has_all = last - first == score_shape.query_len
-            rows = _with_value(problem if has_all else slice_problem(problem, slice(first, last), None), value)
+        width, across = max(1, int(query_bins[0])), len(key_bins)
+        bin_of_key = np.repeat(np.arange(across), key_bins)[:, None]
+        value = ops.asarray((bin_of_key == np.arange(across)).astype(np.float32), problem.value, problem.accumulator)
+        value = ops.reshape(value, (*(1 for _ in lead), *value.shape))
+        ones = ops.full((1, width), 1.0, problem.value, problem.accumulator)
+        # Whole bins of queries at a time: each query has as many numbers as there are bins of keys.
+        queries = max(thresholds.POOLED_QUERIES, thresholds.POOLED_WEIGHTS // (_matrices(problem) * across))
+        step, parts = -(-queries // width) * width, []
+        for first in range(0, max(1, score_shape.query_len), step):
+            has_all = step >= score_shape.query_len
+            rows = _with_value(problem if has_all else slice_problem(problem, slice(first, first + step), None), value)
             by_key_bin = kernels.choose("auto", rows).forward(rows, tiling.plan(rows)).out
-            # Only the bins of these queries: all would be a matrix of queries x bins.
-            top, bottom = bin_of_query[first], bin_of_query[last - 1]
-            members = _one_hot_rows(bin_of_query[first:last] - top, bottom - top + 1).T.copy()
-            members = ops.asarray(members, by_key_bin, ops.dtype(by_key_bin))
-            # matmul would propagate the NaN of one query to the bins of all others: 0 * NaN is NaN.
-            is_nan = ops.isnan(by_key_bin)
-            block = ops.matmul(members, ops.where(is_nan, 0.0, by_key_bin))
-            has_nan = ops.matmul(members, ops.astype(is_nan, ops.dtype(by_key_bin))) > 0
-            sums = ops.add_at(sums, -2, int(top), ops.where(has_nan, float("nan"), block))
-        return problem.layout.scores_from_canonical(ops, sums)
+            count = max(1, -(-by_key_bin.shape[-2] // width))
+            padding = ops.zeros((*lead, count * width - by_key_bin.shape[-2], across), by_key_bin)
+            by_query_bin = ops.reshape(ops.concat([by_key_bin, padding], -2), (*lead, count, width, across))
+            # A product for each bin: NaN of one query reaches no other.
+            parts.append(ops.matmul(ones, by_query_bin)[..., 0, :])
+        return problem.layout.scores_from_canonical(ops, ops.concat(parts, -2))
 
 
 @hides_unknown
@@ -262,8 +258,3 @@ def bin_sizes(length: int, max_bins: int) -> HostArray:
     """
     width = max(1, -(-length // max_bins))
     return np.diff(np.append(np.arange(0, max(1, length), width), length))
-
-
-def _one_hot_rows(indices: HostArray, count: int) -> HostArray:
-    """Return a row for each index, 1 at the index and 0 elsewhere: (indices, count)."""
-    return np.asarray(indices[:, None] == np.arange(count), np.float32)
