@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, Never
 
 import numpy as np
@@ -271,14 +273,9 @@ def merge_shares(ops: Backend, log_sum_exps: Sequence[Array]) -> tuple[list[Arra
     The shares add up to 1: exp(lse_s - lse) would be off by the rounding of lse, which grows with the scores.
     """
     logs_of_parts = [ops.astype(x, accumulator(ops.dtype(x))) for x in log_sum_exps]
-    max_log = ops.stop_gradient(logs_of_parts[0])
-    for log in logs_of_parts[1:]:
-        max_log = ops.maximum(max_log, ops.stop_gradient(log))
-    max_log = safe_max(ops, max_log)
+    max_log = safe_max(ops, reduce(ops.maximum, map(ops.stop_gradient, logs_of_parts)))
     weights = [ops.exp(log - max_log) for log in logs_of_parts]
-    total = weights[0]
-    for weight in weights[1:]:
-        total = total + weight
+    total = reduce(operator.add, weights)
     is_empty = total == 0
     total = ops.where(is_empty, 1.0, total)
     log_denom = ops.log(total)

@@ -76,7 +76,8 @@ def look(
             raise ArgumentError(f"nothing to look at: the weights have the shape {(*lead, *lengths)}")
         if plot is not None:
             check_place(where, tuple(lead))
-            check_zoom(middle, lengths)
+            if middle and not all(0 <= at < length for at, length in zip(middle, lengths, strict=True)):
+                raise ArgumentError(message("--zoom", f"a query and a key within {lengths}", zoom))
     with error_console().status("summing the weights of every key"):
         mass = ats.key_mass(**call)
     say(mass)
@@ -108,12 +109,6 @@ def check_place(place: tuple[int, ...], lead: tuple[int, ...]) -> None:
     hint = f"--place {','.join('0' * len(lead))} draws the first" if lead else "leave it out"
     got = ",".join(map(str, place)) or "none"
     raise ArgumentError(message("--place", expected, got, hint=hint))
-
-
-def check_zoom(middle: tuple[int, ...] | None, lengths: tuple[int, int]) -> None:
-    """Refuse, before much is computed, a middle outside of the lengths."""
-    if middle is not None and not all(0 <= at < length for at, length in zip(middle, lengths, strict=True)):
-        raise ArgumentError(message("--zoom", f"a query and a key within {lengths}", ",".join(map(str, middle))))
 
 
 def numbers(option: str, text: str, between: str, count: int | None = None) -> tuple[int, ...]:
