@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.text import Text
 
 from attnscore.cli.console import table
 from attnscore.errors import AttnscoreError, FileError
@@ -57,15 +58,15 @@ class Report:
         count = f"[{len(self.seconds) + 1}/{self.steps}]"
         start = time.perf_counter()
         if self.console.is_terminal and live:
-            with self.console.status(f"{count} {title}".replace("[", r"\["), spinner="dots"):
+            with self.console.status(Text(f"{count} {title}"), spinner="dots"):
                 yield
         else:
             self.console.print(f"{count} {title}", markup=False)
             yield
         self.seconds[title] = round(time.perf_counter() - start, 3)
         if self.console.is_terminal:
-            done = title.replace("[", r"\[")
-            self.console.print(f"[green]✓[/] {done} [dim]{self.seconds[title]:.1f} s[/]")
+            done = ("✓", "green"), f" {title} ", (f"{self.seconds[title]:.1f} s", "dim")
+            self.console.print(Text.assemble(*done))
 
     def picture(self, name: str, figure: Figure) -> None:
         """Write a figure as ``name.png``."""

@@ -379,10 +379,8 @@ def show_long_attention(
     exact = block(slice(*queries), slice(*keys)) if all(lengths) else np.zeros((0, 0))
 
     grid = figure.add_gridspec(2, 1, height_ratios=(1.6 * drawing.box_aspect(lengths), 1))
-    above = grid[0].subgridspec(1, 2)
-    below = grid[1].subgridspec(1, 3, width_ratios=(10, 3, 7))
-    places = (above[0], above[1], below[0], below[1], below[2])
-    whole, near, line, bars, points = (figure.add_subplot(part) for part in places)
+    whole, near = grid[0].subgridspec(1, 2).subplots(squeeze=False)[0]
+    line, bars, points = grid[1].subgridspec(1, 3, width_ratios=(10, 3, 7)).subplots(squeeze=False)[0]
     image = drawing.draw_bins(whole, means, (0, lengths[0]), (0, lengths[1]), drawing.decade_limits(means), cmap)
     drawing.colour_bar(figure, image, [whole], _WEIGHT_OF_A_BIN)
     sizes, in_bins = (" × ".join(f"{n:,}" for n in numbers) for numbers in (lengths, means.shape))
