@@ -51,13 +51,9 @@ _NO_SCOPE = contextlib.nullcontext()
 _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated
 
 
-def _shares_layouts() -> bool:
-    """Let the native module read tensors, where PyTorch (2.10 and later) has the functions for it."""
-    api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    return native.module is not None and api is not None and bool(native.module.set_tensor_types(_PLAIN, api))
-
-
-_SHARES_LAYOUTS = _shares_layouts()
+# Whether the native module reads tensors: PyTorch (2.10 and later) has the functions for it.
+_API = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+_SHARES_LAYOUTS = None not in (native.module, _API) and bool(native.module.set_tensor_types(_PLAIN, _API))
 
 
 def _is_watched() -> bool:

@@ -236,13 +236,11 @@ def _normalized_query_tile(
 class _RowContext:
     """Numbers and gradients of every query that the backward has before it visits the first tile."""
 
+    result: Result
     grads: RowGradients
     """Gradients of the outputs; `out` is never None."""
     skips_nan_isolation: bool
     """True where no pair is masked or dout is known to be finite: P^T dO then needs no separate handling of NaN."""
-    row_max: Array
-    log_denom: Array
-    entropy: Array | None
     delta: Array
     """dout . out + dweights . weights - dlse, so that ds = p (dp - delta): FlashAttention's D, less dlse."""
 
@@ -255,7 +253,8 @@ class _RowContext:
         grad = slopes * (grad_p - _slice(ops, self.delta, -2, rows))
         if self.grads.entropy is None:
             return grad
-        minus_grad_of_entropy = slopes * (ops.where(slopes == 0, 0.0, log_p) + _slice(ops, self.entropy, -2, rows))
+        entropy = _slice(ops, self.result.statistics["entropy"], -2, rows)
+        minus_grad_of_entropy = slopes * (ops.where(slopes == 0, 0.0, log_p) + entropy)
         return grad - minus_grad_of_entropy * _slice(ops, self.grads.entropy, -2, rows)
 
 
@@ -265,14 +264,8 @@ def _row_context(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGra
     if grads.out is None:
         grads = dataclasses.replace(grads, out=ops.zeros(ops.shape(result.out), result.out))
     delta_of = _delta_of_softmax if problem.normalizer is None else _delta_of_threshold
-    return _RowContext(
-        grads=grads,
-        skips_nan_isolation=(problem.mask is None and problem.bias is None) or ops.known_finite(grads.out),
-        row_max=result.row_max,
-        log_denom=result.log_denom,
-        entropy=result.statistics.get("entropy"),
-        delta=delta_of(inputs, tiles, result, grads),
-    )
+    skips_nan_isolation = (problem.mask is None and problem.bias is None) or ops.known_finite(grads.out)
+    return _RowContext(result, grads, skips_nan_isolation, delta_of(inputs, tiles, result, grads))
 
 
 def _delta_of_softmax(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> Array:
@@ -331,15 +324,10 @@ def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads:
 
 
 def _normalizer_values(
-    function: Callable[..., Array],
-    ops: Backend,
-    row_values: Result | _RowContext,
-    scores: Array,
-    unmasked: Array | None,
-    rows: Span,
+    function: Callable[..., Array], ops: Backend, result: Result, scores: Array, unmasked: Array | None, rows: Span
 ) -> Array:
     """Return the weights or slopes of a tile, by a function of a normalizer; 0 where masked."""
-    values = function(ops, scores, *(_slice(ops, x, -2, rows) for x in (row_values.row_max, row_values.log_denom)))
+    values = function(ops, scores, *(_slice(ops, x, -2, rows) for x in (result.row_max, result.log_denom)))
     return values if unmasked is None else ops.where(unmasked, values, 0.0)
 
 
@@ -380,9 +368,8 @@ def _tile_gradients(
     else:
         if problem.normalizer is None:
             # Forward: p = exp(scores - row_max - log_denom)
-            log_p = online_softmax.log_weights(
-                ops, scores, *(_slice(ops, x, -2, rows) for x in (context.row_max, context.log_denom))
-            )
+            row_values = (_slice(ops, x, -2, rows) for x in (context.result.row_max, context.result.log_denom))
+            log_p = online_softmax.log_weights(ops, scores, *row_values)
             p = ops.exp(log_p)
             if unmasked is not None:
                 # Where row_max is NaN, from an unmasked key, masked keys have exp(-inf - NaN).
@@ -390,7 +377,7 @@ def _tile_gradients(
             slopes = p
         else:
             p, slopes = (
-                _normalizer_values(function, ops, context, scores, unmasked, rows)
+                _normalizer_values(function, ops, context.result, scores, unmasked, rows)
                 for function in (problem.normalizer.weights, problem.normalizer.slopes)
             )
             log_p = None
@@ -479,7 +466,7 @@ def _sink_gradient(problem: Problem, sink: Array, context: _RowContext) -> Array
     """Return the gradient of the sink, a score whose value vector is 0: grad_p = dout . value = 0."""
     ops, shape = problem.ops, tuple(sink.shape)
     sink = ops.astype(ops.reshape(sink, (*shape, 1, 1)), problem.accumulator)
-    log_p = online_softmax.log_weights(ops, sink, context.row_max, context.log_denom)
+    log_p = online_softmax.log_weights(ops, sink, context.result.row_max, context.result.log_denom)
     grad = context.normalizer_vjp(ops, ops.exp(log_p), log_p, 0.0, (0, problem.score_shape.query_len))
     return ops.reshape(sum_to(ops, grad, sink.shape), shape)
 

@@ -172,7 +172,9 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     """Plan the tiles of a problem; `tile` (queries, keys) overrides their sizes."""
     score_shape = problem.score_shape
     interval_set, remaining = problem.visibility
-    query_tile, key_tile = tile or tile_sizes(score_shape, problem.form.values_per_pair(), _target_tile_scores(problem))
+    scores = thresholds.ACCELERATOR_TILE_SCORES if problem.ops.is_accelerated(problem.value) else thresholds.TILE_SCORES
+    scores = sys.maxsize if problem.ops.needs_one_tile() else scores
+    query_tile, key_tile = tile or tile_sizes(score_shape, problem.form.values_per_pair(), scores)
     lengths_known = not (is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len))
     has_few_shapes = tile is None and lengths_known and problem.ops.compiles_each_shape()
     if has_few_shapes:
@@ -192,13 +194,6 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
         score_shape.query_len, score_shape.key_len, query_tile, key_tile, segments, interval_set, remaining
     )
     return tiles.aligned_to_tiles() if has_few_shapes else tiles
-
-
-def _target_tile_scores(problem: Problem) -> int:
-    """Return about how many scores a tile shall have, over all batches and heads."""
-    if problem.ops.needs_one_tile():
-        return sys.maxsize
-    return thresholds.ACCELERATOR_TILE_SCORES if problem.ops.is_accelerated(problem.value) else thresholds.TILE_SCORES
 
 
 def tile_sizes(score_shape: ScoreShape, values_per_pair: int, scores: int) -> tuple[Any, Any]:
