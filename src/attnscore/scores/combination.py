@@ -122,25 +122,16 @@ def joined(ops: Backend, forms: Sequence[Form], numbers: Sequence[float], *, row
     """Return the form of sum_i numbers[i] * scores of forms[i]; `rowwise` as in `lower_rowwise`."""
     first: Any = forms[0]
     if not any(form.caps for form in forms):
-        if (products := _products(ops, forms, rowwise)) is not None:
+        # Rows of a part of a sequence do not know whether the whole is accurate as a product.
+        products: list[Any] = [
+            as_product(ops, form) if isinstance(form, DistanceForm) and not rowwise else form for form in forms
+        ]
+        if all(isinstance(product, InnerForm) for product in products):
             return _joined_products(ops, products, numbers)
         if all(isinstance(form, AdditiveForm) and form.activation == first.activation for form in forms):
             return _joined_additive(ops, forms, numbers)
     terms = tuple(form if number == 1 else form.scaled(number) for form, number in zip(forms, numbers, strict=True))
     return SumForm(first.query, first.key, terms=terms, factors=(None,) * len(terms))
-
-
-def _products(ops: Backend, forms: Sequence[Form], rowwise: bool) -> list[InnerForm] | None:
-    """Return the terms as inner products; None where one is none."""
-    products: list[InnerForm] = []
-    for form in forms:
-        product: Any = form
-        if not rowwise and isinstance(form, DistanceForm):
-            product = as_product(ops, form)
-        if not isinstance(product, InnerForm):
-            return None
-        products.append(product)
-    return products
 
 
 def _concatenated(ops: Backend, arrays: Sequence[Array]) -> Array:
