@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape, Span, is_unknown
 from attnscore.masks.base import And, Mask, Not, Or, all_of, atoms_of, parts_of
@@ -22,6 +21,7 @@ from attnscore.masks.dynamic_intervals import without_interval_parts
 from attnscore.masks.function import EvaluatedFunction
 from attnscore.masks.index_values import per_batch, small_ids
 from attnscore.masks.intervals import IntervalSet
+from attnscore.masks.shape_spec import shape_of
 
 Parts = list[Mask]
 
@@ -87,16 +87,9 @@ def _fits_in_caller_arrays(ops: Backend, score_shape: ScoreShape, like: Array, p
     shapes = [evaluated_shape(ops, score_shape, like, part) for part in parts]
     if any(is_unknown(n) for shape in shapes for n in shape):
         return False
-    arrays = [mask.array for part in parts for mask in atoms_of(part) if isinstance(mask, Dense)]
-    return not parts or math.prod(np.broadcast_shapes(*shapes)) <= max(map(_elements_in_memory, arrays), default=0)
-
-
-def _elements_in_memory(array: Any) -> int:
-    """Return the number of elements of an array, counting a broadcast axis once."""
-    values = backends.host(array)
-    if values is None:
-        return 0 if any(map(is_unknown, array.shape)) else math.prod(array.shape)
-    return math.prod(n for n, stride in zip(values.shape, values.strides, strict=True) if stride)
+    arrays = [shape_of(mask.array) for part in parts for mask in atoms_of(part) if isinstance(mask, Dense)]
+    elements = [math.prod(shape) for shape in arrays if not any(map(is_unknown, shape))]
+    return not parts or math.prod(np.broadcast_shapes(*shapes)) <= max(elements, default=0)
 
 
 # ---- operands
