@@ -164,6 +164,7 @@ def register_pytree(kind: type) -> None:
     """Register a class of scores or masks as a pytree, once, if the caller has imported JAX."""
     if kind not in _PYTREES and sys.modules.get("jax") is not None:
         load("jax").register_pytree(kind)
+        # Not before: a thread that finds the class here uses it.
         _PYTREES.add(kind)
 
 

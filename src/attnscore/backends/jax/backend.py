@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -65,16 +64,13 @@ class JaxBackend(Backend):
     has_mutable_arrays = False
     has_programs = True
     xp = jnp
+    register_pytree = staticmethod(register)
     differentiable = staticmethod(gradients.differentiable)
     stop_gradient = staticmethod(lax.stop_gradient)
     eager_scope = staticmethod(jax.ensure_compile_time_eval)
     sigmoid = staticmethod(jax.nn.sigmoid)
     erf = staticmethod(lax.erf)
     top_k: Any = staticmethod(lax.top_k)
-
-    def register_pytree(self, kind: type) -> None:
-        if dataclasses.is_dataclass(kind):
-            register(kind)
 
     def dtype(self, x: Array) -> str:
         return name_of(x.dtype)

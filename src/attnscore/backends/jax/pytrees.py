@@ -15,8 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-_REGISTERED: set[type] = set()
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,8 +45,8 @@ def _comparable(value: Any) -> Any:
 
 
 def register(kind: type) -> None:
-    """Make a dataclass a pytree, once."""
-    if kind in _REGISTERED:
+    """Make a dataclass a pytree; any other class stays as it is."""
+    if not dataclasses.is_dataclass(kind):
         return
     names = [field.name for field in dataclasses.fields(kind)]
 
@@ -68,11 +66,9 @@ def register(kind: type) -> None:
             object.__setattr__(instance, name, static.value)
         return instance
 
-    # ValueError: the class is registered already, by its author or by another thread.
+    # ValueError: the class is registered already, by its author or by an earlier call.
     with contextlib.suppress(ValueError):
         jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten)
-    # Not before: a thread that finds the class here uses it.
-    _REGISTERED.add(kind)
 
 
 def _is_static(value: Any) -> bool:
