@@ -76,7 +76,7 @@ class Kernel(ABC):
         """Return why this kernel cannot run `problem`; empty when it can."""
 
     def reasons_not_automatic(self, problem: Problem) -> tuple[str, ...]:
-        """Return why "auto" passes this kernel over, whether it can run `problem` or not."""
+        """Return why "auto" passes this kernel over for a problem that it can run."""
         return ()
 
     @abstractmethod

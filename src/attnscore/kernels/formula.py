@@ -97,8 +97,6 @@ class OneTile(_Formula):
         return ("no small call of a graph",)
 
     def reasons_not_automatic(self, problem: Problem) -> tuple[str, ...]:
-        if not problem.ops.has_slow_callbacks or not _has_scores_and_mask_alone(problem):
-            return ("no small call of a graph",)
         elements = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
         pairs = math.prod(problem.score_shape.rows) * problem.score_shape.key_len
         per_pair = problem.form.values_per_pair()
