@@ -78,6 +78,16 @@ def test_without_a_seed_the_generator_of_torch_decides() -> None:
     assert (first != second).any()
 
 
+def test_without_a_seed_the_default_device_of_torch_changes_nothing() -> None:
+    x = torch.randn(2, 3, 9, 4)
+    torch.manual_seed(1)
+    wanted = ats.attend(x, x, x, dropout=0.5)
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        assert torch.equal(ats.attend(x, x, x, dropout=0.5), wanted)
+        assert ats.attend(*[torch.empty(2, 3, 9, 4)] * 3, dropout=0.5).shape == x.shape
+
+
 def test_without_a_seed_numpy_is_fresh_each_time() -> None:
     assert (kept((1, 1, 9, 11), 0.5, None) != kept((1, 1, 9, 11), 0.5, None)).any()
 

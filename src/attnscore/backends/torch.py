@@ -380,7 +380,7 @@ class TorchBackend(Backend):
         return bool(private.are_transforms_active())
 
     def draw_seed(self, like: Array) -> Any:
-        seed = torch.randint(0, 2**62, (), dtype=torch.int64)
+        seed = torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
         # Inside `torch.func.vmap(randomness="different")` it is one seed per example.
         if private.is_wrapped(seed):
             return SeedHalves(self.low_32_bits(seed), self.shift_right(seed, 32))

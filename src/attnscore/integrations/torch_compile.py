@@ -257,7 +257,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and not is_exporting():
             arguments["seed"] = checkpoint(_replayed_seed, use_reentrant=False)
         else:
-            arguments["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64)
+            arguments["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
     if isinstance(arguments["seed"], int):
         arguments["seed"] %= 2**63  # the seed of `attend`, in 64 bits
     slots = Slots()

@@ -99,7 +99,7 @@ def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: 
             hint = "layer.eval() turns it off"
             raise FrameworkError(message("dropout", expected, shown(arguments["dropout"]), hint=hint))
         seed = arguments["seed"]
-        seed = torch.randint(0, 2**62, (), dtype=torch.int64) if seed is None else seed
+        seed = torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu") if seed is None else seed
         if isinstance(seed, Tensor):
             arguments["seed"] = SeedHalves(_OPS.low_32_bits(seed), _OPS.shift_right(seed, 32))
     sums = getattr(torch, accumulator(_OPS.dtype(query)))
