@@ -446,6 +446,16 @@ def test_a_copy_carries_no_activations() -> None:
 # ----------------------------------------------------------------------------- errors
 
 
+@pytest.mark.parametrize("name", ["additive", "multi-head"])
+def test_the_dtype_of_a_first_call_is_checked(name: str) -> None:
+    layer = AdditiveAttention(8) if name == "additive" else MultiHeadAttention(8, 2)
+    layer.initialize()
+    arrays = inputs()
+    with pytest.raises(ats.DtypeError, match="queries: expected float32, the dtype of W_q, got float64"):
+        layer(*[x.astype("float64") for x in arrays])
+    assert layer(*arrays).dtype == np.float32
+
+
 def test_wrong_input_is_told() -> None:
     queries, keys, values = inputs()
     layer = made("additive")

@@ -92,6 +92,11 @@ def _check_operand(name: str, x: Array, weight: Array, owner: str, *, axis: int)
     shared.check_features(name, x.shape[-1], weight.shape[axis], owner)
     if x.ctx != weight.ctx:
         raise DeviceError(message(name, f"an array on {weight.ctx}, where {owner} is", x.ctx))
+    _check_dtype(name, x, weight, owner)
+
+
+def _check_dtype(name: str, x: Array, weight: Array | gluon.Parameter, owner: str) -> None:
+    """Raise unless `x` has the dtype of a weight, which may be a parameter that has no array yet."""
     if _OPS.dtype(x) != _OPS.dtype(weight):
         hint = "layer.cast(dtype) and x.astype(dtype) both help"
         raise DtypeError(message(name, f"{_OPS.dtype(weight)}, the dtype of {owner}", _OPS.dtype(x), hint=hint))
@@ -160,7 +165,7 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
         try:
             weight = _data(dense.weight, x)
         except DeferredInitializationError:
-            pass
+            _check_dtype(linear.input, x, dense.weight, linear.name)
         else:
             _check_operand(linear.input, x, weight, linear.name, axis=1)
         with _OPS.numeric_scope():
