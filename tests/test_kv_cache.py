@@ -282,6 +282,24 @@ def compiled_graphs() -> Iterator[Callable[[], int]]:
     reset()
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("change", ["none", "crop", "reorder", "select"])
+def test_a_cache_that_was_filled_in_inference_mode_changes_outside_of_it(change: str, window: int | None) -> None:
+    q, k, v = (_drawn("torch", 2, HEADS, 9, DIM, seed=i) for i in range(3))
+    changes: dict[str, Callable[[ats.KeyValueCache], ats.KeyValueCache]] = {
+        "none": lambda cache: cache, "crop": lambda cache: cache.crop([6, 6]),
+        "reorder": lambda cache: cache.reorder([1, 0]), "select": lambda cache: cache.select([1, 1]),
+    }  # fmt: skip
+    outs = []
+    for mode in (torch.inference_mode(), torch.no_grad()):
+        cache = ats.KeyValueCache(window=window, capacity=16)
+        with mode:
+            cache.append(k[:, :, :4], v[:, :, :4]).append(k[:, :, 4:7], v[:, :, 4:7])
+        cache = changes[change](cache).append(k[:, :, 7:], v[:, :, 7:])
+        outs.append(cache.attend(q[:, :, 7:]))
+    assert torch.equal(*outs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "additive"])
 def test_steps_around_a_cache_are_one_graph(name: str, compiled_graphs: Callable[[], int]) -> None:

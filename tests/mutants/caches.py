@@ -26,9 +26,9 @@ FAULTS: list[Fault] = [
     Fault(
         "cache-writes-into-a-graph",
         "src/attnscore/kv_buffers/storage.py",
-        "moved",
-        "A or ops.needs_grad(B, C)",
-        "ops.needs_grad(B, C)",
+        "_needs_copy",
+        "A or ops.needs_grad(B, *C) or D",
+        "ops.needs_grad(B, *C) or D",
         "tests/test_kv_cache.py -k 'graph_whole'",
         "an append overwrites buffers that autograd holds for the gradient of a query",
     ),

@@ -312,6 +312,10 @@ class Backend(ABC):
     def needs_grad(self, *arrays: Array) -> bool:
         """Whether the framework's own autodiff may differentiate operations on these."""
 
+    def is_writable(self, x: Array) -> bool:
+        """Whether an array, of a framework whose arrays are written to in place, may be written to here."""
+        return True
+
     def needs_host_callback(self, *arrays: Array) -> bool:
         """Whether these are traced by a program that can run ``host_callback(function, results, arrays, otherwise)``.
 

@@ -211,6 +211,9 @@ class TorchBackend(Backend):
                     return True
         return False
 
+    def is_writable(self, x: Array) -> bool:
+        return torch.is_inference_mode_enabled() or not x.is_inference()
+
     def has_autocast(self, x: Array) -> bool:
         # Some devices, such as meta, have none.
         kind = x.device.type

@@ -45,9 +45,9 @@ class Storage:
     def select_sequences(self, ops: Backend, buffer: Array, indices: Array, is_saved: bool) -> Array:
         """Return the sequences `indices` of a buffer.
 
-        In place, as many as the buffer has are moved within its own memory, unless autograd holds it.
+        In place, as many as the buffer has are moved within its own memory, unless that needs a copy.
         """
-        if not self.is_in_place or len(indices) != len(buffer) or is_saved or ops.needs_grad(buffer):
+        if not self.is_in_place or len(indices) != len(buffer) or _needs_copy(ops, buffer, is_saved=is_saved):
             return ops.take(buffer, ops.asarray(indices, buffer), 0)
         changed = np.flatnonzero(indices != np.arange(len(buffer)))
         if len(changed):
@@ -98,10 +98,15 @@ def moved(
     if not is_real.any():
         return buffer
     target, source = _places(slots, is_real)
-    if is_saved or ops.needs_grad(buffer, block):
+    if _needs_copy(ops, buffer, block, is_saved=is_saved):
         buffer = buffer.clone()
     buffer[target] = block[source]
     return buffer
+
+
+def _needs_copy(ops: Backend, buffer: Array, *blocks: Array, is_saved: bool) -> bool:
+    """Whether a buffer is not written to itself: autograd holds it or records the write, or it is read-only here."""
+    return is_saved or ops.needs_grad(buffer, *blocks) or not ops.is_writable(buffer)
 
 
 def _places(slots: HostArray, is_real: HostArray) -> tuple[Any, Any]:
