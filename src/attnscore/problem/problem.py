@@ -109,7 +109,9 @@ def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Axis
     for name, shape in padded.items():
         if is_unknown(shape[-1]) or (axes >= 4 and is_unknown(shape[-3])):
             expected = "a last axis and an axis of heads whose lengths are known when the graph is made"
-            hint = f"tf.ensure_shape({name}, ...), or an input signature that says them"
+            hint = "only the batch and the lengths may be symbols"
+            if ops.name == "tensorflow":
+                hint = f"tf.ensure_shape({name}, ...), or an input signature that says them"
             raise ShapeError(message(name, expected, "one that is not", shapes=shapes, hint=hint))
     key = padded["key"]
     query, value = padded.get("query", key), padded.get("value", (*key[:-1], 0))
