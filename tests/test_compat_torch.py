@@ -240,6 +240,12 @@ def test_values_of_another_length_are_refused() -> None:
         compat.scaled_dot_product_attention(query, key, value[..., 1:, :])
 
 
+def test_fewer_heads_without_enable_gqa_are_told_of_it() -> None:
+    query, key, value = arrays((B, H))
+    with pytest.raises(RuntimeError, match=r"^query, key, value: expected leading axes that .*Hint: enable_gqa=True"):
+        compat.scaled_dot_product_attention(query, key[:, :2], value[:, :2])
+
+
 def test_sdpa_takes_jagged_tensors() -> None:
     x = torch.nested.nested_tensor([torch.randn(n, H, DIM) for n in (2, 5)], layout=torch.jagged).transpose(1, 2)
     for is_causal in (False, True):

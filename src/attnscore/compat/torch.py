@@ -221,7 +221,12 @@ def _check_broadcast(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     """Raise RuntimeError for shapes that mean something to `attend` alone: fewer heads, a bias for each distance."""
     leads = [x.shape[: -3 if enable_gqa else -2] for x in (query, key, value)]
     if not leads[0] == leads[1] == leads[2]:
-        torch.broadcast_shapes(*leads)  # type: ignore[no-untyped-call]  # untyped in torch
+        try:
+            torch.broadcast_shapes(*leads)  # type: ignore[no-untyped-call]  # untyped in torch
+        except RuntimeError as error:
+            got = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+            hint = None if enable_gqa else "enable_gqa=True takes fewer heads of key and value"
+            raise RuntimeError(message("query, key, value", "leading axes that broadcast", got, hint=hint)) from error
     if mask is not None and mask.dim() and mask.shape[-1] not in (1, key.shape[-2]):
         expected = f"a shape that broadcasts to (..., {query.shape[-2]}, {key.shape[-2]})"
         raise RuntimeError(message("attn_mask", expected, tuple(mask.shape)))
