@@ -94,7 +94,7 @@ class OneTile(_Formula):
             tiles = tiling.plan(problem)
             if (tiles.query_tile >= shape.query_len and tiles.key_tile >= shape.key_len) or _expands_square(problem):
                 return ()
-        return ("no small call of a graph",)
+        return ("not a small call in a graph",)
 
     def reasons_not_automatic(self, problem: Problem) -> tuple[str, ...]:
         elements = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
@@ -290,7 +290,7 @@ class FewKeys(_Formula):
     summary = "a term for each key, for single queries in compiled programs"
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
-        return () if _has_few_keys(problem) else ("no single queries over few keys in a compiled program",)
+        return () if _has_few_keys(problem) else ("not a compiled program of single queries over few keys",)
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         ops, rows = problem.ops, problem.score_shape.rows
