@@ -25,7 +25,6 @@ from attnscore.layers.torch import MultiHeadAttention
 from attnscore.masks import Mask
 from attnscore.parallel import Shard, balanced_shards, exchange
 from attnscore.parallel.torch import attend, explain, gather_rows, merge_over
-from attnscore.parallel.torch_modes import ShardedCall
 from cases import MASK, SCORE, Sizes
 
 STATISTICS = ats.AttentionStats._fields
@@ -163,24 +162,6 @@ def gradients(mask: Any, length: int, placement: str, options: dict[str, Any]) -
     out = attend(*own, group=None, queries=shards, mask=mask, **options)
     grads = torch.autograd.grad(out, own, grad)
     return [shards[rank].positions(), *map(array, (out, *grads))]
-
-
-def parts(mask: Mask, length: int, placement: str) -> int:
-    """How many times this rank runs a kernel in a forward."""
-    shards = shards_of(placement, length, dist.get_world_size(), mask)
-    x = torch.ones(1, 2, len(shards[dist.get_rank()]), 4)
-    run, calls = ShardedCall.run, [0]
-
-    def counting(*arguments: Any) -> Any:
-        calls[0] += 1
-        return run(*arguments)
-
-    ShardedCall.run = counting
-    try:
-        attend(x, x, x, group=None, queries=shards, mask=mask, mode="gather")
-    finally:
-        ShardedCall.run = run
-    return calls[0]
 
 
 def peak_memory(mask: Mask, length: int, placement: str, backward: bool) -> tuple[int, int]:

@@ -114,17 +114,6 @@ def test_all_statistics_of_merged_parts(mask: str, way: str, extras: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("mask", "placement", "parts"),
-    [(ats.Causal(), "head_tail", [1, 1]), (ats.SlidingWindow(left=9, right=0), "contiguous", [1, 2])],
-    ids=["one", "two"],
-)
-def test_a_second_part_is_computed_only_where_it_has_keys_of_its_own(
-    mask: ats.Mask, placement: str, parts: list[int]
-) -> None:
-    assert group_of(2).run("parallel_torch_calls.parts", mask, 96, placement) == parts
-
-
-@pytest.mark.parametrize(
     ("score", "query_lens", "key_lens", "dims", "mode"),
     [
         ("bilinear", (2, 7), (5, 1), (4, 6), "gather"),
