@@ -16,7 +16,6 @@ from attnscore.base.layout import is_unknown
 from attnscore.errors import KernelUnavailable
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.tiling import Segment, TilePlan
-from attnscore.problem import dropout as dropouts
 from attnscore.problem import relative
 from attnscore.problem.normalizers import Entmax, Sigmoid
 from attnscore.problem.online_softmax import NEG_INF
@@ -59,10 +58,8 @@ class Dense(Kernel):
         every_weight, row_max, log_denom = weights_of(problem, masked_scores)
         # exactly 0 where masked, also in a row with an unmasked NaN
         weights = ops.where(visible, every_weight[..., : score_shape.key_len], 0.0)
-        pooling = weights
-        if problem.dropout is not None:
-            spans = (0, score_shape.query_len), (0, score_shape.key_len)
-            pooling = weights * dropouts.keep_factors(ops, problem.dropout, score_shape, value, *spans, dtype)
+        factors = problem.keep_factors((0, score_shape.query_len), (0, score_shape.key_len))
+        pooling = weights if factors is None else weights * factors
         count = ops.sum(ops.astype(visible, dtype), axis=-1, keepdims=True)
         # Selected, so that autodiff drops the gradient of a fully masked query: NaN times its weights of 0 is NaN.
         out = ops.where(count > 0, _pool(ops, pooling, visible, value), 0.0)

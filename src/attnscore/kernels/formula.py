@@ -25,7 +25,6 @@ from attnscore.kernels import tiled, tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.streaming import Streaming
 from attnscore.kernels.tiling import TilePlan
-from attnscore.problem import dropout as dropouts
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import NEG_INF
 from attnscore.problem.problem import Problem
@@ -237,10 +236,8 @@ def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: boo
     if unmasked is not None:
         # The softmax of a fully masked query is NaN.
         weights = ops.where(unmasked, weights, 0.0)
-    value, dropout_factors = ops.astype(problem.value, dtype), None
-    if problem.dropout is not None:
-        dropout_factors = dropouts.keep_factors(ops, problem.dropout, score_shape, value, *spans, dtype)
-    return _Tile(raw, scores, is_exact, unmasked, weights, dropout_factors, value, vjp)
+    value = ops.astype(problem.value, dtype)
+    return _Tile(raw, scores, is_exact, unmasked, weights, problem.keep_factors(*spans), value, vjp)
 
 
 def _needs_recomputing(ops: Backend, tile: _Tile, result: Array) -> Array | None:

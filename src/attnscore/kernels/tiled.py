@@ -20,7 +20,6 @@ from attnscore.backends.base import HALF_PRECISION, Array, Backend, sum_to
 from attnscore.base.layout import Span, entries_of, is_unknown
 from attnscore.kernels.tiling import DynamicSegment, Segment, TilePlan
 from attnscore.masks.shape_spec import ShapeSpec
-from attnscore.problem import dropout as dropouts
 from attnscore.problem import online_softmax, relative
 from attnscore.problem.normalizers import Normalizer
 from attnscore.problem.online_softmax import NEG_INF, RowState
@@ -129,9 +128,9 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
         value = ops.astype(_slice(ops, problem.value, -2, cols), dtype)
 
         def pool(weights: Array) -> Array:
-            if problem.dropout is not None:
-                weights = weights * dropouts.keep_factors(ops, problem.dropout, score_shape, value, rows, cols, dtype)
-            return _weighted_sum(ops, weights, unmasked, value, inputs.skips_nan_isolation)
+            factors = problem.keep_factors(rows, cols)
+            dropped = weights if factors is None else weights * factors
+            return _weighted_sum(ops, dropped, unmasked, value, inputs.skips_nan_isolation)
 
         return online_softmax.update(ops, state, scores, unmasked, cols[0], pool, requested)
 
@@ -210,11 +209,8 @@ def _normalized_query_tile(
         sums: tuple[Array, Array, Array], scores: Array, unmasked: Array | None, cols: Span
     ) -> tuple[Array, Array, Array]:
         weights, value = weights_of(scores, unmasked), ops.astype(_slice(ops, problem.value, -2, cols), dtype)
-        dropped = weights
-        if problem.dropout is not None:
-            dropped = weights * dropouts.keep_factors(
-                ops, problem.dropout, problem.score_shape, value, rows, cols, dtype
-            )
+        factors = problem.keep_factors(rows, cols)
+        dropped = weights if factors is None else weights * factors
         return (
             sums[0] + _weighted_sum(ops, dropped, unmasked, value, inputs.skips_nan_isolation),
             sums[1] + ops.sum(weights, axis=-1, keepdims=True),
@@ -339,9 +335,8 @@ def _weight_gradients(
     # Forward: out = (p * keep) @ value
     value = ops.astype(_slice(ops, problem.value, -2, cols), dtype)
     grad_out = ops.astype(_slice(ops, grads.out, -2, rows), dtype)
-    grad_p, keep = ops.matmul(grad_out, ops.matrix_transpose(value)), None
-    if problem.dropout is not None:
-        keep = dropouts.keep_factors(ops, problem.dropout, problem.score_shape, value, rows, cols, dtype)
+    grad_p, keep = ops.matmul(grad_out, ops.matrix_transpose(value)), problem.keep_factors(rows, cols)
+    if keep is not None:
         grad_p = grad_p * keep
     if grads.matrix is not None:
         grad_p = grad_p + _matrix_gradient(problem, grads.matrix, rows, cols)

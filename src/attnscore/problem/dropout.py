@@ -66,13 +66,7 @@ def rows_of_matrices(ops: Backend, score_shape: ScoreShape, like: Array) -> Arra
 
 
 def keep_factors(
-    ops: Backend,
-    dropout: Dropout,
-    score_shape: ScoreShape,
-    like: Array,
-    rows: Span,
-    cols: Span,
-    dtype: str,
+    ops: Backend, dropout: Dropout, score_shape: ScoreShape, like: Array, rows: Span, cols: Span, dtype: str
 ) -> Array:
     """Return 1 / (1 - p) for pairs that are kept, 0 for dropped ones: (*lead, head, group, rows, cols)."""
     if isinstance(dropout, PairDropout):

@@ -19,7 +19,7 @@ from attnscore.base.layout import AxisLayout, ScoreShape, Shape, broadcast, chec
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message, with_shapes
 from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split_intervals
 from attnscore.problem import normalizers, relative
-from attnscore.problem.dropout import Dropout, check_dropout
+from attnscore.problem.dropout import Dropout, check_dropout, keep_factors
 from attnscore.problem.normalizers import Normalizer
 from attnscore.problem.statistics import KEYS, MAX_INDEXED_KEYS, TABLE
 from attnscore.scores.base import Pullback, with_arrays
@@ -72,6 +72,12 @@ class Problem:
         """Return the arrays that get a gradient, by name: the arrays of the form, then value, bias and sink."""
         others = {"value": self.value, "bias": self.bias, "sink": self.sink}
         return self.form.arrays() | {name: x for name, x in others.items() if x is not None}
+
+    def keep_factors(self, rows: tuple[Any, int], cols: tuple[Any, int]) -> Array | None:
+        """Return the factors by which dropout multiplies the weights of a tile; None without dropout."""
+        if self.dropout is None:
+            return None
+        return keep_factors(self.ops, self.dropout, self.score_shape, self.value, rows, cols, self.accumulator)
 
     @property
     def has_relative_bias(self) -> bool:
