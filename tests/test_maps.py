@@ -85,6 +85,7 @@ def test_uniform_weights_fill_all_bins_but_the_last_alike(length: int, bins: int
 @pytest.mark.parametrize("held", [2**20, 1])
 def test_top_weights_are_the_largest(name: str, k: int, held: int, framework: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(thresholds, "POOLED_WEIGHTS", held)
+    monkeypatch.setattr(thresholds, "TOP_QUERIES", 1)
     found = ats.top_weights(*arrays(framework), k, **given(name, framework))
     whole, weights, index = matrix(name), host(found.weights), host(found.index)
     assert np.allclose(weights, -np.sort(-whole, -1)[..., :k], rtol=1e-12, atol=1e-14)
@@ -182,6 +183,7 @@ def long_arrays(framework: str, dtype: str = "float64") -> tuple[Any, Any]:
 def test_top_weights_of_many_keys(name: str, held: int, framework: str, monkeypatch: Any) -> None:
     """A few queries at a time, each on the keys that these queries attend."""
     monkeypatch.setattr(thresholds, "POOLED_WEIGHTS", held)
+    monkeypatch.setattr(thresholds, "TOP_QUERIES", 1)
     arguments = dict(MANY_KEYS[name])
     score = arguments.get("score")
     if framework == "torch" and score is not None:

@@ -82,7 +82,11 @@ def top_weights(
             if score_shape.key_len == 0:
                 raise ArgumentError(message("key", "at least one key to choose from", "none"))
             raise ArgumentError(message("k", expected, shown(k)))
-        step = max(1, thresholds.POOLED_WEIGHTS // (_matrices(problem) * score_shape.key_len))
+        intervals, widest = problem.visibility[0], score_shape.key_len
+        if intervals is not None and intervals.single is not None:
+            start, stop = intervals.single
+            widest = min(widest, max(1, 2 * int((stop - start).max(initial=0))))
+        step = max(thresholds.TOP_QUERIES, thresholds.POOLED_WEIGHTS // (_matrices(problem) * widest))
         parts = []
         for first in range(0, max(1, score_shape.query_len), step):
             rows = slice(first, first + step)

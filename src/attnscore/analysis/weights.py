@@ -224,11 +224,13 @@ class SlicedMask(IntervalSetMask):
         return self.mask.visible(ops, self.score_shape, rows, cols)
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        intervals = self.mask.interval_set(self.score_shape.query_len, self.score_shape.key_len, batch)
+        lengths = self.score_shape.query_len, self.score_shape.key_len
+        if self.rows is None:
+            intervals = self.mask.interval_set(*lengths, batch)
+        else:  # of these queries alone: a long context is sliced many times
+            intervals = self.mask.interval_set_at(self.rows, *lengths, batch)
         if intervals is None or (intervals.count > 1 and self.mask.is_array):
             return None
-        if self.rows is not None:
-            intervals = IntervalSet(intervals.start[..., self.rows], intervals.stop[..., self.rows])
         if self.cols is None:
             return intervals
         first = int(self.cols[0]) if len(self.cols) else 0

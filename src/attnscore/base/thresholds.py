@@ -114,6 +114,8 @@ WINDOW_PAIRS = 2**18
 # kernel, as with fewer reading the keys would be most of its time.
 POOLED_WEIGHTS = 2**20
 POOLED_QUERIES = 1024
+# Queries whose largest weights are searched at a time, at the least: a call of a kernel for fewer takes longer to plan.
+TOP_QUERIES = 32
 
 # Entries that one thread reads in less time than PyTorch takes to start an operation.
 READ_ON_ONE_THREAD = 2**16
