@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attnscore as ats
+from attnscore import backends
 from attnscore.base import thresholds
 from cases import FRAMEWORKS
 
@@ -175,6 +176,19 @@ def long_arrays(framework: str, dtype: str = "float64") -> tuple[Any, Any]:
     if framework == "numpy":
         return pair[0].astype(dtype), pair[1].astype(dtype)
     return tuple(torch.from_numpy(x).to(getattr(torch, dtype)).requires_grad_() for x in pair)
+
+
+@pytest.mark.parametrize("length", [10, 255, 256, 300, 1000])
+@pytest.mark.parametrize("k", [1, 2, 7])
+def test_largest_entries_of_numpy(length: int, k: int) -> None:
+    """Beside ties, infinities and NaN, which count as the smallest; long rows are searched in groups."""
+    ops, x = backends.load("numpy"), np.random.default_rng(0).integers(0, 50, (2, 3, length)).astype(float)
+    x[0, 0, ::7], x[1, 1] = math.nan, -math.inf
+    values, index = ops.top_k(x, k)
+    order = np.argsort(-x, axis=-1)[..., :k]
+    np.testing.assert_array_equal(values, np.take_along_axis(x, order, -1))
+    np.testing.assert_array_equal(values, np.take_along_axis(x, index, -1))
+    assert all(len(set(row)) == k for row in index.reshape(-1, k).tolist())
 
 
 @frameworks
