@@ -82,6 +82,19 @@ def test_it_is_exact(score: str, mask: str, ran: list[str]) -> None:
     assert_each_close(found, with_gradients(score, arrays, "dense", **MASKS[mask]), 1e-11)
 
 
+@pytest.mark.parametrize("score", ["dot", "additive", "bandwidth"])
+@pytest.mark.slow_rows("dot", "bandwidth")
+def test_two_queries_over_the_same_keys(score: str, ran: list[str]) -> None:
+    """Of a tiny call, where the second query attends to the first key alone."""
+    shapes = {"query": (2, DIM), "key": (2, DIM), "value": (2, 3), "grad": (2, 3), "of_weights": (2, 2)}
+    arrays = {name: RNG.standard_normal((1, *shape)) for name, shape in shapes.items()}
+    arrays |= {"w": RNG.standard_normal(DIM)}
+    mask = np.asarray([[True, True], [True, False]])
+    found = with_gradients(score, arrays, mask=mask)
+    assert ran == ["forward", "backward"]
+    assert_each_close(found, with_gradients(score, arrays, "dense", mask=mask), 1e-11)
+
+
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf])
 @pytest.mark.parametrize("score", ["dot", "additive", "gelu", "bandwidth"])
 @pytest.mark.slow_rows("gelu-*", "*-inf")
@@ -152,7 +165,7 @@ def test_half_precision_is_summed_in_single() -> None:
     [
         ((128, 1, 10, 256), {}, "few_keys"),
         ((127, 1, 10, 256), {}, "native"),
-        ((1, 1, 1, 16), {}, "native"),
+        ((1, 1, 1, 16), {}, "few_keys"),
         ((2, 1, 10, 8), {}, "native"),
         ((128, 1, 3, 256), {"score": "gaussian"}, "few_keys"),
         ((128, 1, 3, 16), {"score": ats.Additive(jnp.ones(16, jnp.float32))}, "few_keys"),
@@ -161,6 +174,8 @@ def test_half_precision_is_summed_in_single() -> None:
         ((128, 1, 17, 64), {}, "native"),
         ((128, 1, 16, 257), {}, "native"),
         ((128, 2, 10, 64), {}, "native"),
+        ((1, 2, 1, 16), {}, "few_keys"),
+        ((1, 2, 2, 16), {}, "native"),
         ((128, 1, 10, 64), {"valid_lens": [3] * 128}, "few_keys"),
         ((128, 1, 10, 64), {"return_stats": True}, "native"),
         ((128, 1, 10, 64), {"bias": 0.5}, "native"),

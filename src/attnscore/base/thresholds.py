@@ -40,6 +40,10 @@ ONE_TILE_DISTANCE = 2**16, 2**20
 FEW_KEYS = 16
 FEW_KEYS_ROWS = 128
 FEW_KEYS_ELEMENTS = 2**19
+# Pairs times dimension of a call that stays on its thread, by the number of queries. Below: dot (1, 1, 1), d 16: 0.81,
+# 0.98 | 0.78, 1.00; additive (1, 2, 1), h 16: 0.80, 0.99 | 0.79, 0.95; but dot (2, 1, 10), d 8: 0.85, 0.40 | 1.5, 0.98;
+# (1, 2, 2), d 16: 1.08, 1.25 | 1.06, 0.57.
+FEW_KEYS_TINY = {1: 128, 2: 32}
 
 # Pairs of query and key, over all heads, up to which additive scores are saved for the backward, whose most expensive
 # part they are: 4 MB in float32, 8 in float64. 40 textbook shapes 1.01 times as fast, most 1.22 (Zen 5, 2026-11-28).

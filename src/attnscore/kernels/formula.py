@@ -5,9 +5,10 @@
   are not all finite, the program takes another branch, tiled attention. If they are finite, so is every number that a
   masked pair multiplies by 0. A distance of many terms is computed as a matrix product and squared norms; where the
   norms are too large for an accurate result, another branch sums the differences.
-- `FewKeys` for one query a head in programs of JAX: a sum over keys is one term for each key, and XLA fuses the terms.
-  0 replaces the term of a masked pair, so that it propagates nothing, NaN and infinity included, without a branch.
-  There is no axis of queries: XLA copies an array to insert an axis of size 1 into it.
+- `FewKeys` for one query a head in programs of JAX, or two in tiny calls, which repeat their keys: a sum over keys is
+  one term for each key, and XLA fuses the terms. 0 replaces the term of a masked pair, so that it propagates nothing,
+  NaN and infinity included, without a branch. There is no axis of queries: XLA copies an array to insert an axis of
+  size 1 into it.
 """
 
 from __future__ import annotations
@@ -302,7 +303,7 @@ class FewKeys(_Formula):
     ) -> dict[str, Array]:
         if grads.out is None:
             return tiled.backward(problem, tiles, result, grads)
-        ops = problem.ops
+        ops, query_len = problem.ops, problem.score_shape.query_len
         # The compiler finds that the forward has computed these.
         _, unmasked, weights, scores_vjp = _weights(problem, tiles)
         value, grad_out = _by_rows(problem, problem.value, "key"), _by_rows(problem, grads.out, "query")
@@ -314,6 +315,10 @@ class FewKeys(_Formula):
         total = ops.sum(_zero_where_masked(ops, unmasked, weights * grad_weights), axis=-1, keepdims=True)
         grad_scores = _zero_where_masked(ops, unmasked, weights * (grad_weights - total))
         gradients = {**scores_vjp(grad_scores), "value": _times(ops, unmasked, weights, grad_out)}
+        if query_len > 1:
+            for name in ("key", "value"):
+                by_query = ops.reshape(gradients[name], (-1, query_len, *gradients[name].shape[1:]))
+                gradients[name] = ops.sum(by_query, axis=1)
         return {name: ops.reshape(gradients[name], x.shape) for name, x in problem.operands().items()}
 
 
@@ -324,18 +329,19 @@ def _has_few_keys(problem: Problem) -> bool:
         return False
     if problem.dropout is not None or form.caps or not {"query_bias", "key_bias"}.isdisjoint(form.arrays()):
         return False
-    matrices, elements = score_shape.rows[:-1], math.prod(form.key.shape)
-    if score_shape.query_len > 1 or score_shape.key_len > thresholds.FEW_KEYS:
-        return False
-    if math.prod(matrices) < thresholds.FEW_KEYS_ROWS or elements > thresholds.FEW_KEYS_ELEMENTS:
+    *matrices, query_len = score_shape.rows
+    if score_shape.key_len > thresholds.FEW_KEYS:
         return False
     # Heads that share keys or have parameters of their own are left to the native kernel.
     shared = (x for name, x in form.arrays().items() if form.role(name) == "shared")
-    if any(x.shape[:-2] != matrices for x in (form.query, form.key, problem.value)) or any(
+    if any(x.shape[:-2] != tuple(matrices) for x in (form.query, form.key, problem.value)) or any(
         math.prod(x.shape[:-1]) > 1 for x in shared
     ):
         return False
-    return problem.ops.fuses(*problem.operands().values())
+    elements = math.prod(form.key.shape)
+    is_tiny = elements * query_len <= thresholds.FEW_KEYS_TINY.get(query_len, 0)
+    are_many = math.prod(matrices) >= thresholds.FEW_KEYS_ROWS and elements <= thresholds.FEW_KEYS_ELEMENTS
+    return (is_tiny or (query_len == 1 and are_many)) and problem.ops.fuses(*problem.operands().values())
 
 
 def _weights(problem: Problem, tiles: TilePlan) -> tuple[Array, Array | None, Array, FormPullback]:
@@ -391,6 +397,8 @@ def _by_rows(problem: Problem, x: Array, role: Role) -> Array:
     """Return an array as (row, 1 or key, dim), where a row is a query, in the dtype of sums; a shared one as (dim,)."""
     ops, score_shape = problem.ops, problem.score_shape
     shape = x.shape[-1:] if role == "shared" else (-1, 1 if role == "query" else score_shape.key_len, x.shape[-1])
+    if role == "key" and score_shape.query_len > 1:
+        x = ops.broadcast_to(ops.expand_dims(x, -3), (*score_shape.rows, *x.shape[-2:]))
     return ops.astype(ops.reshape(x, shape), problem.accumulator)
 
 
