@@ -927,6 +927,24 @@ def test_calls_under_autocast_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> No
         assert all(map(torch.equal, *gradients))
 
 
+@pytest.mark.parametrize("options", [{}, {"mask": torch.tensor([[[True, True, False]], [[True, False, True]]])}])
+def test_tensors_that_a_transform_closes_over(options: dict[str, Any]) -> None:
+    """After calls with a plan, for these lengths and others."""
+    query, key, value = (torch.randn(2, 3, 4) for _ in range(3))
+    for queries in (query, query[:, :2]):
+        ats.attend(query, key, value, **options)
+
+        def product(x: torch.Tensor, kernel: str, query: torch.Tensor = queries) -> torch.Tensor:
+            return (x * ats.attend(query, key, value, kernel=kernel, **options)).sum()
+
+        def nested(x: torch.Tensor, kernel: str, product: Any = product) -> torch.Tensor:
+            return torch.func.grad(product)(x, kernel).sum() * x.sum()
+
+        for function in (product, nested):
+            gradients = (torch.func.grad(function)(torch.ones_like(queries), kernel) for kernel in ("auto", "dense"))
+            torch.testing.assert_close(*gradients)
+
+
 def test_many_gradients_at_once() -> None:
     """As `torch.autograd.functional.jacobian(vectorize=True)` asks for them: once, and for a call that is prepared."""
     arrays = [x.requires_grad_() for x in _inputs()]

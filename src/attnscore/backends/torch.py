@@ -177,10 +177,11 @@ class TorchBackend(Backend):
         return None if x.is_nested else (type(x), x.shape, x.dtype, x.device, x.layout)
 
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
-        if _is_watched():
+        # A transform may wrap what is computed from plain tensors.
+        if _is_watched() or private.are_transforms_active() or private.dual_levels._current_level >= 0:
             return None
         # Parameters pass the same checks as tensors.
-        if _SHARES_LAYOUTS and private.dual_levels._current_level < 0 and not private.are_transforms_active():
+        if _SHARES_LAYOUTS:
             layouts: Signature | None = native.module.signature(arrays)
             return layouts
         return tuple((x.shape, x.dtype, x.stride()) for x in arrays) if self.is_plain(*arrays) else None

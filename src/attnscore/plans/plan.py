@@ -43,7 +43,7 @@ _WRAPPERS = (SoftCap, Temperature)
 _DTYPES_READ_AT_EACH_CALL = {np.dtype(name): name for name in ("bool", *_LENS_DTYPES)}
 
 
-def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashable | None:
+def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> tuple[Hashable, ...] | None:
     """Return the cache key of a call's plan, or None where it cannot be cached; `options` are the other arguments."""
     query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
     kind = type(query)
@@ -168,7 +168,11 @@ def _is_scaled_dot(score_numbers: Any) -> bool:
 
 
 def plan_for(
-    cache_key: Hashable | None, arguments: CallArguments, options: tuple[Any, ...], *, has_value: bool = True
+    cache_key: tuple[Hashable, ...] | None,
+    arguments: CallArguments,
+    options: tuple[Any, ...],
+    *,
+    has_value: bool = True,
 ) -> tuple[Plan, CallArguments]:
     """Return the plan of a call, and its arguments with the seed of its dropout where a new plan has drawn one.
 
@@ -177,7 +181,10 @@ def plan_for(
     """
     if (cached_plan := PLANS.get(cache_key)) is not None:
         return cached_plan, arguments
-    key_without_lengths = None if cache_key is None else _signature_without_lengths(arguments, options)
+    key_without_lengths = None
+    if cache_key is not None and type(cache_key[-1]) is bytes:
+        # The native module has read these arrays: they are in memory, aligned, and no transform wraps them.
+        key_without_lengths = _signature_without_lengths(arguments, options)
     if isinstance(similar_plan := PLANS.get(key_without_lengths), NativePlan):
         cached_plan = similar_plan.with_lengths(arguments)
         return PLANS.put(cache_key, cached_plan, cached_plan.heads), arguments
