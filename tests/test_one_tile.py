@@ -142,7 +142,8 @@ def test_a_distance_as_a_product_is_exact(
 ) -> None:
     """Also where the product would cancel, which takes the branch that sums the differences."""
     check_without_statistics(make_call(score, mask, dtype, extras), monkeypatch)
-    assert len(products) == 2 and ran == ["forward", "backward"]
+    # The branch for products that cancel is the same kernel, traced once more.
+    assert len(products) == 2 and ran == ["forward", "forward", "backward", "backward"]
 
 
 @pytest.mark.slow
