@@ -87,39 +87,47 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> tuple[
     return None if layouts is None else (*numbers, layouts)
 
 
-def _signature_without_lengths(arguments: CallArguments, options: tuple[Hashable, ...]) -> Hashable | None:
-    """Return what calls have in common that differ in the numbers of queries and keys alone, or None.
+def _signature_without_lengths(
+    cache_key: tuple[Hashable, ...] | None, arguments: CallArguments, options: tuple[Hashable, ...]
+) -> Hashable | None:
+    """Return the signature of a call without its numbers of queries and keys; None where its plan is made anew.
 
-    A KV cache grows by a key at each step of decoding, whose plan is made from the plan of another step in a third of
-    the time.
+    A KV cache grows by a key at each step of decoding. The plan of a step is made from the plan of another step in a
+    third of the time.
     """
+    if cache_key is None or type(cache_key[-1]) is not bytes:
+        # The native module has not read these arrays: they may be elsewhere, misaligned, or wrapped by a transform.
+        return None
     query, key, value, score, mask, valid_lens, bias, sink, _ = arguments
     head_axis, _, _, dropout, _, return_stats = options
-    has_others = not (bias is sink is None) or type(dropout) is not float or dropout or return_stats is not False
-    score_signature = None if has_others or type(head_axis) is not int else _score_signature(score)
+    if not (bias is sink is None) or type(dropout) is not float or dropout or return_stats is not False:
+        return None
+    score_signature = _score_signature(score)
     if score_signature is None or not _is_dot_product(score_signature[0]):
+        return None
+    if type(head_axis) is not int or min(len(x.shape) for x in (query, key, value)) < 2:
         return None
     ops: Any = backends.of_type(type(query))
     signature: list[Hashable] = [ops, score_signature[0], *map(type, options), options]
     lengths = []
     for x in (query, key, value):
-        axes = len(x.shape)
-        if axes < 2:
-            return None
-        axis = axes - (3 if head_axis == -2 and axes >= 4 else 2)
+        axis = len(x.shape) - (3 if head_axis == -2 and len(x.shape) >= 4 else 2)
         lengths.append(x.shape[axis])
         signature += [x.dtype, x.shape[:axis], x.shape[axis + 1 :]]
-    if lengths[1] != lengths[2] or 0 in lengths:
+    query_len, key_len, value_len = lengths
+    if key_len != value_len or 0 in lengths:
         return None
     if mask is not None or valid_lens is not None:
-        array: Any = _read_at_each_call(ops, query, mask, valid_lens)
-        if array is None or (len(array.shape) > 1) is (mask is None):
+        array = _read_at_each_call(ops, query, mask, valid_lens)
+        if array is None:
             return None
-        limits = lengths[:2] if valid_lens is None else []
-        leading, last = array.shape[: len(array.shape) - len(limits)], array.shape[-2:]
-        if any(n not in (1, limit) for n, limit in zip(last, limits, strict=False)):
+        shape = array.shape
+        if mask is None and len(shape) == 1:
+            signature += ["valid_lens", shape]
+        elif mask is not None and len(shape) >= 2 and shape[-2] in (1, query_len) and shape[-1] in (1, key_len):
+            signature += ["mask", shape[:-2]]
+        else:
             return None
-        signature += [valid_lens is None, leading]
     return tuple(signature)
 
 
@@ -181,10 +189,7 @@ def plan_for(
     """
     if (cached_plan := PLANS.get(cache_key)) is not None:
         return cached_plan, arguments
-    key_without_lengths = None
-    if cache_key is not None and type(cache_key[-1]) is bytes:
-        # The native module has read these arrays: they are in memory, aligned, and no transform wraps them.
-        key_without_lengths = _signature_without_lengths(arguments, options)
+    key_without_lengths = _signature_without_lengths(cache_key, arguments, options)
     if isinstance(similar_plan := PLANS.get(key_without_lengths), NativePlan):
         cached_plan = similar_plan.with_lengths(arguments)
         return PLANS.put(cache_key, cached_plan, cached_plan.heads), arguments

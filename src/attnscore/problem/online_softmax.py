@@ -65,7 +65,10 @@ def update(
     pool: Callable[[Array], Array],
     statistics: tuple[str, ...],
 ) -> RowState:
-    """Return the state after a tile of scores (-inf: masked) of keys from `first`; ``pool`` gives its output."""
+    """Return the state after one more tile of scores, -inf where masked, whose keys begin at `first`.
+
+    `pool` maps exp(s - max) to the output of the tile.
+    """
     # No result depends on the maximum that is subtracted, so it gets no gradient.
     maximum = ops.stop_gradient(ops.max(scores, axis=-1, keepdims=True))
     safe = safe_max(ops, maximum)
