@@ -396,7 +396,7 @@ INSTEAD = {
     "key_padding_mask": (np.zeros((2, 5), bool), "mask=ats.KeyPadding.from_ignore(key_padding_mask)"),
     "dropout_p": (0.1, "did you mean 'dropout'?"),
     "lengths": ([1, 2], "valid_lens=lengths"),
-    "need_weights": (True, "did you mean 'return_weights'?"),
+    "need_weights": (True, "return_weights=True"),
     "attention_mask": (None, "leave it out"),
     "use_causal_mask": (False, "leave it out"),
     "zzz": (1, "it takes query, key, value, score, mask, valid_lens, "),

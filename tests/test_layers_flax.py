@@ -594,3 +594,9 @@ def test_a_bias_needs_no_heads() -> None:
     assert np.allclose(layer(q, k, v, bias=bias), ats.attend(q, k, v, bias=bias), atol=1e-6)
     found = jax.grad(lambda bias: (layer(q, k, v, bias=bias) ** 2).sum())(bias)
     assert np.allclose(found, jax.grad(lambda bias: (ats.attend(q, k, v, bias=bias) ** 2).sum())(bias), atol=1e-5)
+
+
+def test_an_unknown_argument_shows_what_to_write() -> None:
+    x = jnp.ones((1, 3, 4))
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'is_causal'\. Hint: mask=ats\.Causal\(align="):
+        DotProductAttention()(x, x, x, is_causal=True)

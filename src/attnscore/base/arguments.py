@@ -47,6 +47,7 @@ _INSTEAD = {
     **dict.fromkeys(("attn_mask", "attention_mask"), "mask={} if it is boolean|bias={} if it is added to the scores"),
     "key_padding_mask": "mask=ats.KeyPadding.from_ignore({})",
     **dict.fromkeys(("window", "window_size", "sliding_window"), "mask=ats.SlidingWindow(left={} - 1, right=0)"),
+    **dict.fromkeys(("need_weights", "output_attentions", "return_attention_scores"), "return_weights={}"),
     **dict.fromkeys(("lens", "lengths", "key_lens", "seq_lens"), "valid_lens={}"),
 }
 
@@ -63,7 +64,7 @@ def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> 
         hint = "leave it out" if x is None or x is False else written
     else:
         hint = did_you_mean(name, names) or f"it takes {', '.join(names)}"
-    raise UnknownArgument(f"{function.__name__}() got an unexpected keyword argument {name!r}. Hint: {hint}")
+    raise UnknownArgument(f"{function.__qualname__}() got an unexpected keyword argument {name!r}. Hint: {hint}")
 
 
 def hides_unknown(function: Function) -> Function:

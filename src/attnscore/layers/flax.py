@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, Never, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax import lax
 
 from attnscore import backends
 from attnscore.backends.jax.tracers import trace_state
+from attnscore.base.arguments import hides_unknown, reject_unknown
 from attnscore.errors import ArgumentError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
@@ -154,6 +155,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
             self.deterministic = deterministic
 
     @documented_call(_CALL_OPTIONS + RETURNS_CACHE + "    The cache has a capacity or a window.\n")
+    @hides_unknown
     def __call__(  # with a cache the new cache is returned too
         self,
         queries: Any,
@@ -166,7 +168,9 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         cache: KeyValueCache | None = None,
         deterministic: bool | None = None,
         rngs: Draws | None = None,
+        **unknown: Never,
     ) -> Any:
+        reject_unknown(self.__call__, unknown)
         keys, linears = self._unprepared(keys)
         inputs = _checked({"queries": queries, "keys": keys, "values": values})
         operands, arguments = self._operands(inputs, linears, valid_lens, mask, bias, cache)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias, final
+from typing import Any, Never, Self, TypeAlias, final
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch.nn.parameter import UninitializedParameter
 from attnscore import backends
 from attnscore.backends import torch as backend
 from attnscore.backends import torch_private as private
-from attnscore.base.arguments import shown
+from attnscore.base.arguments import hides_unknown, reject_unknown, shown
 from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
@@ -203,6 +203,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
                 _start(self.get_parameter(part.name), part)
 
     @documented_call()
+    @hides_unknown
     def forward(
         self,
         queries: Tensor,
@@ -213,7 +214,9 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         *,
         bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        **unknown: Never,
     ) -> Tensor:
+        reject_unknown(self.forward, unknown)
         keys, linears = self._unprepared(keys)
         inputs = {"queries": queries, "keys": keys, "values": values}
         may_unpad = self._checked_once(inputs, linears)
@@ -380,6 +383,7 @@ class MultiHeadAttention(description.MultiHeadLayer, Attention):
 shards : Shard of each rank, optional
     With ``context_group=``: the positions that the ranks hold, of queries and keys alike. None: consecutive parts.
 """)
+    @hides_unknown
     def forward(
         self,
         queries: Tensor,
@@ -391,7 +395,9 @@ shards : Shard of each rank, optional
         bias: Tensor | None = None,
         cache: KeyValueCache | None = None,
         shards: Sequence[Shard] | None = None,
+        **unknown: Never,
     ) -> Tensor:
+        reject_unknown(self.forward, unknown)
         if self.context_group is None:
             if shards is not None:
                 raise ArgumentError(message("shards", "none without a context_group", shown(shards)))

@@ -354,6 +354,9 @@ def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: A
         return cached_mask(combined, ops, layout.score_shape, check)
     except MaskError as error:
         misfit = str(error).startswith(("valid_lens: expected shape", "valid_lens: expected numbers from"))
-        if not misfit or layout.axes < 4 or layout.head_axis == -2:
+        shape = layout.score_shape
+        # Sequences have mostly more positions than heads.
+        has_more_heads = not is_unknown(shape.key_len) and shape.heads * shape.groups > shape.key_len
+        if not misfit or layout.axes < 4 or layout.head_axis == -2 or not has_more_heads:
             raise
         raise MaskError(f"{error}. Hint: {_LAYOUT_HINT}") from None
