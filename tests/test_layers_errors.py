@@ -104,6 +104,12 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         ats.errors.UnknownArgument,
         r"MultiHeadAttention.forward\(\) got .* 'attn_mask'. Hint: mask=attn_mask if it is boolean, bias=attn_mask if",
     ),
+    (
+        "option of another library",
+        lambda: MultiHeadAttention(embed_dim=8, num_heads=2),
+        ats.errors.UnknownArgument,
+        r"MultiHeadAttention\(\) got an unexpected keyword argument .embed_dim.\. Hint: num_hiddens=8",
+    ),
     ("no heads", lambda: MultiHeadAttention(8, 0), ats.ArgumentError, "num_heads: .*above 0, got 0"),
     ("hidden", lambda: AdditiveAttention(2.5), ats.ArgumentError, "num_hiddens: .*a whole number above 0, got 2.5"),
     ("size", lambda: AdditiveAttention(2, key_size=-1), ats.ArgumentError, "key_size: .*above 0 or None, got -1"),

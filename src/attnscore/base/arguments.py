@@ -48,6 +48,7 @@ _INSTEAD = {
     "key_padding_mask": "mask=ats.KeyPadding.from_ignore({})",
     **dict.fromkeys(("window", "window_size", "sliding_window"), "mask=ats.SlidingWindow(left={} - 1, right=0)"),
     **dict.fromkeys(("need_weights", "output_attentions", "return_attention_scores"), "return_weights={}"),
+    **dict.fromkeys(("embed_dim", "d_model", "hidden_size"), "num_hiddens={}"),
     **dict.fromkeys(("lens", "lengths", "key_lens", "seq_lens"), "valid_lens={}"),
 }
 

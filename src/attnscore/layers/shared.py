@@ -14,7 +14,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import FLOATING, Backend
-from attnscore.base.arguments import is_whole, shown
+from attnscore.base.arguments import is_whole, reject_unknown, shown
 from attnscore.base.layout import is_unknown, may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message
 from attnscore.masks import And, Dense, Mask, Not, Or
@@ -42,22 +42,24 @@ def arrays_of_weights(query: Any, key: Any, arguments: Mapping[str, Any]) -> lis
 def with_constructor(cls: Class, without: Collection[str], required: Collection[str]) -> Class:
     """Give a layer's class one constructor, whose signature has the arguments of its description and its framework.
 
-    The constructor raises TypeError for the arguments `without`, and for a missing argument of `required`. With an
-    `_older_order` of the class, it raises ArgumentError for too many positional arguments, with keywords to use.
+    The constructor raises TypeError for an argument of `without` or an unknown one, and for a missing argument of
+    `required`. With an `_older_order` of the class, it raises ArgumentError for too many positional arguments, with
+    keywords to use.
     """
     layer_class: Any = cls
     described, framework = (inspect.signature(base.__init__).parameters for base in layer_class.__bases__[:2])
     parameters = [x for x in described.values() if x.kind is not x.VAR_KEYWORD]
     parameters += [x for x in framework.values() if x.kind >= x.KEYWORD_ONLY and x.name not in without]
     parameters = [x.replace(default=x.empty) if x.name in required else x for x in parameters]
-    inherited = layer_class.__init__
+    inherited, names = layer_class.__init__, {x.name for x in parameters}
+    takes_others = any(x.kind is x.VAR_KEYWORD for x in parameters)
 
     @functools.wraps(inherited)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in (*without, *required):
-            if (name in kwargs) == (name in without):
-                problem = "got an unexpected" if name in kwargs else "misses the required"
-                raise TypeError(f"{cls.__name__}.__init__() {problem} keyword argument {name!r}")
+        others = {name: x for name, x in kwargs.items() if name not in names}
+        reject_unknown(cls, {name: x for name, x in others.items() if name in without or not takes_others})
+        if missing := [name for name in required if name not in kwargs]:
+            raise TypeError(f"{cls.__name__}() misses the required keyword argument {missing[0]!r}")
         if hasattr(cls, "_older_order"):
             _check_positional(cls.__name__, parameters[1:], cls._older_order, args, kwargs)
         inherited(self, *args, **kwargs)
