@@ -213,15 +213,7 @@ DIFFERING: dict[str, Callable[[], dict[str, Any]]] = {
 
 def differing(name: str) -> None:
     """A call whose ranks disagree."""
-    x = torch.ones(1, 4, 4)
-    arguments: dict[str, Any] = {"query": x, "key": x, "value": x, "mask": ats.Causal(), "bias": torch.ones(4, 8)}
-    attend(**arguments | (DIFFERING[name]() if dist.get_rank() else {}), group=None)
-
-
-def differing_relative_bias() -> None:
-    """A bias by relative position on rank 0, and one of as many keys as that has on rank 1."""
-    x = torch.ones(1, 4, 4)
-    attend(x, x, x, group=None, bias=torch.ones(1 + dist.get_rank(), 15))
+    call({"mask": ats.Causal(), "bias": torch.ones(4, 8)} | (DIFFERING[name]() if dist.get_rank() else {}))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -234,15 +226,39 @@ class Metric:
         return ops.matmul(ops.matmul(query, self.scale), ops.matrix_transpose(key))
 
 
-def scale_of_positions(wrap: str) -> None:
-    """A score with a number of each query, alone or in another one."""
-    x, scale = torch.ones(1, 4, 4), torch.ones(4, 1)
-    wraps: dict[str, Callable[[], Any]] = {
-        "cosine": lambda: ats.Cosine(scale),
-        "wrapped": lambda: ats.SoftCap(ats.Temperature(ats.ScaledDot(scale), 2.0), 3.0),
-        "combined": lambda: 2.0 * ats.Dot() + ats.SoftCap(ats.Cosine(scale), 3.0),
-    }
-    attend(x, x, x, group=None, score=wraps[wrap]())
+SCALE_OF_POSITIONS = torch.ones(4, 1)
+REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
+    # As many keys as the bias by relative position has that rank 0 gives.
+    "relative bias on one rank": lambda: {"bias": torch.ones(1 + dist.get_rank(), 15)},
+    "scale": lambda: {"score": ats.Cosine(SCALE_OF_POSITIONS)},
+    "scale, wrapped": lambda: {
+        "score": ats.SoftCap(ats.Temperature(ats.ScaledDot(SCALE_OF_POSITIONS), 2.0), 3.0),
+    },
+    "scale, combined": lambda: {"score": 2.0 * ats.Dot() + ats.SoftCap(ats.Cosine(SCALE_OF_POSITIONS), 3.0)},
+    "surplus rows": lambda: {
+        **dict.fromkeys(("query", "key", "value"), torch.ones(1, 5, 4)),
+        "queries": shards_of("contiguous", 8, 2),
+        "check": False,
+    },
+    "relative bias of ranges": lambda: {
+        "queries": shards_of("contiguous", 8, 2),
+        "keys": shards_of("head_tail", 8, 2),
+        "bias": torch.ones(1, 15),
+        "valid_lens": 2,
+    },
+    "matrix of NumPy's": lambda: {"score": ats.Bilinear(np.ones((4, 4), np.float32))},
+}
+"""Arguments that every rank refuses."""
+
+
+def refused(name: str) -> None:
+    """A call with the arguments of this name."""
+    call(REFUSED[name]())
+
+
+def call(options: dict[str, Any]) -> None:
+    """A call of 4 queries and keys a rank with these arguments."""
+    attend(**dict.fromkeys(("query", "key", "value"), torch.ones(1, 4, 4)) | options, group=None)
 
 
 def as_on_one_device() -> dict[str, bool]:
@@ -288,36 +304,11 @@ def bias_of_keys(length: int, axes: int) -> list[np.ndarray]:
     return [array(torch.autograd.grad(x.square().sum(), bias)[0]) for x, bias in ((out, own), (wanted, alone))]
 
 
-def surplus_rows() -> None:
-    """An unchecked call with more rows than the shards say."""
-    x = torch.ones(1, 5, 4)
-    attend(x, x, x, group=None, queries=shards_of("contiguous", 8, 2), check=False)
-
-
-def bad_option(options: dict[str, Any]) -> None:
-    """A call with these options."""
-    x = torch.ones(1, 4, 4)
-    attend(x, x, x, group=None, **options)
-
-
-def relative_bias_of_ranges() -> None:
-    """A bias by relative position, over keys of which a rank has several ranges."""
-    x, queries, keys = torch.ones(1, 4, 4), shards_of("contiguous", 8, 2), shards_of("head_tail", 8, 2)
-    attend(x, x, x, group=None, queries=queries, keys=keys, bias=torch.ones(1, 15), valid_lens=2)
-
-
-def matrix_of_another_framework() -> None:
-    """A score whose matrix is NumPy's, over tensors."""
-    x = torch.ones(1, 4, 4)
-    attend(x, x, x, group=None, score=ats.Bilinear(np.ones((4, 4), np.float32)))
-
-
 def dying() -> None:
     """A call that rank 1 does not live to make."""
     if dist.get_rank() == 1:
         os._exit(1)
-    x = torch.ones(1, 4, 4)
-    attend(x, x, x, group=None)
+    call({})
 
 
 def late(where: str, mode: str) -> None:

@@ -137,8 +137,17 @@ def test_bytes_are_those_explained() -> None:
     assert_bytes(2, ats.Causal(), 2100, "contiguous", {"gradient": "queries"})
 
 
-def test_few_queries_are_passed_by_themselves() -> None:
-    assert all(group_of(2).run("parallel_torch_calls.few_queries"))
+@pytest.mark.parametrize(
+    ("call", "ranks"),
+    [
+        *((name, 2) for name in ("few_queries", "drawn_seeds", "sharded_layer")),
+        pytest.param("gathered_and_merged", 3, marks=pytest.mark.slow),
+        pytest.param("meshes", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_what_holds_on_every_rank(call: str, ranks: int) -> None:
+    """Each function says what."""
+    assert all(group_of(ranks).run(f"parallel_torch_calls.{call}"))
 
 
 def assert_bytes(ranks: int, mask: Any, length: int, placement: str, options: dict[str, Any]) -> None:
@@ -177,23 +186,62 @@ def test_passed_queries_give_the_same_bits_on_any_number_of_processes(mask: ats.
 
 
 OF_BIAS = "bias: expected the same on all ranks, got float32 of shape (own queries, 8) on rank 0; float32 of shape "
+OF_SCALE = "score: expected no scale of each position, got scale (4, 1)"
+REFUSED: dict[str, list[tuple[str, Any, str]]] = {
+    "ArgumentError": [
+        ("differing", "mask", "mask: expected the same on all ranks, got "),
+        ("differing", "dim", "query, key, value: expected the same on all ranks, got "),
+        ("differing", "bias of 7 keys", OF_BIAS + "(own queries, 7) on rank 1"),
+        ("differing", "bias of 3 heads", OF_BIAS + "(3, own queries, 8) on rank 1"),
+        (
+            *("differing", "bias that is learned"),
+            "requires_grad: expected the same on all ranks, got none on rank 0; bias on rank 1",
+        ),
+        *(("refused", name, OF_SCALE) for name in ("scale", "scale, wrapped", "scale, combined")),
+        ("refused", "surplus rows", "queries: expected 5 positions for rank"),
+        ("refused", "relative bias of ranges", "keys: expected one range of keys a rank"),
+    ],
+    "ShapeError": [
+        ("differing", "bias of 3 queries", "bias: expected "),
+        ("refused", "relative bias on one rank", "bias: expected "),
+    ],
+    "FrameworkError": [("refused", "matrix of NumPy's", "query, W: expected arrays of one framework")],
+}
+
+
+def refusal(call: str, argument: Any) -> RankError:
+    with pytest.raises(RankError) as caught:
+        group_of(2).run(f"parallel_torch_calls.{call}", argument)
+    return caught.value
+
+
+def check_refusal(kind: str, text: str, call: str, argument: Any) -> None:
+    error = refusal(call, argument)
+    assert error.kinds == {0: kind, 1: kind}
+    assert all(message.startswith(text) for message in error.messages.values()), error.messages
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("kind", "call", "name", "text"), [(kind, *row) for kind, rows in REFUSED.items() for row in rows]
+)
+def test_calls_that_every_rank_refuses(kind: str, call: str, name: str, text: str) -> None:
+    check_refusal(kind, text, call, name)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
     [
-        ("mask", "mask: expected the same on all ranks, got "),
-        ("dim", "query, key, value: expected the same on all ranks, got "),
-        ("bias of 7 keys", OF_BIAS + "(own queries, 7) on rank 1"),
-        ("bias of 3 heads", OF_BIAS + "(3, own queries, 8) on rank 1"),
-        ("bias that is learned", "requires_grad: expected the same on all ranks, got none on rank 0; bias on rank 1"),
+        ({"memory": "1GB"}, "memory: expected a whole number, 0 or more, got '1GB'"),
+        ({"memory": -1}, "memory: expected a whole number, 0 or more, got -1"),
+        ({"queries": 5}, "queries: expected a Shard of each rank, got 5"),
+        ({"queries": [Shard.whole(8), None]}, "queries: expected a Shard of each rank, got [Shard("),
+        ({"queries": [Shard.whole(8)]}, "queries: expected one shard for each of 2 ranks, got 1"),
+        ({"keys": Shard.whole(8)}, "keys: expected a Shard of each rank, got Shard("),
     ],
 )
-def test_arguments_that_differ_between_ranks_are_named(name: str, text: str) -> None:
-    with pytest.raises(RankError) as caught:
-        group_of(2).run("parallel_torch_calls.differing", name)
-    assert caught.value.kinds == dict.fromkeys((0, 1), "ArgumentError")
-    assert all(text in message for message in caught.value.messages.values())
+@pytest.mark.parametrize("check", [True, False])
+def test_options_that_every_rank_refuses(options: dict[str, Any], text: str, check: bool) -> None:
+    check_refusal("ArgumentError", text, "call", options | {"check": check})
 
 
 @pytest.mark.parametrize(
@@ -208,20 +256,11 @@ def test_arguments_that_differ_between_ranks_are_named(name: str, text: str) -> 
     ],
 )
 def test_an_error_of_one_rank_is_raised_on_all(name: str, kind: str, text: str) -> None:
-    with pytest.raises(RankError) as caught:
-        group_of(2).run("parallel_torch_calls.differing", name)
-    assert caught.value.kinds == {0: "ArgumentError", 1: kind}
-    assert text in caught.value.messages[1]
+    error = refusal("differing", name)
+    assert error.kinds == {0: "ArgumentError", 1: kind}
+    assert text in error.messages[1]
     others = f"arguments: expected those of a valid call on all ranks, got on rank 1: {kind}: "
-    assert caught.value.messages[0] == others + caught.value.messages[1]
-
-
-@pytest.mark.parametrize(("call", "arguments"), [("differing", ["bias of 3 queries"]), ("differing_relative_bias", [])])
-def test_rows_of_a_bias_that_do_not_fit_are_refused_by_all(call: str, arguments: list[str]) -> None:
-    with pytest.raises(RankError) as caught:
-        group_of(2).run(f"parallel_torch_calls.{call}", *arguments)
-    assert caught.value.kinds == dict.fromkeys((0, 1), "ShapeError")
-    assert all(message.startswith("bias: expected ") for message in caught.value.messages.values())
+    assert error.messages[0] == others + error.messages[1]
 
 
 @pytest.mark.parametrize(("length", "axes"), [(2, 1), (4, 1), (4, 2), (3, 4)])
@@ -240,40 +279,6 @@ def test_one_row_of_a_bias_is_that_of_the_only_query_of_a_rank() -> None:
 def test_calls_are_those_of_one_device() -> None:
     for found in group_of(2).run("parallel_torch_calls.as_on_one_device"):
         assert all(found.values()), found
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    [
-        ("surplus_rows", "ArgumentError", "queries: expected 5 positions for rank"),
-        ("relative_bias_of_ranges", "ArgumentError", "keys: expected one range of keys a rank"),
-        ("matrix_of_another_framework", "FrameworkError", "W"),
-    ],
-)
-def test_calls_that_every_rank_refuses(call: str, kind: str, text: str) -> None:
-    with pytest.raises(RankError) as caught:
-        group_of(2).run(f"parallel_torch_calls.{call}")
-    assert caught.value.kinds == {0: kind, 1: kind}
-    assert all(text in message for message in caught.value.messages.values())
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"memory": "1GB"}, "memory: expected a whole number, 0 or more, got '1GB'"),
-        ({"memory": -1}, "memory: expected a whole number, 0 or more, got -1"),
-        ({"queries": 5}, "queries: expected a Shard of each rank, got 5"),
-        ({"queries": [Shard.whole(8), None]}, "queries: expected a Shard of each rank, got [Shard("),
-        ({"queries": [Shard.whole(8)]}, "queries: expected one shard for each of 2 ranks, got 1"),
-        ({"keys": Shard.whole(8)}, "keys: expected a Shard of each rank, got Shard("),
-    ],
-)
-@pytest.mark.parametrize("check", [True, False])
-def test_options_that_every_rank_refuses(options: dict[str, Any], text: str, check: bool) -> None:
-    with pytest.raises(RankError) as caught:
-        group_of(2).run("parallel_torch_calls.bad_option", options | {"check": check})
-    assert caught.value.kinds == dict.fromkeys((0, 1), "ArgumentError")
-    assert all(text in message for message in caught.value.messages.values())
 
 
 @pytest.mark.slow
@@ -312,22 +317,6 @@ def test_bytes_of_every_way(ranks: int, mask: Any, placement: str, mode: str) ->
     assert_bytes(2 if mode == "heads" and ranks == 3 else ranks, mask, length, placement, {"mode": mode})
 
 
-@pytest.mark.parametrize("wrap", ["cosine", "wrapped", "combined"])
-def test_a_scale_of_positions_is_found_in_other_scores(wrap: str) -> None:
-    with pytest.raises(RankError, match=r"score: expected no scale of each position, got scale \(4, 1\)"):
-        group_of(2).run("parallel_torch_calls.scale_of_positions", wrap)
-
-
-@pytest.mark.slow
-def test_dtensors_and_layers_over_a_mesh() -> None:
-    """DTensors give DTensors; a layer over 2 x 2 processes, by DDP and by FSDP2, has the gradients of one process."""
-    assert all(group_of(4).run("parallel_torch_calls.meshes"))
-
-
-def test_a_layer_alone_is_sharded_by_fsdp() -> None:
-    assert all(group_of(2).run("parallel_torch_calls.sharded_layer"))
-
-
 @pytest.mark.slow
 def test_the_example_of_training_gives_the_losses_of_one_process() -> None:
     # Standalone: the launcher takes a free port, and the ranks meet in its own store.
@@ -344,11 +333,6 @@ def losses_of_the_example(*launcher: str) -> list[float]:
     if done.returncode:
         pytest.fail(f"status {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
-
-
-@pytest.mark.slow
-def test_rows_are_gathered_and_parts_merged() -> None:
-    assert all(group_of(3).run("parallel_torch_calls.gathered_and_merged"))
 
 
 PLACED = dict(zip(("whole", "tails", "balanced", "uneven"), PLACEMENTS, strict=True))
@@ -393,10 +377,6 @@ def test_every_mask(
 @pytest.mark.parametrize("way", WAYS)
 def test_dropout_of_two_processes(way: str) -> None:
     check_dropout("scaled_dot", "Causal", 2, PLACEMENTS[1], WAYS[way])
-
-
-def test_a_seed_that_a_rank_draws_is_that_of_all() -> None:
-    assert all(group_of(2).run("parallel_torch_calls.drawn_seeds"))
 
 
 @pytest.mark.slow
