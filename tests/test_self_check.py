@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 import attnscore as ats
@@ -20,60 +19,35 @@ from attnscore.backends import native
 from attnscore.kernels.streaming import Streaming
 from attnscore.problem.results import Result
 
-Change = Callable[[Any, Result], Result]
-
 
 class Faulty(Streaming):
-    """The streaming kernel, with one thing wrong in its results or its gradients."""
+    """The streaming kernel, with one of its results or gradients times a factor where `where` says so of a problem."""
 
     name = "faulty"
 
-    def __init__(self, change: Change | None = None, gradient: str | None = None) -> None:
-        self.change, self.gradient = change, gradient
+    def __init__(self, result: str = "", factor: float = 1.01, where: Callable[[Any], bool] = lambda _: True) -> None:
+        self.result, self.factor, self.where = result, factor, where
 
     def forward(self, problem: Any, plan: Any) -> Result:
-        result = super().forward(problem, plan)
-        return result if self.change is None else self.change(problem, result)
+        found = super().forward(problem, plan)
+        if not self.where(problem):
+            return found
+        statistics = {n: x * self.factor if n == self.result else x for n, x in found.statistics.items()}
+        out = found.out * self.factor if self.result == "out" else found.out
+        return dataclasses.replace(found, out=out, statistics=statistics)
 
     def backward(self, problem: Any, plan: Any, *others: Any) -> dict[str, Any]:
         found = super().backward(problem, plan, *others)
-        return {name: x * (1.01 if name == self.gradient else 1) for name, x in found.items()}
-
-
-def scaled_output(problem: Any, result: Result) -> Result:
-    return dataclasses.replace(result, out=result.out * (1 + 1e-6))
-
-
-def wrong_entropy(problem: Any, result: Result) -> Result:
-    if "entropy" not in result.statistics:
-        return result
-    return dataclasses.replace(result, statistics={**result.statistics, "entropy": result.statistics["entropy"] + 0.01})
-
-
-def wrong_under_key_padding(problem: Any, result: Result) -> Result:
-    wrong = isinstance(problem.mask, ats.KeyPadding)
-    return dataclasses.replace(result, out=result.out + 0.01) if wrong else result
-
-
-def wrong_in_float32(problem: Any, result: Result) -> Result:
-    wrong = problem.dtype == "float32"
-    return dataclasses.replace(result, out=result.out * np.float32(1.0001)) if wrong else result
-
-
-def wrong_for_bilinear(problem: Any, result: Result) -> Result:
-    wrong = isinstance(problem.score, ats.Bilinear)
-    return dataclasses.replace(result, out=-result.out) if wrong else result
+        return {name: x * (self.factor if f"gradient of {name}" == self.result else 1) for name, x in found.items()}
 
 
 FAULTS = {
-    "output": Faulty(scaled_output),
-    "entropy": Faulty(wrong_entropy),
-    "one mask": Faulty(wrong_under_key_padding),
-    "one dtype": Faulty(wrong_in_float32),
-    "one score": Faulty(wrong_for_bilinear),
-    "gradient of query": Faulty(gradient="query"),
-    "gradient of value": Faulty(gradient="value"),
-    "gradient of w_v": Faulty(gradient="w_v"),
+    "output": Faulty("out", 1 + 1e-6),
+    "entropy": Faulty("entropy"),
+    "one mask": Faulty("out", where=lambda problem: isinstance(problem.mask, ats.KeyPadding)),
+    "one dtype": Faulty("out", 1.0001, where=lambda problem: problem.dtype == "float32"),
+    "one score": Faulty("out", -1, where=lambda problem: isinstance(problem.score, ats.Bilinear)),
+    **{name: Faulty(name) for name in ("gradient of query", "gradient of value", "gradient of w_v")},
 }
 
 
@@ -109,10 +83,10 @@ def test_the_same_kernel_without_a_fault_passes(
 def test_a_kernel_that_raises_is_reported_and_the_others_are_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def raises(problem: Any, result: Result) -> Result:
+    def raises(problem: Any) -> bool:
         raise ZeroDivisionError("of the kernel")
 
-    assert run_with(Faulty(raises), monkeypatch) == 1
+    assert run_with(Faulty(where=raises), monkeypatch) == 1
     said = capsys.readouterr().out
     assert "FAILED: ZeroDivisionError: of the kernel" in said
     assert said.splitlines()[-1].startswith("12 checks, 4 failed")
