@@ -58,11 +58,6 @@ def test_dtypes(score: str, value: str, form: str) -> None:
     Case(score_dtype=score, value_dtype=value, form=form, intervals=True).check()
 
 
-@pytest.mark.parametrize("activation", ["tanh", "sigmoid", "relu", "leaky_relu"])
-def test_activations(activation: str) -> None:
-    Case(form="additive", activation=activation).check()
-
-
 @pytest.mark.parametrize("grad", ["float32", "float64", "bfloat16", "float16"])
 def test_grad_out_has_a_dtype_of_its_own(grad: str) -> None:
     case = Case()
@@ -106,30 +101,22 @@ def test_any_strides(layout: str, dtype: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
-@pytest.mark.parametrize("axis", [0, 1, 2, 3, 4])
-def test_stride_zero(name: str, axis: int) -> None:
-    """An array that repeats itself along an axis, however long it says that the axis is."""
-    case = Case(key_group=3)
-    x = getattr(case, name)
-    setattr(case, name, np.broadcast_to(x.take([0], axis), x.shape))
-    case.check()
-
-
-@pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
-@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
-def test_an_axis_of_length_1_is_broadcast(name: str, axes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (3,), (4,), (0, 1), (0, 1, 2)])
+def test_an_array_that_repeats_itself(name: str, axes: tuple[int, ...]) -> None:
+    """However long it says that its axes are; before the rows they may have length 1 as well."""
     case = Case(key_group=3)
     one = getattr(case, name)
+    shape = one.shape
     for axis in axes:
         one = one.take([0], axis)
-    setattr(case, name, np.broadcast_to(one, getattr(case, name).shape))
-    case.run()
-    case.run_backward()
-    expected = case.out, case.grad_query, case.grad_key, case.grad_value
-    setattr(case, name, one)
-    case.run()
-    case.run_backward()
-    assert same((case.out, case.grad_query, case.grad_key, case.grad_value), expected)
+    setattr(case, name, np.broadcast_to(one, shape))
+    case.check()
+    if max(axes) < 3:
+        expected = case.results()
+        setattr(case, name, one)
+        case.run()
+        case.run_backward()
+        assert same(case.results(), expected)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "columns backwards", "every third", "shifted by one", "one column"])
