@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -46,9 +48,21 @@ def pairs_of_ranks() -> list[tuple[int, int]]:
     return [(source, target) for source in range(RANKS) for target in range(RANKS)]
 
 
+def contiguous(length: int) -> list[Shard]:
+    return [Shard.contiguous(length, rank, RANKS) for rank in range(RANKS)]
+
+
 def share(x: np.ndarray) -> np.ndarray:
     """The heads of one rank."""
     return x[:, : x.shape[1] // RANKS]
+
+
+def pass_round(world: Arrays, held: list[np.ndarray]) -> None:
+    """Each rank sends what it holds to the next one, until all have had everything."""
+    for _ in range(RANKS - 1):
+        for rank in range(RANKS):
+            world.send(rank, (rank + 1) % RANKS, held[rank])
+        held = [held[rank - 1] for rank in range(RANKS)]
 
 
 def blocks(shard: Shard, size: int) -> Shard:
@@ -67,17 +81,11 @@ def forward(
             needed = keys[source].locate(keys[source] & wanted)
             world.send(source, target, *(world.key[source][..., start:stop, :] for start, stop in needed))
     elif mode == "ring":
-        held = [*world.key]
-        for _ in range(RANKS - 1):
-            for rank in range(RANKS):
-                world.send(rank, (rank + 1) % RANKS, held[rank])
-            held = [held[rank - 1] for rank in range(RANKS)]
+        pass_round(world, world.key)
     else:
         for source, target in pairs_of_ranks():
-            world.send(
-                source, target, world.query[source][:, : HEADS // RANKS], world.key[source][:, : KV_HEADS // RANKS]
-            )
-            world.send(source, target, share(world.out[target]))
+            sent = world.query[source], world.key[source], world.out[target]
+            world.send(source, target, *map(share, sent))
 
 
 def backward(
@@ -97,17 +105,11 @@ def backward(
     elif mode == "ring":
         forward(world, mask, "ring", queries, keys)
         # The rank behind the owner begins, and the last one returns them to it.
-        held = [world.grad[rank - 1] for rank in range(RANKS)]
-        for _ in range(RANKS - 1):
-            for rank in range(RANKS):
-                world.send(rank, (rank + 1) % RANKS, held[rank])
-            held = [held[rank - 1] for rank in range(RANKS)]
+        pass_round(world, [world.grad[rank - 1] for rank in range(RANKS)])
     else:
         for source, target in pairs_of_ranks():
-            world.send(source, target, share(world.out[source]))
-            world.send(
-                source, target, world.query[target][:, : HEADS // RANKS], world.key[target][:, : KV_HEADS // RANKS]
-            )
+            sent = world.out[source], world.query[target], world.key[target]
+            world.send(source, target, *map(share, sent))
 
 
 @pytest.mark.parametrize("keys", [CONTIGUOUS, UNEVEN], ids=["keys", "uneven keys"])
@@ -157,7 +159,7 @@ def test_auto_is_the_mode_with_the_fewest_bytes(name: str, gradient: str) -> Non
 
 def test_memory_bounds_the_choice() -> None:
     sizes = {"dim": 64, "heads": 3, "gradient": "none"}
-    shards = [Shard.contiguous(4096, rank, 4) for rank in range(4)]
+    shards = contiguous(4096)
     whole = explain(None, shards, **sizes)
     assert whole.mode == "gather" and whole.reasons["heads"] == "4 ranks do not divide 3 heads and 3 KV heads"
     less = explain(None, shards, memory=max(whole.peak_memory) - 1, **sizes)
@@ -169,8 +171,8 @@ def test_memory_bounds_the_choice() -> None:
 
 
 def test_few_queries_are_passed_to_many_keys() -> None:
-    keys = [Shard.contiguous(2**14, rank, 4) for rank in range(4)]
-    queries = [Shard.contiguous(512, rank, 4) for rank in range(4)]
+    keys = contiguous(2**14)
+    queries = contiguous(512)
     found = explain(None, queries, keys, dim=64, mode="gather")
     assert found.gradient == "queries"
     assert found.backward_bytes == (128 * 3 * 4 * (64 + 64 + 3),) * 4
@@ -183,20 +185,16 @@ def test_few_queries_are_passed_to_many_keys() -> None:
 
 
 def test_a_window_sends_as_much_for_any_length() -> None:
+    options = {"mask": ats.SlidingWindow(left=255, right=0), "dim": 64, "mode": "gather"}
     for gradient in ("reduce", "queries"):
-        sent = [
-            explain(
-                ats.SlidingWindow(left=255, right=0),
-                [Shard.contiguous(length, rank, 4) for rank in range(4)], dim=64, mode="gather", gradient=gradient,
-            )
-            for length in (4 * 3072, 32 * 3072)  # shards of whole blocks of 1024 keys and of 384 queries
-        ]  # fmt: skip
-        assert most_sent(sent[0]) == most_sent(sent[1]) > 0
+        # Shards of whole blocks of 1024 keys and of 384 queries.
+        short, long = (explain(queries=contiguous(n), gradient=gradient, **options) for n in (4 * 3072, 32 * 3072))
+        assert most_sent(short) == most_sent(long) > 0
 
 
 def test_passed_queries_are_those_of_gather() -> None:
     """Also where another mode sends fewer bytes."""
-    shards = [Shard.contiguous(4096, rank, 4) for rank in range(4)]
+    shards = contiguous(4096)
     found = explain(None, shards, dim=64, heads=4, gradient="queries")
     assert (found.mode, found.gradient) == ("gather", "queries")
     assert {*found.reasons} == {"ring", "heads"}
@@ -217,20 +215,20 @@ def test_it_prints_as_a_table() -> None:
     ]
 
 
-def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ArgumentError, match="mode: expected one of auto, gather, ring, heads"):
-        explain(None, CONTIGUOUS, dim=4, mode="tree")
-    with pytest.raises(ArgumentError, match="gradient: expected one of auto, none, reduce, queries"):
-        explain(None, CONTIGUOUS, dim=4, gradient="sum")
-    with pytest.raises(ArgumentError, match="kv_heads: expected a number that divides heads = 4, got 3"):
-        explain(None, CONTIGUOUS, dim=4, heads=4, kv_heads=3)
-    for memory in ("1GB", -1, 2.5):
-        with pytest.raises(ArgumentError, match="memory: expected a whole number, 0 or more"):
-            explain(None, [Shard.whole(4)], memory=memory, **SIZES)
-    with pytest.raises(ArgumentError, match="dim: expected a whole number"):
-        explain(None, CONTIGUOUS, dim=4.5)
-    with pytest.raises(ArgumentError, match="dtype: expected one of"):
-        explain(None, CONTIGUOUS, dim=4, dtype="int8")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "tree"}, "mode: expected one of auto, gather, ring, heads"),
+        ({"gradient": "sum"}, "gradient: expected one of auto, none, reduce, queries"),
+        ({"heads": 4, "kv_heads": 3}, "kv_heads: expected a number that divides heads = 4, got 3"),
+        *(({"memory": memory}, "memory: expected a whole number, 0 or more") for memory in ("1GB", -1, 2.5)),
+        ({"dim": 4.5}, "dim: expected a whole number"),
+        ({"dtype": "int8"}, "dtype: expected one of"),
+    ],
+)
+def test_bad_arguments_are_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        explain(None, CONTIGUOUS, **({"dim": 4} | options))
 
 
 def test_a_mode_that_cannot_run_the_call_is_not_chosen() -> None:
