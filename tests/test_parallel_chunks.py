@@ -87,16 +87,14 @@ def test_one_statistic(wanted: tuple[str, ...]) -> None:
 
 
 def test_arrays_of_heads_beside_lengths() -> None:
-    """With as many sequences as heads, each of which attends other keys."""
-    rng = np.random.default_rng(0)
-    query, key, value = (rng.normal(size=(2, 2, n, 3)) for n in (1, 4, 4))
-    options = {"mask": np.array([[[1, 1, 0, 0]], [[0, 0, 1, 1]]], bool), "valid_lens": [4, 2]}
-    found, wanted = attend_chunks(query, key, value, chunk=2, **options), ats.attend(query, key, value, **options)
-    np.testing.assert_allclose(found, wanted, atol=1e-12)
-    three = {**options, "mask": np.ones((2, 1, 4), bool), "valid_lens": [4, 2, 1]}
-    query, key, value = (rng.normal(size=(3, 2, n, 3)) for n in (1, 4, 4))
-    found, wanted = attend_chunks(query, key, value, chunk=2, **three), ats.attend(query, key, value, **three)
-    np.testing.assert_allclose(found, wanted, atol=1e-12)
+    """With as many sequences as heads, each of which attends other keys, and with more."""
+    for mask, lens in (
+        (np.array([[[1, 1, 0, 0]], [[0, 0, 1, 1]]], bool), [4, 2]),
+        (np.ones((2, 1, 4), bool), [4, 2, 1]),
+    ):
+        arrays = [np.random.default_rng(0).normal(size=(len(lens), 2, n, 3)) for n in (1, 4, 4)]
+        options = {"mask": mask, "valid_lens": lens}
+        close(attend_chunks(*arrays, chunk=2, **options), ats.attend(*arrays, **options))
 
 
 @pytest.mark.parametrize("shape", [(N, M), (N, 1), (1,), (), (HEADS, 1, N + M - 1)], ids=repr)
@@ -187,15 +185,17 @@ def test_chunks_that_no_query_attends_are_not_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "mask", [ats.Dense(np.ones((BATCH, 1, N, 0), bool)), ats.KeyPadding(np.ones((BATCH, 0), bool))], ids=repr
+    ("mask", "keys"),
+    [
+        (ats.Dense(np.ones((BATCH, 1, N, 0), bool)), 0),
+        (ats.KeyPadding(np.ones((BATCH, 0), bool)), 0),
+        (ats.KeyPadding([[False], [False]]), 1),
+        (ats.Documents([0] * N, [1]), 1),
+    ],
+    ids=repr,
 )
-def test_masks_without_keys(mask: ats.Mask) -> None:
-    assert not attend_chunks(QUERY, KEY[:, :, :0], VALUE[:, :, :0], mask=mask).any()
-
-
-@pytest.mark.parametrize("mask", [ats.KeyPadding([[False], [False]]), ats.Documents([0] * N, [1])], ids=repr)
-def test_masks_that_hide_the_only_key(mask: ats.Mask) -> None:
-    assert not attend_chunks(QUERY, KEY[:, :, :1], VALUE[:, :, :1], mask=mask).any()
+def test_masks_that_no_key_passes(mask: ats.Mask, keys: int) -> None:
+    assert not attend_chunks(QUERY, KEY[:, :, :keys], VALUE[:, :, :keys], mask=mask).any()
 
 
 def test_no_keys() -> None:
