@@ -6,6 +6,10 @@ What the kernels compute is held to NumPy on small cases only; the tests of ever
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +17,9 @@ import numpy as np
 import pytest
 
 import attnscore as ats
+from attnscore.base.cache import BoundedCache
 from attnscore.kernels.native.marshalling import STATISTICS
+from noted_plans import NotedPlan
 
 BITS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 TOLERANCE = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
@@ -237,3 +243,56 @@ def close(found: Any, expected: np.ndarray, tolerance: float) -> None:
 
 def same(left: tuple[np.ndarray, ...], right: tuple[np.ndarray, ...]) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(left, right, strict=True))
+
+
+def answer(threads: int, **options: Any) -> tuple[np.ndarray, ...]:
+    """Results of a call forward and backward."""
+    case = Case(**options)
+    case.run(threads)
+    case.run_backward(threads)
+    return case.results()
+
+
+def in_threads(count: int, work: Callable[[int], Any]) -> None:
+    """Run ``work(i)`` in so many threads of Python at once, and wait for all."""
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+        assert not thread.is_alive()
+
+
+def in_new_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, variables = [sys.executable, "-c", code], os.environ | environment
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+
+
+class NotedModule:
+    """The native module, whose calls and runs of plans are noted: which, the arguments, and those of a plan's run."""
+
+    use_openmp = native.use_openmp
+
+    def __init__(self, note: Callable[[str, Any, Any], None]) -> None:
+        self.note = note
+
+    def forward(self, *arguments: Any) -> None:
+        self.note("forward", arguments, ())
+        native.forward(*arguments)
+
+    def backward(self, *arguments: Any) -> None:
+        self.note("backward", arguments, ())
+        native.backward(*arguments)
+
+    def plan_forward(self, *arguments: Any) -> NotedPlan:
+        return NotedPlan(native.plan_forward(*arguments), lambda run: self.note("forward", arguments, run))
+
+    def plan_backward(self, *arguments: Any) -> NotedPlan:
+        return NotedPlan(native.plan_backward(*arguments), lambda run: self.note("backward", arguments, run))
+
+
+def note_calls(monkeypatch: pytest.MonkeyPatch, note: Callable[[str, Any, Any], None]) -> None:
+    """Have the calls of this test noted, which finds no plan of an earlier test."""
+    for module in ("in_memory", "plan"):
+        monkeypatch.setattr(f"attnscore.kernels.native.{module}._native", NotedModule(note))
+    monkeypatch.setattr("attnscore.plans.plan.PLANS", BoundedCache())

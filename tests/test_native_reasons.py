@@ -18,6 +18,7 @@ import native_cases  # noqa: F401 - without the module there is nothing to test 
 from cases import DTYPES, MASKS, SCORES, Sizes
 from covering import each
 from harness import EXTRAS, build_call, tensor
+from own_scores import OwnPlain
 
 SIZES = Sizes(queries=9, keys=9)
 CAUSAL = ats.Causal()
@@ -152,6 +153,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 LEFT: dict[str, tuple[dict[str, Any], str]] = {
     "a bias of long doubles": ({"bias": np.zeros((9, 9), np.longdouble)}, "bias of dtype"),
+    "a score in Python": ({"score": OwnPlain()}, "the score is computed in Python (TileForm)"),
 }
 X = np.random.default_rng(0).standard_normal((2, 4, 9, 5)).astype("f4")
 
@@ -170,7 +172,7 @@ def test_what_it_leaves_and_why(name: str) -> None:
     assert plan.kernel == "streaming"
     assert len(reasons_of(plan)) == 1
     assert reason in reasons_of(plan)[0]
-    with pytest.raises(ats.KernelUnavailable, match="native"):
+    with pytest.raises(ats.KernelUnavailable, match="a call that 'native' can run"):
         ats.attend(X, X, X, **arguments, kernel="native")
 
 

@@ -15,12 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import attnscore as ats
 from attnscore.base import thresholds
-from attnscore.base.cache import BoundedCache
 from attnscore.kernels.native import in_memory, marshalling
 from attnscore.kernels.native import plan as native_plan
-from attnscore.plans import plan
-from native_cases import native
-from noted_plans import NotedPlan
+from native_cases import note_calls
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 130, 197, 9
@@ -55,28 +52,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The scores of each call of the module, forwards and backwards, None where there are none."""
     seen: list[Any] = []
-
-    def watched(plan: Any, scores: Any) -> NotedPlan:
-        return NotedPlan(plan, lambda arguments: seen.append(scores))
-
-    class Watched:
-        use_openmp = native.use_openmp
-
-        def forward(self, *arguments: Any) -> None:
-            watched(native.forward, arguments[2][3])(*arguments)
-
-        def backward(self, *arguments: Any) -> None:
-            watched(native.backward, arguments[2][4])(*arguments)
-
-        def plan_forward(self, *arguments: Any) -> Any:
-            return watched(native.plan_forward(*arguments), arguments[2][3])
-
-        def plan_backward(self, *arguments: Any) -> Any:
-            return watched(native.plan_backward(*arguments), arguments[2][4])
-
-    for module in (in_memory, native_plan):
-        monkeypatch.setattr(module, "_native", Watched())
-    monkeypatch.setattr(plan, "PLANS", BoundedCache())
+    place = {"forward": 3, "backward": 4}
+    note_calls(monkeypatch, lambda which, arguments, run: seen.append(arguments[2][place[which]]))
     return seen
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +12,7 @@ import torch
 
 import attnscore as ats
 from covering import pairs
-from native_cases import Case, native
+from native_cases import Case, in_new_process, native
 
 
 @pytest.fixture(autouse=True)
@@ -275,32 +272,24 @@ def test_a_target_that_does_not_exist() -> None:
     assert native.current_target() == before
 
 
-def in_new_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", f"import attnscore._native as native\n{code}"],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+NATIVE = "import attnscore._native as native\n"
 
 
 @pytest.mark.parametrize("target", native.targets())
 def test_the_environment_forces_a_target(target: str) -> None:
-    done = in_new_process("print(native.current_target())", ATTNSCORE_TARGET=target)
+    done = in_new_process(NATIVE + "print(native.current_target())", ATTNSCORE_TARGET=target)
     assert (done.stdout, done.stderr) == (f"{target}\n", "")
 
 
 @pytest.mark.slow
 def test_a_wrong_target_in_the_environment_is_an_error_at_the_first_use() -> None:
     code = "print(native.targets()[-1], flush=True); native.current_target()"
-    done = in_new_process(code, ATTNSCORE_TARGET="sse9")
+    done = in_new_process(NATIVE + code, ATTNSCORE_TARGET="sse9")
     assert done.stdout == f"{IN_ORDER[-1]}\n"
     assert "ValueError: environment variable ATTNSCORE_TARGET: expected a target" in done.stderr
     assert "got 'sse9'" in done.stderr
     code = f"native.select({IN_ORDER[-1]!r}); native.current_target()"
-    assert in_new_process(code, ATTNSCORE_TARGET="sse9").returncode == 0
+    assert in_new_process(NATIVE + code, ATTNSCORE_TARGET="sse9").returncode == 0
 
 
 def test_the_package_can_be_told_to_do_without() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -18,9 +17,7 @@ import torch
 import attnscore as ats
 import soak
 from attnscore import backends
-from attnscore.base.cache import BoundedCache
-from native_cases import Case, native, same
-from noted_plans import NotedPlan
+from native_cases import Case, answer, in_new_process, in_threads, note_calls, same
 
 # JAX, which other tests have imported into this process, warns of every fork; the children here do not call it.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork.. was called:RuntimeWarning")
@@ -30,11 +27,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has
 fork_warns = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-def answer(threads: int, **options: Any) -> tuple[np.ndarray, ...]:
-    case = Case(**({"lead": (4,), "head": 4, "query_len": 70, "key_len": 90} | options))
-    case.run(threads)
-    case.run_backward(threads)
-    return case.results()
+MANY_HEADS = {"lead": (4,), "head": 4, "query_len": 70, "key_len": 90}
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7, 100])
@@ -45,7 +38,7 @@ def answer(threads: int, **options: Any) -> tuple[np.ndarray, ...]:
 )
 @pytest.mark.parametrize(
     "sizes",
-    [{}, {"lead": (1,), "head": 1, "group": 1, "query_len": 3, "key_len": 5000, "intervals": True}],
+    [MANY_HEADS, {"lead": (1,), "head": 1, "group": 1, "query_len": 3, "key_len": 5000, "intervals": True}],
     ids=["many heads", "few queries"],
 )
 def test_results_do_not_depend_on_the_number_of_threads(
@@ -66,21 +59,6 @@ def test_many_jobs_in_a_row() -> None:
             time.sleep(0.01)  # long enough for the workers to fall asleep
 
 
-def test_several_python_threads_at_once() -> None:
-    expected, wrong = answer(1), []
-
-    def caller() -> None:
-        wrong.extend(i for i in range(20) if not same(answer(3), expected))
-
-    callers = [threading.Thread(target=caller) for _ in range(6)]
-    for thread in callers:
-        thread.start()
-    for thread in callers:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert not wrong
-
-
 def test_mixed_calls_in_several_threads() -> None:
     """In short what `python tests/soak.py --threads 8` does."""
     before = sys.getswitchinterval()
@@ -98,7 +76,7 @@ from native_cases import Case
 case = Case(lead=(4,), head=4, query_len=70, key_len=90)
 others = {int(x) for x in os.listdir("/proc/self/task")}
 whole = os.sched_getaffinity(0)
-some = set(sorted(whole)[: max(1, len(whole) - 2)])
+some, one = set(sorted(whole)[: max(1, len(whole) - 2)]), {min(whole)}
 
 def workers_settle(threads, allowed, expected):
     os.sched_setaffinity(0, allowed)
@@ -114,7 +92,7 @@ def workers_settle(threads, allowed, expected):
 def few(allowed):
     return lambda mask: mask <= allowed and len(mask) == max(1, len(allowed) - 1)
 
-for allowed in (some, whole, some, whole):
+for allowed in (some, whole, one, whole):
     workers_settle(3, allowed, few(allowed))
 for allowed in (some, whole):
     assert workers_settle(40, allowed, lambda mask: mask == allowed) > 16
@@ -125,26 +103,27 @@ for allowed in (some, whole):
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="a thread has no choice here"
 )
 def test_workers_run_on_the_processors_of_their_caller() -> None:
-    """Whoever started them; a few keep off the processor that the caller is on."""
+    """Whoever started them; a few keep off the processor that the caller is on, unless the program has no other."""
     paths = (os.path.dirname(__file__), os.environ.get("PYTHONPATH", ""))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OPENBLAS_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", PROCESSORS], env=environment, check=True, timeout=60)
+    path = os.pathsep.join(filter(None, paths))
+    done = in_new_process(PROCESSORS, PYTHONPATH=path, OPENBLAS_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
 
 
 def child(expected: tuple[np.ndarray, ...], queue: Any) -> None:
-    queue.put(all(same(answer(2), expected) for _ in range(3)))
+    queue.put(all(same(answer(2, **MANY_HEADS), expected) for _ in range(3)))
 
 
 @needs_fork
 @fork_warns
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_the_pool_lives_through_fork(busy: bool) -> None:
-    expected = answer(2)  # the parent's workers exist now
+    expected = answer(2, **MANY_HEADS)  # the parent's workers exist now
     stop = threading.Event()
 
     def keep_busy() -> None:
         while not stop.is_set():
-            answer(2)
+            answer(2, **MANY_HEADS)
 
     other = threading.Thread(target=keep_busy)
     if busy:
@@ -163,23 +142,23 @@ def test_the_pool_lives_through_fork(busy: bool) -> None:
         stop.set()
         if busy:
             other.join()
-    assert same(answer(2), expected)
+    assert same(answer(2, **MANY_HEADS), expected)
 
 
 @needs_fork
 @fork_warns
 def test_fork_of_a_fork() -> None:
-    expected = answer(2)
+    expected = answer(2, **MANY_HEADS)
 
     def grandchild() -> int:
         pid = os.fork()
         if pid == 0:
-            os._exit(0 if same(answer(2), expected) else 3)
+            os._exit(0 if same(answer(2, **MANY_HEADS), expected) else 3)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     pid = os.fork()
     if pid == 0:
-        right = same(answer(2), expected)
+        right = same(answer(2, **MANY_HEADS), expected)
         os._exit(grandchild() if right else 4)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
@@ -211,10 +190,6 @@ ats.attend(x, x, x, kernel="native")
 """
 
 
-def in_new_process(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-
-
 @pytest.mark.parametrize("pause", ["", "import time; time.sleep(0.05)"], ids=["awake", "asleep"])
 def test_exit_with_workers(pause: str) -> None:
     done = in_new_process(CALL + pause)
@@ -230,11 +205,6 @@ signal.pause()
 """
     done = in_new_process(CALL + code)
     assert (done.stdout, done.stderr) == ("rang\n", "")
-
-
-def test_no_thread() -> None:
-    with pytest.raises(ValueError, match="threads: expected 1 or more, or a negative number, got 0"):
-        Case().run(0)
 
 
 def _of_torch() -> list[torch.Tensor]:
@@ -259,18 +229,14 @@ def test_threads_of_torch(count: int) -> None:
     expected = _of_torch()
     found: list[list[torch.Tensor]] = []
 
-    def work() -> None:
+    def work(_: int = 0) -> None:
         torch.set_num_threads(count)
         for _ in range(5):
             torch.ones(1 << 20).sum()
             found.append(_of_torch())
 
     work()
-    others = [threading.Thread(target=work) for _ in range(3)]
-    for thread in others:
-        thread.start()
-    for thread in others:
-        thread.join()
+    in_threads(3, work)
     assert len(found) == 20
     assert all(torch.equal(x, y) for one in found for x, y in zip(one, expected, strict=True))
 
@@ -295,22 +261,7 @@ def test_threads_of_torch_after_a_fork() -> None:
 @pytest.mark.usefixtures("threads_as_before")
 def test_called_from_torch_it_takes_the_threads_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-
-    def watched(plan: Any) -> NotedPlan:
-        return NotedPlan(plan, lambda arguments: used.append(arguments[-1]))
-
-    class Watched:
-        use_openmp = native.use_openmp
-
-        def plan_forward(self, *arguments: Any) -> Any:
-            return watched(native.plan_forward(*arguments))
-
-        def plan_backward(self, *arguments: Any) -> Any:
-            return watched(native.plan_backward(*arguments))
-
-    for module in ("in_memory", "plan"):
-        monkeypatch.setattr(f"attnscore.kernels.native.{module}._native", Watched())
-    monkeypatch.setattr("attnscore.plans.plan.PLANS", BoundedCache(8))
+    note_calls(monkeypatch, lambda which, arguments, run: used.append(run[-1]))
     torch.set_num_threads(3)
     ats.set_num_threads(5)
     x = torch.ones(2, 3, 4)
@@ -337,40 +288,3 @@ begun.wait()
 """
     done = in_new_process(code)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-_WORKERS = """
-import os
-import numpy as np
-import attnscore as ats
-
-def workers():
-    return {int(task) for task in os.listdir("/proc/self/task")} - before
-
-before = {int(task) for task in os.listdir("/proc/self/task")}
-ats.set_num_threads(2)
-x = np.ones((4, 8, 128, 64), "f4")
-own = os.sched_getaffinity(0)
-if PINNED:
-    os.sched_setaffinity(0, own := {min(own)})
-# On a busy machine a worker may wake after its first tasks are done.
-for _ in range(5 if PINNED else 200):
-    ats.attend(x, x, x)
-    (worker,) = workers()
-    allowed = os.sched_getaffinity(worker)
-    if allowed < own:
-        break
-print(allowed <= own and len(own) - len(allowed))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux alone wakes threads where it likes")
-@pytest.mark.parametrize("pinned", [False, True])
-def test_a_worker_does_not_wait_for_the_processor_of_the_caller(pinned: bool) -> None:
-    """It is barred from it, unless the program has no other."""
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one processor")
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    text = _WORKERS.replace("PINNED", str(pinned))
-    found = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["0" if pinned else "1"], found.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from native_cases import Case, native, same
+from native_cases import Case, answer, in_new_process, in_threads, native, same
 
 FORMS: tuple[dict[str, Any], ...] = (
     {"query_len": 70, "key_len": 90},
@@ -22,21 +21,14 @@ FORMS: tuple[dict[str, Any], ...] = (
 )
 
 
-def answer(options: dict[str, Any], threads: int) -> tuple[np.ndarray, ...]:
-    case = Case(**options)
-    case.run(threads)
-    case.run_backward(threads)
-    return case.results()
-
-
 def test_different_calls_at_once_are_as_alone() -> None:
     """Also while some of them are refused."""
-    expected, wrong = [answer(options, 1) for options in FORMS], []
+    expected, wrong = [answer(1, **options) for options in FORMS], []
 
     def caller(first: int) -> None:
         for i in range(first, first + 30):
             which = i % len(FORMS)
-            if not same(answer(FORMS[which], 1 + i % 4), expected[which]):
+            if not same(answer(1 + i % 4, **FORMS[which]), expected[which]):
                 wrong.append(which)
             if i % 5 == 0:
                 try:
@@ -45,12 +37,7 @@ def test_different_calls_at_once_are_as_alone() -> None:
                     continue
                 wrong.append("a wrong call got through")
 
-    callers = [threading.Thread(target=caller, args=(i,)) for i in range(6)]
-    for thread in callers:
-        thread.start()
-    for thread in callers:
-        thread.join(100)
-        assert not thread.is_alive()
+    in_threads(6, caller)
     assert not wrong
 
 
@@ -60,7 +47,7 @@ def test_a_target_can_be_selected_while_others_run() -> None:
     expected = []
     for target in native.targets():
         native.select(target)
-        expected.append(answer(options, 1)[0])
+        expected.append(answer(1, **options)[0])
     wrong = []
 
     def caller() -> None:
@@ -119,6 +106,6 @@ print((resident() - before) / 2**20)
 @pytest.mark.slow
 def test_memory_is_given_back() -> None:
     """2000 calls of all sizes, forward, backward and refused: no growth beyond what an allocator's whims are."""
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=300, check=False)
+    done = in_new_process(MEMORY)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 16

@@ -125,6 +125,7 @@ WRONG_FORWARD: WrongCalls = {
             "attention_weights: expected None beside attention_scores",
         ),
         ({"log_denom": None}, "log_denom: expected an array, got None"),
+        ({"threads": 0}, "threads: expected 1 or more, or a negative number, got 0"),
     ],
     TypeError: [
         *WRONG_SCORES[TypeError],

@@ -9,43 +9,28 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore.base.cache import BoundedCache
 from attnscore.kernels import Kernel
-from native_cases import GRADIENTS, INPUTS, native
-from own_scores import OwnPlain
-
-
-class Watched:
-    """The native module, with the arguments of its calls kept."""
-
-    use_openmp = native.use_openmp
-
-    def __init__(self) -> None:
-        self.inputs: dict[str, np.ndarray | None] = {}
-        self.gradients: dict[str, np.ndarray | None] = {}
-
-    def forward(self, score: Any, inputs: Any, *others: Any) -> None:
-        self.inputs = dict(zip(INPUTS, inputs, strict=True))
-        native.forward(score, inputs, *others)
-
-    def backward(self, score: Any, inputs: Any, rows: Any, grad_dtype: Any, gradients: Any, threads: Any) -> None:
-        self.gradients = dict(zip(GRADIENTS, gradients, strict=True))
-        native.backward(score, inputs, rows, grad_dtype, gradients, threads)
+from native_cases import GRADIENTS, INPUTS, note_calls
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    found = Watched()
-    monkeypatch.setattr("attnscore.kernels.native.in_memory._native", found)
+def arrays_of_call(monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray | None]:
+    """The inputs of the forward and the gradients of the backward that the module was called with last."""
+    found: dict[str, np.ndarray | None] = {}
+
+    def note(which: str, arguments: Any, _: Any) -> None:
+        names, arrays = (INPUTS, arguments[1]) if which == "forward" else (GRADIENTS, arguments[4])
+        found.update(zip(names, arrays, strict=True))
+
+    note_calls(monkeypatch, note)
     # What is prepared for all calls passes by it.
     monkeypatch.setattr("attnscore.kernels.native.kernel.Native.prepare", Kernel.prepare)
-    monkeypatch.setattr("attnscore.plans.plan.PLANS", BoundedCache())
     return found
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("head_axis", [-3, -2])
-def test_nothing_that_lies_ready_is_copied(framework: str, head_axis: int, watched: Watched) -> None:
+def test_nothing_that_lies_ready_is_copied(framework: str, head_axis: int, arrays_of_call: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
     shape = (2, 4, 7, 8) if head_axis == -3 else (2, 7, 4, 8)
     whole = {name: rng.standard_normal((*shape[:-1], 16)).astype("f4") for name in ("query", "key", "value")}
@@ -55,52 +40,36 @@ def test_nothing_that_lies_ready_is_copied(framework: str, head_axis: int, watch
     mask = ats.Dense(given.pop("mask"))
     ats.attend(**given, mask=mask, head_axis=head_axis, kernel="native")
     for name, x in whole.items():
-        seen = watched.inputs[name]
+        seen = arrays_of_call[name]
         assert seen is not None
         assert np.shares_memory(seen, x), name
-    assert watched.inputs["bias"].shape == (1, 4, 1, 7, 7)
-    assert watched.inputs["mask"].shape == (2, 1, 1, 1, 7)
-    assert {n for n, x in watched.inputs.items() if x is not None} == {"query", "key", "value", "bias", "mask"}
+    assert arrays_of_call["bias"].shape == (1, 4, 1, 7, 7)
+    assert arrays_of_call["mask"].shape == (2, 1, 1, 1, 7)
+    assert {n for n, x in arrays_of_call.items() if x is not None} == {"query", "key", "value", "bias", "mask"}
 
 
 @pytest.mark.parametrize("wanted", [(), ("bias",), ("sink",), ("bias", "sink")], ids=str)
-def test_gradients_for_what_is_wanted_alone(wanted: tuple[str, ...], watched: Watched) -> None:
+def test_gradients_for_what_is_wanted_alone(wanted: tuple[str, ...], arrays_of_call: dict[str, Any]) -> None:
     torch.manual_seed(0)
     arrays = {"query": torch.randn(1, 4, 5, 3), "key": torch.randn(1, 2, 6, 3), "value": torch.randn(1, 2, 6, 3)}
     arrays |= {"bias": torch.randn(5, 6), "sink": torch.randn(4)}
     for name in ("query", *wanted):
         arrays[name].requires_grad_()
     ats.attend(**arrays, kernel="native").sum().backward()
-    filled = {name for name in ("bias", "sink") if watched.gradients[f"grad_{name}"] is not None}
+    filled = {name for name in ("bias", "sink") if arrays_of_call[f"grad_{name}"] is not None}
     assert filled == set(wanted)
     assert {name for name, x in arrays.items() if x.grad is not None} == {"query", *wanted}
     if "bias" in wanted:
-        assert watched.gradients["grad_bias"].shape == (1, 1, 1, 5, 6)
+        assert arrays_of_call["grad_bias"].shape == (1, 1, 1, 5, 6)
 
 
-def test_heads_that_share_keys_share_their_gradient(watched: Watched) -> None:
+def test_heads_that_share_keys_share_their_gradient(arrays_of_call: dict[str, Any]) -> None:
     """Also over the batch: the sum over what was broadcast is the kernels' own."""
     query = torch.randn(3, 4, 5, 8, requires_grad=True)
     key, value = (torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(2))
     ats.attend(query, key, value, kernel="native").sum().backward()
-    assert watched.gradients["grad_key"].shape == (1, 2, 1, 6, 8)
-    assert watched.gradients["grad_query"].shape == (3, 2, 2, 5, 8)
-
-
-X = np.ones((1, 4, 6, 3), np.float32)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"score": OwnPlain()}, "the score is computed in Python (TileForm)"),
-        ({"bias": np.zeros((6, 6), np.longdouble)}, "bias of dtype "),
-    ],
-)
-def test_it_says_what_it_does_not_take(arguments: dict[str, Any], reason: str) -> None:
-    assert reason in ats.explain(X, X, X, **arguments).reasons["native"][0]
-    with pytest.raises(ats.KernelUnavailable, match="a call that 'native' can run"):
-        ats.attend(X, X, X, **arguments, kernel="native")
+    assert arrays_of_call["grad_key"].shape == (1, 2, 1, 6, 8)
+    assert arrays_of_call["grad_query"].shape == (3, 2, 2, 5, 8)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +89,3 @@ def test_arrays_and_documents_beside_intervals(mask: ats.Mask) -> None:
     x = np.random.default_rng(0).standard_normal((1, 4, 6, 3))
     found, wanted = (ats.attend(x, x, x, mask=mask, kernel=kernel) for kernel in ("native", "dense"))
     np.testing.assert_allclose(found, wanted, atol=1e-14)
-
-
-def test_swapped_bytes_and_long_doubles_are_left_to_another() -> None:
-    for dtype in (">f4", np.longdouble):
-        plan = ats.explain(*[X.astype(dtype)] * 3)
-        assert plan.kernel == "streaming"
