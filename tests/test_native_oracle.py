@@ -144,7 +144,10 @@ def problems_drawn(draw: Any) -> tuple[Call, str, str]:
     return call, draw(st.sampled_from(tuple(LAYOUTS)), label="layout"), draw(st.sampled_from(TARGETS), label="target")
 
 
-def hold(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
+@pytest.mark.slow
+@settings(law, max_examples=1000)
+@given(problems_drawn(), st.booleans())
+def test_against_the_oracle(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
     call, layout, target = drawn
     native.select(target)
     kept_pairs = thresholds.SAVED_SCORES if saves_scores else 0
@@ -157,20 +160,6 @@ def hold(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
     found = problems(call, got, slack_of(target), by_score=True)
     where = f"{target}, {layout}, {call.score.name}, {call.dtype}, {call.query.shape}, {call.key.shape}"
     assert not found, f"{where}, {call.arguments}:\n" + "\n".join(found)
-
-
-@settings(law, max_examples=60)
-@given(problems_drawn(), st.booleans())
-@pytest.mark.slow
-def test_against_the_oracle(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
-    hold(drawn, saves_scores)
-
-
-@pytest.mark.slow
-@settings(law, max_examples=1000)
-@given(problems_drawn(), st.booleans())
-def test_against_the_oracle_at_length(drawn: tuple[Call, str, str], saves_scores: bool) -> None:
-    hold(drawn, saves_scores)
 
 
 # ---- trees of masks, and every kernel's answer to them ----
@@ -209,9 +198,8 @@ def test_few_rows_and_many_keys(queries: int, score: str, target: str) -> None:
     visible = np.random.default_rng(0).random((queries, 2113)) < 0.5
     visible[0, 1024:] = False  # whole ranges without a visible key
     visible[-1] = queries == 1
-    call = dataclasses.replace(
-        call, visible=np.broadcast_to(visible, call.visible.shape), arguments={"mask": ats.Dense(visible)}
-    )
+    every = np.broadcast_to(visible, call.visible.shape)
+    call = dataclasses.replace(call, visible=every, arguments={"mask": ats.Dense(visible)})
     found = problems(call, call.numpy(kernel="native"), slack_of(target))
     assert not found, "\n".join(found)
 
@@ -270,9 +258,5 @@ def test_gradients_of_few_rows(score: str, dtype: str, dim: int) -> None:
         )
         found, wanted = ({**x._asdict(), **x.score} for x in (found, wanted))
         for name in wanted.keys() - {"sink", "score"}:
-            np.testing.assert_allclose(
-                found[name],
-                wanted[name],
-                atol=5e-5 if dtype == "float32" else 1e-12,
-                err_msg=f"{name}, {queries}, {keys}",
-            )
+            atol = 5e-5 if dtype == "float32" else 1e-12
+            np.testing.assert_allclose(found[name], wanted[name], atol=atol, err_msg=f"{name}, {queries}, {keys}")
