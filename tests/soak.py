@@ -57,20 +57,18 @@ def scores(rng: np.random.Generator, dim: int, dtype: str) -> list[Any]:
 
 def mask(choose: random.Random, queries: int, keys: int) -> Any:
     """Return a mask of one of several kinds, for 2 batches."""
-    kind = choose.randrange(8)
-    if kind == 1:
-        return ats.Causal("bottom_right")
-    if kind == 2:
-        return ats.SlidingWindow(3, 1, align="bottom_right")
-    if kind == 3:
-        return ats.ValidLens([keys, keys // 2])
-    if kind == 4:
-        return ats.Dense(np.arange(queries * keys).reshape(queries, keys) % 3 > 0)
-    if kind == 5:
-        return ats.MaskFunction(lambda batch, head, query, key: (query + key) % 2 == 0)
-    if kind == 7:
-        return ats.Neighbours(np.arange(queries + 1), np.arange(queries) % keys)
-    return ats.Causal("bottom_right") & ats.ValidLens([keys // 2, keys]) if kind == 6 else None
+    causal = ats.Causal("bottom_right")
+    kinds = (
+        None,
+        causal,
+        ats.SlidingWindow(3, 1, align="bottom_right"),
+        ats.ValidLens([keys, keys // 2]),
+        ats.Dense(np.arange(queries * keys).reshape(queries, keys) % 3 > 0),
+        ats.MaskFunction(lambda batch, head, query, key: (query + key) % 2 == 0),
+        causal & ats.ValidLens([keys // 2, keys]),
+        ats.Neighbours(np.arange(queries + 1), np.arange(queries) % keys),
+    )
+    return kinds[choose.randrange(8)]
 
 
 class Call(NamedTuple):
