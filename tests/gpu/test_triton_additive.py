@@ -87,6 +87,13 @@ def _results(
     return [x.detach().double().cpu() for x in (stats.log_sum_exp, out, *grads)]
 
 
+def agree(arrays: dict[str, torch.Tensor], **options: Any) -> None:
+    """Assert that float32 in the Triton kernel is float64 in the dense kernel."""
+    found = _results(arrays, "tanh", "triton", torch.float32, **options)
+    for x, want in zip(found, _results(arrays, "tanh", "dense", torch.float64, **options), strict=True):
+        torch.testing.assert_close(x, want, rtol=2e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("size", [1e-3, 3.0, 9.0, 1e4])
@@ -110,22 +117,14 @@ def test_every_range(activation: str, size: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 2, 3, 5, 8, 300])
 def test_any_number_of_channels(channels: int) -> None:
-    lengths = (1, 5) if channels == 300 else (7, 9)
-    arrays = _arrays(1.0, channels, lengths)
-    found = _results(arrays, "tanh", "triton", torch.float32)
-    for x, want in zip(found, _results(arrays, "tanh", "dense", torch.float64), strict=True):
-        torch.testing.assert_close(x, want, rtol=2e-5, atol=1e-5)
+    agree(_arrays(1.0, channels, (1, 5) if channels == 300 else (7, 9)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [24, 37])
 def test_intervals_of_a_tile_that_overlap(length: int) -> None:
     """Queries before position 21 have one interval, later queries of the same tile two over the same keys."""
-    arrays = _arrays(1.0, 3, (length, length))
-    mask = ats.KeyRange(0, 1) | ats.SlidingWindow(left=19, right=0)
-    found = _results(arrays, "tanh", "triton", torch.float32, mask=mask)
-    for x, want in zip(found, _results(arrays, "tanh", "dense", torch.float64, mask=mask), strict=True):
-        torch.testing.assert_close(x, want, rtol=2e-5, atol=1e-5)
+    agree(_arrays(1.0, 3, (length, length)), mask=ats.KeyRange(0, 1) | ats.SlidingWindow(left=19, right=0))
 
 
 @pytest.mark.slow
@@ -134,9 +133,7 @@ def test_two_batch_axes() -> None:
     for name in ("query", "key", "value"):
         arrays[name] = torch.stack([arrays[name][0] * scale for scale in (1.0, -1.0, 0.5, 2.0, 0.1, 3.0)])
         arrays[name] = arrays[name].reshape(2, 3, 1, *arrays[name].shape[1:])
-    found = _results(arrays, "tanh", "triton", torch.float32)
-    for x, want in zip(found, _results(arrays, "tanh", "dense", torch.float64), strict=True):
-        torch.testing.assert_close(x, want, rtol=2e-5, atol=1e-5)
+    agree(arrays)
 
 
 @pytest.mark.slow

@@ -78,25 +78,25 @@ def gradients(arrays: dict[str, torch.Tensor], kernel: str, dtype: torch.dtype, 
     return [x.double().cpu() for x in (out, *torch.autograd.grad(out, list(leaves.values()), seed))]
 
 
+def agree(arrays: dict[str, torch.Tensor], **options: Any) -> None:
+    """Assert that float32 in the Triton kernel is float64 in the streaming kernel."""
+    found = gradients(arrays, "triton", torch.float32, **options)
+    for x, want in zip(found, gradients(arrays, "streaming", torch.float64, **options), strict=True):
+        torch.testing.assert_close(x, want, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 1, 21), (1, 1, 21), (2, 1, 1, 21)])
 def test_relative_bias(shape: tuple[int, ...]) -> None:
     arrays = relative_call()
     arrays["bias"] = torch.tensor(np.random.default_rng(4).standard_normal(shape))
-    found = gradients(arrays, "triton", torch.float32, mask=ats.Causal("bottom_right"))
-    for x, want in zip(
-        found, gradients(arrays, "streaming", torch.float64, mask=ats.Causal("bottom_right")), strict=True
-    ):
-        torch.testing.assert_close(x, want, rtol=2e-5, atol=2e-6)
+    agree(arrays, mask=ats.Causal("bottom_right"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 2**40 + 17, 2**63 - 1])
 def test_dropout_drops_the_same_weights_as_on_the_cpu(seed: int) -> None:
-    arrays = relative_call()
-    found = gradients(arrays, "triton", torch.float32, dropout=0.4, seed=seed)
-    for x, want in zip(found, gradients(arrays, "streaming", torch.float64, dropout=0.4, seed=seed), strict=True):
-        torch.testing.assert_close(x, want, rtol=2e-5, atol=2e-6)
+    agree(relative_call(), dropout=0.4, seed=seed)
 
 
 @pytest.mark.slow
@@ -105,10 +105,7 @@ def test_dropout_drops_the_same_weights_as_on_the_cpu(seed: int) -> None:
 def test_odd_sizes(sizes: tuple[int, int], dims: tuple[int, int]) -> None:
     rng = np.random.default_rng(5)
     shapes = {"query": (3, sizes[0], dims[0]), "key": (3, sizes[1], dims[0]), "value": (3, sizes[1], dims[1])}
-    arrays = {name: torch.tensor(rng.standard_normal(shape)) for name, shape in shapes.items()}
-    found = gradients(arrays, "triton", torch.float32)
-    for x, want in zip(found, gradients(arrays, "streaming", torch.float64), strict=True):
-        torch.testing.assert_close(x, want, rtol=2e-5, atol=2e-6)
+    agree({name: torch.tensor(rng.standard_normal(shape)) for name, shape in shapes.items()})
 
 
 @pytest.mark.slow
