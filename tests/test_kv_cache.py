@@ -841,12 +841,15 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, calls in ERRORS.items() for name in calls])
-def test_errors(kind: type[Exception], name: str) -> None:
-    call, text = ERRORS[kind][name]
-    with pytest.raises(kind) as error:
-        call()
-    assert text in str(error.value)
+@pytest.mark.parametrize("kind", ERRORS)
+def test_errors(kind: type[Exception]) -> None:
+    for name, (call, text) in ERRORS[kind].items():
+        said = "nothing"
+        try:
+            call()
+        except kind as error:
+            said = str(error)
+        assert text in said, name
 
 
 def test_a_failed_append_changes_nothing() -> None:
