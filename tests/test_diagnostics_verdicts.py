@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from attnscore.diagnostics import watch
 from attnscore.diagnostics.watching.health import FAILURES, SIGNS, Thresholds, clip_factor, loss_trouble
 from attnscore.diagnostics.watching.records import Layer, Records
 from attnscore.errors import ArgumentError
@@ -63,6 +65,16 @@ BAD = {"saturated_rows": {1: 0.6}, "logit_variance": {1: 400.0}, "max_logit": {1
 
 def test_a_healthy_run_has_no_verdict() -> None:
     assert said(*[sums()] * 9) == [] == said(sums())
+
+
+def test_attention_to_one_key_shows_no_sign() -> None:
+    """Such as a decoder that reads the embedding of one image."""
+    layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    with torch.no_grad(), watch(layer, every=1) as seen:
+        for _ in range(4):
+            layer(torch.randn(2, 3, 8), *[torch.randn(2, 1, 8)] * 2)
+    assert seen.sampled == 4
+    assert not seen.verdicts()
 
 
 def test_a_head_that_learns_where_to_look_is_no_failure() -> None:

@@ -588,5 +588,7 @@ def _dense(mask: Any, score_shape: ScoreShape) -> Mask:
             hint = "KeyPadding(mask) says (batch, key), Dense(mask) says (query, key)"
             raise MaskError(message("mask", expected, got, hint=hint))
         expected = f"a shape that broadcasts to (..., query, key) = {score_shape.user_shape}"
-        raise MaskError(message("mask", expected, shape, hint="this is (batch, key): KeyPadding(mask) says so"))
+        per_key = (shape[0], *(1,) * (len(score_shape.user_shape) - 2), shape[1])
+        hint = f"this is (batch, key): KeyPadding(mask) says so, and so does the shape {per_key}"
+        raise MaskError(message("mask", expected, shape, hint=hint))
     return Dense(mask)

@@ -153,7 +153,7 @@ class Wrapper(Score):
                 raise ShapeError(message(name, "a number, () or (heads,)", tuple(x.shape)))
             # Gradients of arrays are returned by name.
             if name in arrays_of(self.score):
-                hint = "their product, or one of the two, can be a number"
+                hint = "one of the two can be a number"
                 got = f"another in {self.score!r}"
                 raise ArgumentError(message(name, "one learned array of this name", got, hint=hint))
         check(self.score, dim, key_dim)

@@ -203,11 +203,13 @@ def signs_of(
     """
     share, variance, largest = numbers["saturated_rows"], numbers["logit_variance"], numbers["max_logit"]
     sharp = share >= limit.saturated_rows
+    # A query of one key gives it all the weight, whatever the model has learned.
+    has_choice = numbers["choice_rows"] > 0
     # A variance that overflowed is NaN, and large.
     large = ~(variance < limit.saturated_variance)
     jumped = (variance >= limit.saturated_variance / 4) & (variance >= limit.jump * memory["logit_variance"])
     dead = variance < limit.dead_variance
-    uniform = (variance < limit.uniform_variance) & ~dead & (numbers["choice_rows"] > 0)
+    uniform = (variance < limit.uniform_variance) & ~dead & has_choice
     sinks = numbers["first_key"] >= limit.sink_layer
     scale = numbers["scale_ratio"]
     unusual = ((scale >= limit.scale_factor) & sharp) | ((scale <= 1 / limit.scale_factor) & uniform)
@@ -217,20 +219,19 @@ def signs_of(
         "padding": numbers["padding"] >= limit.padding_mass,
         "causal leak": np.full(len(largest), leaks),
         "saturated": sharp & (large | jumped),
-        "dead": dead & (numbers["choice_rows"] > 0),
+        "dead": dead & has_choice,
         "no use of the query": (numbers["query_variance"] < limit.query_variance)
         & ((memory["query_variance"] >= limit.query_variance) | ~(variance < limit.uniform_variance)),
         "values alike": numbers["value_spread"] < limit.value_spread,
-        # A layer in which no query has a choice has all its weight there.
-        "sink in every head": np.full(len(largest), bool(sinks.all() and (numbers["choice_rows"] > 0).all())),
+        "sink in every head": np.full(len(largest), bool((sinks & has_choice).all())),
         "another scale": unusual & usual_siblings,
         "sharp": sharp & ~large & ~jumped,
         "large logits": largest > limit.tau,
         "growing logits": (largest >= limit.growth * memory["max_logit"]) & (largest >= limit.growth_least),
-        "collapsing entropy": numbers["entropy"] <= limit.collapse * memory["entropy"],
+        "collapsing entropy": has_choice & (numbers["entropy"] <= limit.collapse * memory["entropy"]),
         "uniform": uniform,
         "unusual scale": unusual & (not usual_siblings),
-        "sink": numbers["first_key"] >= limit.sink_mass,
+        "sink": has_choice & (numbers["first_key"] >= limit.sink_mass),
         "empty rows": numbers["empty_rows"] > 0,
     }
 
