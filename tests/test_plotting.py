@@ -1,5 +1,6 @@
 """Heat maps: structure of the figures, what may come in, legibility, errors. No picture is compared by pixels."""
 
+import functools
 import io
 import itertools
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import matplotlib
 import matplotlib.colors
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -61,7 +63,7 @@ def test_queries_go_down_and_keys_across():
     assert bottom > top, "row 0 is at the top"
 
 
-def test_grid_shares_one_colour_scale_and_labels_the_edges():
+def test_grid_shares_one_colour_scale_and_no_axes_and_labels_the_edges():
     maps = RNG.random((2, 3, 4, 5))
     maps[1, 2, 0, 0] = 7.0
     figure = show_heatmaps(maps, "Keys", "Queries", titles=["a", "b", "c"])
@@ -71,12 +73,14 @@ def test_grid_shares_one_colour_scale_and_labels_the_edges():
     assert [axis.get_title() for axis in axes] == ["a", "b", "c"] * 2
     assert [axis.get_xlabel() for axis in axes] == [""] * 3 + ["Keys"] * 3
     assert [axis.get_ylabel() for axis in axes] == ["Queries", "", ""] * 2
+    shared = [(axis, side) for axis in axes for side in (axis.get_shared_x_axes(), axis.get_shared_y_axes())]
+    assert all(len(side.get_siblings(axis)) == 1 for axis, side in shared)
+    ticks = [[axis.xaxis.get_tick_params()["labelbottom"], axis.yaxis.get_tick_params()["labelleft"]] for axis in axes]
+    assert ticks == [[False, True], [False, False], [False, False], [True, True], [True, False], [True, False]]
 
 
-def test_no_maps_and_titles_that_are_one_text():
+def test_no_maps():
     assert not panels(show_heatmaps(np.zeros((0, 3, 3)), "Keys", "Queries"))
-    with pytest.raises(ats.ArgumentError, match="titles: expected a list of texts, got 'abc'"):
-        show_heatmaps(np.zeros((3, 3, 3)), "Keys", "Queries", titles="abc")
 
 
 def test_titles_for_every_single_map():
@@ -96,20 +100,14 @@ VALUES = [[[[0.25, 0.75], [1.0, 0.0]]]]
         np.array(VALUES, np.float16),
         torch.tensor(VALUES, requires_grad=True),
         torch.tensor(VALUES).bfloat16(),
+        np.array(VALUES, ml_dtypes.bfloat16),
         [[torch.tensor(VALUES[0][0], requires_grad=True)]],
         [[np.array(VALUES[0][0])]],
     ],
-    ids=["lists", "float16", "with gradient", "bfloat16", "lists of tensors", "lists of arrays"],
+    ids=["lists", "float16", "with gradient", "bfloat16", "ml_dtypes", "lists of tensors", "lists of arrays"],
 )
 def test_any_kind_of_array(matrices):
     (axis,) = panels(show_heatmaps(matrices, "k", "q"))
-    assert np.array_equal(axis.images[0].get_array(), VALUES[0][0])
-
-
-def test_ml_dtypes_bfloat16():
-    import ml_dtypes
-
-    (axis,) = panels(show_heatmaps(np.array(VALUES, ml_dtypes.bfloat16), "k", "q"))
     assert np.array_equal(axis.images[0].get_array(), VALUES[0][0])
 
 
@@ -167,29 +165,24 @@ def test_tokens_are_on_both_axes():
     assert axis.get_title() == "layer 0, head 1"
     assert {text.get_rotation() for text in axis.get_xticklabels()} == {90.0}
     png(figure)
+    assert labels(show_attention(np.eye(3), "abc").axes[0].get_xticklabels()) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("length", [3, 30, pytest.param(120, marks=pytest.mark.slow), 400])
-@pytest.mark.slow_rows("400")
-def test_labels_do_not_overlap(length):
+@pytest.mark.parametrize(
+    ("length", "figsize"),
+    [(3, None), (30, None), pytest.param(120, None, marks=pytest.mark.slow), (400, None), (80, (4, 4))],
+)
+@pytest.mark.slow_rows("400-None")
+def test_labels_do_not_overlap(length, figsize):
     tokens = [f"token{place}" for place in range(length)]
-    figure = show_attention(RNG.random((length, length)), tokens)
+    figure = show_attention(RNG.random((length, length)), tokens, figsize=figsize)
     figure.draw_without_rendering()
     (axis,) = panels(figure)
     for ticks, low, high in ((axis.get_xticklabels(), "x0", "x1"), (axis.get_yticklabels(), "y0", "y1")):
         boxes = sorted((text.get_window_extent() for text in ticks), key=lambda box: getattr(box, low))
+        assert len(boxes) < length or figsize is None
         for before, after in itertools.pairwise(boxes):
             assert getattr(before, high) <= getattr(after, low) + 0.5
-
-
-def test_labels_do_not_overlap_in_a_given_size():
-    tokens = [f"token{place}" for place in range(80)]
-    figure = show_attention(RNG.random((80, 80)), tokens, figsize=(4, 4))
-    figure.draw_without_rendering()
-    (axis,) = panels(figure)
-    boxes = sorted((text.get_window_extent() for text in axis.get_yticklabels()), key=lambda box: box.y0)
-    assert len(boxes) < 80
-    assert all(one.y1 <= two.y0 + 0.5 for one, two in itertools.pairwise(boxes))
 
 
 def test_panels_of_heads():
@@ -216,8 +209,6 @@ def test_head_grid_writes_numbers_and_scales_each_panel():
 def test_a_head_grid_has_colours_for_each_statistic():
     figure = show_head_grid(np.ones((2, 2, 3)), ["rises", "falls"], cmap=["Reds", "Reds_r"])
     assert [axis.images[0].get_cmap().name for axis in panels(figure)] == ["Reds", "Reds_r"]
-    with pytest.raises(ShapeError, match="cmap: expected 2 of them, got 1"):
-        show_head_grid(np.ones((2, 2, 3)), cmap=["Reds"])
 
 
 def test_one_loud_head_does_not_hide_the_others():
@@ -225,37 +216,6 @@ def test_one_loud_head_does_not_hide_the_others():
     values[0, 2] = 118
     (axis,) = panels(show_head_grid(values + RNG.random((6, 12))))
     assert type(axis.images[0].norm).__name__ == "LogNorm"
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: show_heatmaps(np.zeros(3), "k", "q"), ["matrices", "(rows, cols, query, key)", "(3,)"]),
-        (lambda: show_heatmaps(np.zeros((1,) * 5), "k", "q"), ["matrices", "(1, 1, 1, 1, 1)"]),
-        (lambda: show_heatmaps([[1, 2], [3]], "k", "q"), ["matrices", "(2,)", "(1,)"]),
-        (lambda: show_heatmaps(np.zeros((1, 2, 3, 3)), "k", "q", ["a"]), ["titles", "2 of them", "1 of them"]),
-        (lambda: show_attention(np.zeros((2, 3)), ["a"]), ["query_tokens", "2 of them", "1", "(1, 2, 3)"]),
-        (lambda: show_attention(np.zeros((2, 3)), None, ["a"]), ["key_tokens", "3 of them"]),
-        (lambda: show_attention(np.zeros((2, 2)), titles=["a", "b"]), ["titles", "1 of them", "2"]),
-        (lambda: show_attention(np.zeros((1, 2, 3, 4))), ["weights", "(query, key)", "(1, 2, 3, 4)"]),
-        (lambda: show_head_grid(np.zeros(4)), ["values", "(layer, head)", "(4,)"]),
-    ],
-)
-def test_bad_input_is_named(call, words):
-    with pytest.raises(ShapeError) as caught:
-        call()
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_text_is_no_matrix():
-    with pytest.raises(FrameworkError, match="an array of numbers, got str"):
-        show_heatmaps("weights", "k", "q")
-
-
-def test_without_matplotlib_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(FrameworkError, match=r"pip install 'attnscore\[plot\]'"):
-        show_heatmaps(np.zeros((2, 2)), "k", "q")
 
 
 @pytest.mark.slow
@@ -607,66 +567,90 @@ def test_one_head_of_several_is_chosen():
     np.testing.assert_allclose(figure.axes[1].images[0].get_array(), exact[25:35, 25:35], rtol=1e-12)
 
 
+MAPS, EDGES = np.ones((4, 3, 3)), ([[1.0]], [[0]])
+pooled = functools.partial(show_pooled_weights, query_len=3, key_len=3)
+
+
+def check_error(call, error, words):
+    with pytest.raises(error) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: show_pooled_weights(np.ones(3), query_len=3, key_len=3), ShapeError, ["pooled", "(3,)"]),
+        (lambda: show_heatmaps(np.zeros(3), "k", "q"), ShapeError, ["matrices", "(rows, cols, query, key)", "(3,)"]),
+        (lambda: show_heatmaps(np.zeros((1,) * 5), "k", "q"), ShapeError, ["matrices", "(1, 1, 1, 1, 1)"]),
+        (lambda: show_heatmaps([[1, 2], [3]], "k", "q"), ShapeError, ["matrices", "(2,)", "(1,)"]),
+        (lambda: show_heatmaps("weights", "k", "q"), FrameworkError, ["an array of numbers, got str"]),
+        (lambda: show_heatmaps(MAPS[None, :2], "k", "q", ["a"]), ShapeError, ["titles", "2 of them", "1 of them"]),
         (
-            lambda: show_pooled_weights(np.ones((3, 3)), query_len=2, key_len=3),
+            lambda: show_heatmaps(MAPS, "k", "q", "abcd"),
             ArgumentError,
-            ["query_len", "(3)", "2"],
+            ["titles: expected a list of texts, got 'abcd'"],
         ),
-        (lambda: show_pooled_weights(np.ones((3, 3)), query_len=3, key_len=3.5), ArgumentError, ["key_len", "3.5"]),
-        (lambda: show_pooled_weights(np.ones((1, 64)), query_len=3, key_len=100), ArgumentError, ["key_len", "width"]),
-        (lambda: show_pooled_weights(np.ones((1, 1)), query_len=3, key_len=-1), ArgumentError, ["key_len", "-1"]),
-        (
-            lambda: show_pooled_weights(np.ones((3, 3)), query_len=3, key_len=3, titles=["a", "b"]),
-            ShapeError,
-            ["titles", "1 of them", "2"],
-        ),
+        (lambda: show_attention(np.zeros((2, 3)), ["a"]), ShapeError, ["query_tokens", "2 of them", "1", "(1, 2, 3)"]),
+        (lambda: show_attention(np.zeros((2, 3)), None, ["a"]), ShapeError, ["key_tokens", "3 of them"]),
+        (lambda: show_attention(np.zeros((2, 2)), titles=["a", "b"]), ShapeError, ["titles", "1 of them", "2"]),
+        (lambda: show_attention(np.zeros((1, 2, 3, 4))), ShapeError, ["weights", "(query, key)", "(1, 2, 3, 4)"]),
+        (lambda: show_attention(MAPS, max_cols=0), ArgumentError, ["max_cols", "above 0", "got 0"]),
+        (lambda: show_head_grid(np.zeros(4)), ShapeError, ["values", "(layer, head)", "(4,)"]),
+        (lambda: show_head_grid(MAPS, "abcd"), ShapeError, ["titles: expected a list of texts, got 'abcd'"]),
+        (lambda: show_head_grid(MAPS, cmap=["Reds"]), ShapeError, ["cmap: expected 4 of them, got 1"]),
+    ],
+)
+def test_bad_input_is_named(call, error, words):
+    check_error(call, error, words)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: pooled(np.ones(3)), ShapeError, ["pooled", "(3,)"]),
+        (lambda: pooled(MAPS[0], query_len=2), ArgumentError, ["query_len", "(3)", "2"]),
+        (lambda: pooled(MAPS[0], key_len=3.5), ArgumentError, ["key_len", "3.5"]),
+        (lambda: pooled(np.ones((1, 64)), key_len=100), ArgumentError, ["key_len", "width"]),
+        (lambda: pooled(np.ones((1, 1)), key_len=-1), ArgumentError, ["key_len", "-1"]),
+        (lambda: pooled(MAPS[0], titles=["a", "b"]), ShapeError, ["titles", "1 of them", "2"]),
+        (lambda: pooled(MAPS[0], max_cols=2.5), ArgumentError, ["max_cols", "above 0", "2.5"]),
         (lambda: show_key_mass(np.ones((1, 1, 3))), ShapeError, ["mass", "(key)", "(1, 1, 3)"]),
         (lambda: show_key_mass(np.ones(3), ["a"]), ShapeError, ["tokens", "3 of them", "1"]),
         (lambda: show_key_mass(np.ones(3), heaviest=-1), ArgumentError, ["heaviest", "-1"]),
+    ],
+)
+def test_bad_input_of_bins_and_key_masses_is_named(call, error, words):
+    check_error(call, error, words)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
         (lambda: show_top_weights(np.ones((2, 2, 2))), ShapeError, ["top_weights: expected the result of"]),
-        (
-            lambda: show_top_weights((np.ones((2, 3, 1)), np.ones((2, 3, 1)))),
-            ShapeError,
-            ["top_weights", "(query, k)", "head"],
-        ),
+        (lambda: show_top_weights((MAPS, MAPS)), ShapeError, ["top_weights", "(query, k)", "head"]),
         (lambda: show_top_weights(([[1.0]], [[4]]), ["a"], ["b", "c"]), ShapeError, ["key_tokens", "at least 5"]),
         (lambda: show_top_weights(([[1.0], [1.0]], [[0], [0]]), ["a"]), ShapeError, ["query_tokens", "at least 2"]),
-        (lambda: show_top_weights(([[1.0]], [[0]]), query_index=[1, 2]), ShapeError, ["query_index", "1 of them"]),
-        (lambda: show_top_weights(([[1.0]], [[0]]), key_len=6.5), ArgumentError, ["key_len", "6.5"]),
-        (lambda: show_top_weights(([[1.0]], [[0]]), key_len=-4), ArgumentError, ["key_len", "-4"]),
-        (
-            lambda: show_pooled_weights(np.ones((3, 3)), query_len=3, key_len=3, max_cols=2.5),
-            ArgumentError,
-            ["max_cols", "above 0", "2.5"],
-        ),
-        (lambda: show_attention(np.ones((4, 3, 3)), max_cols=0), ArgumentError, ["max_cols", "above 0", "got 0"]),
-        (lambda: show_long_attention(np.ones((2, 5, 3)), np.ones((2, 5, 3))), ShapeError, ["place", "(2,)"]),
-        (
-            lambda: show_long_attention(np.ones((2, 5, 3)), np.ones((2, 5, 3)), place=(2,)),
-            ShapeError,
-            ["place", "(2,)"],
-        ),
+        (lambda: show_top_weights(EDGES, query_index=[1, 2]), ShapeError, ["query_index", "1 of them"]),
+        (lambda: show_top_weights(EDGES, key_len=6.5), ArgumentError, ["key_len", "6.5"]),
+        (lambda: show_top_weights(EDGES, key_len=-4), ArgumentError, ["key_len", "-4"]),
+        (lambda: show_long_attention(MAPS, MAPS), ShapeError, ["place", "(4,)"]),
+        (lambda: show_long_attention(MAPS, MAPS, place=(4,)), ShapeError, ["place", "(4,)"]),
         (lambda: show_long_attention(Q, K, zoom=(300, 0)), ArgumentError, ["zoom", "(300, 300)"]),
         (lambda: show_long_attention(Q, K, k=0), ArgumentError, ["k", "0"]),
         (lambda: show_long_attention(Q, K, tokens=["a"]), ShapeError, ["tokens", "300 of them"]),
         (lambda: show_long_attention(Q, K, bins=3), ArgumentError, ["bins"]),
     ],
 )
-def test_bad_input_of_long_pictures_is_named(call, error, words):
-    with pytest.raises(error) as caught:
-        call()
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+def test_bad_input_of_edges_and_long_pictures_is_named(call, error, words):
+    check_error(call, error, words)
 
 
-def test_without_matplotlib_nothing_long_is_computed(monkeypatch):
+def test_without_matplotlib_the_extra_is_named_and_nothing_is_computed(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr("attnscore.plotting.long_contexts.key_mass", lambda *_, **__: pytest.fail("computed"))
-    with pytest.raises(FrameworkError, match=r"pip install 'attnscore\[plot\]'"):
-        show_long_attention(Q, K)
+    for call in (lambda: show_heatmaps(np.zeros((2, 2)), "k", "q"), lambda: show_long_attention(Q, K)):
+        with pytest.raises(FrameworkError, match=r"pip install 'attnscore\[plot\]'"):
+            call()
 
 
 @pytest.mark.parametrize("shape", [(1, 200), (3, 500), (300, 4)])
@@ -676,12 +660,6 @@ def test_maps_much_longer_than_wide_fill_their_panel(shape):
     box, axis = figure.axes[0].get_window_extent(), figure.axes[0]
     assert min(box.width, box.height) > 40
     assert all(tick == int(tick) for ticks in (axis.get_xticks(), axis.get_yticks()) for tick in ticks)
-
-
-def test_titles_are_a_list():
-    with pytest.raises(ShapeError, match=r"titles: expected a list of texts, got 'Entropy'"):
-        show_head_grid(np.ones((7, 2, 2)), "Entropy")
-    assert show_attention(np.eye(3), "abc").axes[0].get_xticklabels()[1].get_text() == "b"
 
 
 @pytest.mark.parametrize("made", [np.array, tuple, list])
@@ -722,11 +700,3 @@ def test_titles_of_small_maps_do_not_touch(shape, titles):
     assert not overlapping(figure)
     label, page = figure.axes[-1].yaxis.label.get_window_extent(), figure.bbox
     assert page.y0 <= label.y0 and label.y1 <= page.y1, "the label of the colour bar is on the page"
-
-
-def test_a_grid_of_maps_shares_no_axes_and_labels_the_edges():
-    axes = panels(show_heatmaps(np.ones((2, 3, 4, 5)), "Keys", "Queries"))
-    shared = [(axis, side) for axis in axes for side in (axis.get_shared_x_axes(), axis.get_shared_y_axes())]
-    assert all(len(side.get_siblings(axis)) == 1 for axis, side in shared)
-    ticks = [[axis.xaxis.get_tick_params()["labelbottom"], axis.yaxis.get_tick_params()["labelleft"]] for axis in axes]
-    assert ticks == [[False, True], [False, False], [False, False], [True, True], [True, False], [True, False]]
