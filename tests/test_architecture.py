@@ -161,28 +161,19 @@ def test_what_crashes_after_tensorflow_is_imported_where_it_is_needed() -> None:
     assert all(name.startswith("kernels.triton.") for name in importers)
 
 
+OTHERS = [found for found in OUTSIDE if found.imported.split(".")[0] not in CORE and _owner(found.importer) is None]
+"""Imports of packages that are neither the core's nor the framework that the module is for."""
+
+
 def test_the_core_imports_numpy_and_the_standard_library() -> None:
-    top = RANK["attnscore"]
-    wrong = [
-        str(found)
-        for found in OUTSIDE
-        if found.imported.split(".")[0] not in CORE
-        and RANK[layer_of(found.importer)] <= top
-        and _owner(found.importer) is None
-    ]
+    wrong = [str(found) for found in OTHERS if RANK[layer_of(found.importer)] <= RANK["attnscore"]]
     assert not wrong, "\n".join(wrong)
 
 
 def test_other_packages_are_imported_where_they_are_used() -> None:
     """matplotlib, safetensors and the like are imported where they are used; typer and rich by the commands alone."""
-    wrong = [
-        str(found)
-        for found in OUTSIDE
-        if found.imported.split(".")[0] not in CORE
-        and not found.lazy
-        and _owner(found.importer) is None
-        and package_of(found.importer) not in ("cli", "integrations")
-    ]
+    eager = [found for found in OTHERS if not found.lazy]
+    wrong = [str(found) for found in eager if package_of(found.importer) not in ("cli", "integrations")]
     assert not wrong, "\n".join(wrong)
 
 

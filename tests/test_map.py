@@ -26,6 +26,19 @@ PAGE = SOURCE.parents[1] / "docs" / "map.md"
 NATIVE = bool(ats.available()["kernels"]["native"]) and torch_backend._SHARES_LAYOUTS
 # The operations of the framework are called as NumPy's would be.
 OPERATIONS = "backends/torch.py"
+pytestmark = [
+    pytest.mark.skipif(not NATIVE, reason="the map is that of the native kernel"),
+    pytest.mark.usefixtures("first_call"),
+]
+
+
+def profiled(call: Callable[[], Any], profile: Callable[[FrameType, str, Any], None]) -> None:
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
 
 
 def entries(call: Callable[[], Any], query: torch.Tensor) -> Counter[str]:
@@ -55,12 +68,7 @@ def entries(call: Callable[[], Any], query: torch.Tensor) -> Counter[str]:
             found[path.relative_to(SOURCE).as_posix()] += 1
         sys.setprofile(profile)
 
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
+    profiled(call, profile)
     return found
 
 
@@ -73,12 +81,7 @@ def calls_of(call: Callable[[], Any]) -> list[tuple[str, str]]:
             path = Path(frame.f_code.co_filename).relative_to(SOURCE).as_posix()
             calls.append((path, frame.f_code.co_qualname))
 
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
+    profiled(call, profile)
     return calls
 
 
@@ -94,8 +97,6 @@ def first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnscore.plans.plan.PLANS", BoundedCache())
 
 
-@pytest.mark.skipif(not NATIVE, reason="the map is that of the native kernel")
-@pytest.mark.usefixtures("first_call")
 def test_the_map_counts_all_files_of_a_call() -> None:
     query, key, value = torch.randn(3, 2, 3, 5, 8)
     miss, hit = (len(files_of(lambda: ats.attend(query, key, value))) for _ in range(2))
@@ -103,8 +104,6 @@ def test_the_map_counts_all_files_of_a_call() -> None:
     assert miss <= 18 and hit <= 6
 
 
-@pytest.mark.skipif(not NATIVE, reason="the map is that of the native kernel")
-@pytest.mark.usefixtures("first_call")
 def test_a_reader_of_a_miss_goes_back_to_a_file_once() -> None:
     """From `attend` to the kernel; operations of backends, checks of arguments and the kernel itself are looked up.
 
@@ -119,8 +118,6 @@ def test_a_reader_of_a_miss_goes_back_to_a_file_once() -> None:
     assert max(visits.values()) <= 2, visits
 
 
-@pytest.mark.skipif(not NATIVE, reason="the map is that of the native kernel")
-@pytest.mark.usefixtures("first_call")
 def test_the_map_lists_the_files_of_a_query() -> None:
     query, key, value = torch.randn(3, 2, 3, 5, 8)
     on_hit, on_miss = (
