@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import importlib
 import inspect
+import operator
 import pickle
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 import attnscore as ats
+from attnscore import parallel
 from attnscore.diagnostics import inspect_model
 from attnscore.plotting import show_long_attention
 
@@ -84,6 +86,14 @@ CLASSES = {
     "KeyValueCache": "(*, score=None, window=None, sinks=0, head_axis=-3, capacity=None)",
     "PreparedKeys": "(key, score)",
     "TritonTile": "(of, value, gradient, parameters=(), channel_parameters=())",
+}
+METHODS = {
+    "Mask.materialize": "(query_len, key_len, batch=1)",
+    "KeyPadding.from_ignore": "(array)",
+    "AttentionStats.jacobian_trace": "()",
+    "AttentionStats.effective_keys": "()",
+    "AttentionStats.summary": "()",
+    "AttentionStats.saturated": "(threshold=0.99)",
 }
 TUPLES = {
     "AttentionStats": (
@@ -157,6 +167,7 @@ def test_the_public_names_are_these() -> None:
     assert set(ats.__all__) == promised
     assert len(ats.__all__) == len(promised)
     assert all(hasattr(ats, name) for name in ats.__all__)
+    assert sorted(parallel.__all__) == sorted([*PARALLEL, *RESULTS_OF_PARALLEL])
 
 
 def test_nothing_else_looks_public() -> None:
@@ -166,9 +177,17 @@ def test_nothing_else_looks_public() -> None:
     assert shown - set(ats.__all__) <= modules
 
 
-@pytest.mark.parametrize(("name", "expected"), [*FUNCTIONS.items(), *SCORES.items(), *MASKS.items(), *CLASSES.items()])
+IN_PARALLEL = {f"parallel.{name}": expected for name, expected in PARALLEL.items()}
+
+
+@pytest.mark.parametrize(("name", "expected"), (FUNCTIONS | SCORES | MASKS | CLASSES).items())
 def test_signatures(name: str, expected: str) -> None:
     assert signature(getattr(ats, name)) == expected
+
+
+@pytest.mark.parametrize(("name", "expected"), (METHODS | IN_PARALLEL).items())
+def test_signatures_of_methods_and_of_parallel(name: str, expected: str) -> None:
+    assert signature(operator.attrgetter(name)(ats)) == expected
 
 
 @pytest.mark.parametrize(("name", "expected"), LAYERS.items())
@@ -182,14 +201,6 @@ def test_signatures_of_layers(name: str, expected: str) -> None:
     assert call.parameters["valid_lens"].default is None and call.parameters["mask"].default is None
 
 
-@pytest.mark.parametrize(("name", "expected"), PARALLEL.items())
-def test_signatures_of_parallel(name: str, expected: str) -> None:
-    from attnscore import parallel
-
-    assert signature(getattr(parallel, name)) == expected
-    assert sorted(parallel.__all__) == sorted([*PARALLEL, *RESULTS_OF_PARALLEL])
-
-
 def test_signature_of_heat_maps() -> None:
     from attnscore.plotting import show_heatmaps
 
@@ -199,11 +210,9 @@ def test_signature_of_heat_maps() -> None:
     assert found["titles"].default is None and found["cmap"].default is None
 
 
-def test_signature_of_the_pullback_and_of_materialize() -> None:
+def test_signature_of_the_pullback() -> None:
     _, pullback = ats.attend_vjp(*(np.ones((2, 2)) for _ in "qkv"))
     assert signature(pullback) == "(grad_out, grad_log_sum_exp=None, grad_entropy=None, grad_weights=None)"
-    assert signature(ats.Mask.materialize) == "(query_len, key_len, batch=1)"
-    assert signature(ats.KeyPadding.from_ignore) == "(array)"
 
 
 @pytest.mark.parametrize(("name", "fields"), TUPLES.items())
@@ -227,12 +236,6 @@ def test_what_watch_returns_can_be_named() -> None:
     assert isinstance(seen, diagnostics.Watch) and inspect.isclass(diagnostics.Verdict)
     with pytest.raises(AttributeError, match="has no attribute 'Recorder'"):
         diagnostics.Recorder  # noqa: B018
-
-
-def test_functions_of_the_statistics() -> None:
-    assert signature(ats.AttentionStats.saturated).startswith("(threshold")
-    for name in ("jacobian_trace", "effective_keys", "summary"):
-        assert signature(getattr(ats.AttentionStats, name)) == "()"
 
 
 def looks_back(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -274,20 +277,13 @@ def test_scores_and_masks_are_frozen_dataclasses_compared_by_identity(name: str)
 def test_registered_names() -> None:
     from attnscore import scores
 
-    assert {"dot", "scaled_dot", "gaussian", "cosine", "sum"} <= set(scores.registered())
-
-
-def test_a_registered_score_works_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnscore import scores
-
-    monkeypatch.setattr(scores, "_TABLE", dict(scores._TABLE))
-
     class Ones:
         def tile(self, ops: Any, query: Any, key: Any) -> Any:
             return ops.matmul(query, ops.matrix_transpose(key)) * 0
 
     ats.register_score("ones", Ones)
     ats.register_score("ones", Ones)
+    assert {"dot", "scaled_dot", "gaussian", "cosine", "sum", "ones"} <= set(scores.registered())
     assert ats.attention_weights(np.ones((1, 2)), np.ones((4, 2)), score="ones").tolist() == [[0.25] * 4]
     with pytest.raises(ats.ArgumentError, match="ones"):
         ats.attend(np.ones((1, 2)), np.ones((4, 2)), np.ones((4, 2)), score="twos")
@@ -361,8 +357,12 @@ def test_docstrings_have_the_shape(name: str) -> None:
     assert all(any(line.strip() for line in found[title]) for title in titles), "an empty section"
 
 
+def _doc(name: str) -> str:
+    return inspect.getdoc(DOCUMENTED[name]) or ""
+
+
 def documented_parameters(name: str) -> set[str]:
-    lines = sections(inspect.getdoc(DOCUMENTED[name]) or "").get("Parameters", [])
+    lines = sections(_doc(name)).get("Parameters", [])
     entries = [line for line in lines if line and not line.startswith(" ")]
     return {part.strip().lstrip("*") for line in entries for part in line.partition(" :")[0].split(",")}
 
@@ -384,10 +384,6 @@ def test_parameters_are_documented_and_no_others(name: str) -> None:
     found -= {"..."}
     assert found <= parameters, f"documented, but no parameter: {found - parameters}"
     assert found == parameters or elsewhere, f"not documented: {parameters - found}"
-
-
-def _doc(name: str) -> str:
-    return inspect.getdoc(DOCUMENTED[name]) or ""
 
 
 @pytest.mark.parametrize("name", [name for name in CALLABLES if not name.startswith("attnscore.testing")])
