@@ -186,3 +186,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def few_modules() -> Iterator[None]:
+    """Watches search fewer modules."""
+    from few_modules import few_modules
+
+    with few_modules():
+        yield

@@ -9,20 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from diagnosis import bed, faults
 from diagnosis.models import Setup, begin, train
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])

@@ -17,15 +17,9 @@ from attnscore.diagnostics.callbacks import HeadLog, TrainerCallback
 from attnscore.diagnostics.watching import rebinding
 from attnscore.diagnostics.watching.records import NUMBERS
 from attnscore.errors import ArgumentError, FrameworkError
-from few_modules import few_modules
 
+pytestmark = pytest.mark.usefixtures("torch_seed", "few_modules")
 FEW = {"failing_heads", "worst/max_logit", "worst/entropy", "worst/saturated_rows", "worst/nan_rows"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def searched():
-    with few_modules():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +31,6 @@ def restored():
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
