@@ -6,11 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from attnscore import ArgumentError, FrameworkError
+from attnscore import FrameworkError
 from bench import gpu
-from bench.command import app
 from bench.reference import WrongResult
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -21,16 +19,6 @@ def test_it_says_that_there_is_no_gpu() -> None:
         gpu.check_device("cuda")
     with pytest.raises(FrameworkError, match="needs a GPU"):
         gpu.run(quick=True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [(["--device", "tpu"], "expected one of cpu, cuda"), (["--device", "cuda", "--full"], "cpu, which has --full")],
-)
-def test_arguments(arguments: list[str], expected: str) -> None:
-    done = CliRunner().invoke(app, arguments)
-    assert isinstance(done.exception, ArgumentError)
-    assert expected in str(done.exception)
 
 
 @pytest.mark.parametrize("name", ["statistics-bfloat16", "window-bfloat16", "additive-float32"])

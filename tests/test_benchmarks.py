@@ -31,12 +31,12 @@ from bench.inputs import Side, draw
 from bench.models import MODELS, Pair
 from bench.reference import WrongResult, reference
 from bench.runner import exponent
-from few_modules import few_modules
 
 ROOT = Path(__file__).parents[1]
 ENTRY = ROOT / "benchmarks" / "__main__.py"
 entry_main = runpy.run_path(str(ENTRY), run_name="entry")["main"]
 SHORT = Effort(min_rounds=3, max_rounds=3, seconds=0.0)
+pytestmark = pytest.mark.usefixtures("few_modules")
 
 # The promises for NumPy and PyTorch on a CPU: case, baseline, targets on 2 threads and on 1, stretch target.
 PROMISES = [
@@ -152,12 +152,6 @@ def threads_as_before() -> Iterator[None]:
     machine.set_threads(before)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def searched() -> Iterator[None]:
-    with few_modules():
-        yield
-
-
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "CASES", tuple(TOYS.values()))
@@ -203,6 +197,7 @@ def test_names_and_baselines_are_known() -> None:
     assert len(set(names)) == len(names)
     timed = {promise[0] for promise in (*PROMISES, *CALLERS)}
     assert timed | GROWTH | MEMORY | CALLERS_MEMORY | SMALL | UNPROMISED | FLEX | set(MODELS) | {"limits"} == set(names)
+    assert [case.name for case in CASES if case.kind == "model"] == list(MODELS)
     used = {baseline for case in CASES for baseline in case.baselines}
     assert used == set(BASELINES)
     assert all((target is not None and target.at_most) == (case.name in AT_MOST)
@@ -309,10 +304,6 @@ def test_every_model_computes_the_same_on_both_sides(name: str) -> None:
     assert not results.check(json.loads(json.dumps(found)))
     titles = {title for title, _, rows in reports.screen_tables(found) if rows}
     assert titles == {"Speed"}  # no work is counted, so no rates
-
-
-def test_models_are_cases_of_their_kind() -> None:
-    assert [case.name for case in CASES if case.kind == "model"] == list(MODELS)
 
 
 @pytest.mark.parametrize("name", ["model-gpt", "model-gpt-dropout", "model-encoder-padded", "model-encoder-window"])
@@ -589,31 +580,25 @@ def test_growth_without_proc_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not results.check(document(rows))
 
 
+def printed(code: str, **options: Any) -> str:
+    """What code prints in a process of its own."""
+    command = [sys.executable, "-c", code]
+    folder = ROOT / "benchmarks"
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, **options).stdout
+
+
 def test_a_process_is_held_to_its_threads() -> None:
     environment = machine.environment(1)
     assert environment["OMP_NUM_THREADS"] == environment["OPENBLAS_NUM_THREADS"] == "1"
     assert environment["HF_HUB_OFFLINE"] == environment["TRANSFORMERS_OFFLINE"] == "1"
     code = "from bench import machine; machine.pin(1); print(len(machine.cpus()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT / "benchmarks",
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-    )
-    assert done.stdout == "1\n"
+    assert printed(code, env=environment) == "1\n"
 
 
 def test_the_benchmark_imports_no_framework_before_it_runs() -> None:
-    code = (
-        "import sys, bench.runner, bench.reports, bench.measure\n"
-        "print(*{'torch', 'jax', 'pykeops', 'onnxruntime', 'rich', 'typer'} & set(sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "\n"
+    code = "import sys, bench.runner, bench.reports, bench.measure\n"
+    code += "print(*{'torch', 'jax', 'pykeops', 'onnxruntime', 'rich', 'typer'} & set(sys.modules))"
+    assert printed(code) == "\n"
 
 
 # ------------------------------------------------------------- the document
@@ -647,74 +632,24 @@ SHAPES_ROW: dict[str, Any] = {
 SHAPES_ROW["worst"] = SHAPES_ROW["points"][2]
 
 
-def test_a_good_document_passes() -> None:
-    assert not results.check(document([GOOD_ROW, SHAPES_ROW]))
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("row", "change", "said"),
     [
-        ({"points": [{**SHAPES_ROW["points"][0], "ratio": None}]}, "ratio is missing"),
-        ({"points": [{**SHAPES_ROW["points"][0], "q1": 9.0}]}, "out of order"),
-        ({"geometric_mean": None}, "geometric_mean is missing"),
+        (GOOD_ROW, {"ours": None}, "ours is missing"),
+        (GOOD_ROW, {"baseline": 3}, "baseline is missing"),
+        (GOOD_ROW, {"rounds": True}, "rounds is missing"),
+        (GOOD_ROW, {"kind": "tiem"}, "unknown kind 'tiem'"),
+        (GOOD_ROW, {"status": "skipped"}, "status 'skipped'"),
+        (GOOD_ROW, {"status": "not run"}, "not run, without a reason"),
+        (GOOD_ROW, {"ratio": {"median": 2.0, "q1": 3.0, "q3": 4.0}}, "out of order"),
+        (GOOD_ROW, {"ours": {"median": 0.0, "q1": 0.0, "q3": 0.0}}, "out of order"),
+        (SHAPES_ROW, {"points": [{**SHAPES_ROW["points"][0], "ratio": None}]}, "ratio is missing"),
+        (SHAPES_ROW, {"points": [{**SHAPES_ROW["points"][0], "q1": 9.0}]}, "out of order"),
+        (SHAPES_ROW, {"geometric_mean": None}, "geometric_mean is missing"),
     ],
 )
-def test_a_bad_row_of_shapes_is_seen(change: dict[str, Any], said: str) -> None:
-    assert said in results.check(document([{**SHAPES_ROW, **change}]))[0]
-
-
-def test_a_row_of_shapes_is_its_mean_its_worst_and_how_many_are_below() -> None:
-    points = SHAPES_ROW["points"]
-    row = measure.summed_up(Target(1.5, floor=0.4), points, ["gaussian (1,1,1) d 8, forward: no gaussian"])
-    assert row["geometric_mean"] == pytest.approx(4 ** (1 / 3)) and row["worst"] is points[2]
-    assert (row["below"], row["reached"], row["status"]) == (0, True, "measured")
-    assert measure.summed_up(Target(1.5, floor=1), points, [])["reached"] is False  # one shape is below
-    assert measure.summed_up(Target(1.6, floor=0.4), points, [])["reached"] is False  # the mean is below
-    none = measure.summed_up(Target(1.5, floor=0.4), [], ["additive (1,1,1) h 8, forward: not installed"])
-    assert (none["status"], none["reason"]) == ("not run", "additive (1,1,1) h 8, forward: not installed")
-    assert not results.check(document([{**SHAPES_ROW, **none}]))
-
-
-def test_the_report_of_many_shapes() -> None:
-    found = document([SHAPES_ROW])
-    text = reports.page({"new": found}, [("all", "all.png"), ("Ratios of all small shapes", "shapes.png")])
-    assert (
-        "| PyTorch | fastest formula | new | 1.59 | 0.50 |  |  |\n\n![Ratios of all small shapes](shapes.png)" in text
-    )
-    assert screen_rows(found, "Many small shapes")[0][4:8] == (
-        "3", "1.59", "0.50: additive (2,1,10) h 8, backward", f"{SHAPES_ROW['below']} of 3",
-    )  # fmt: skip
-    assert "Many small shapes" not in reports.page({"new": document([])}, [])
-    assert reports.faster_baselines(found) == [
-        "small shapes, PyTorch, 1 thread: fastest formula is faster in 1 of 3 measurements, at most 2.00 times as fast"
-    ]
-    assert reports.missed(found) == ["small-torch against fastest formula, 1 thread"]
-
-
-def test_the_chart_has_a_panel_for_each_number_of_threads_and_a_dot_for_each_shape() -> None:
-    found = document([SHAPES_ROW, {**SHAPES_ROW, "threads": 2}, {**SHAPES_ROW, "status": "not run", "points": []}])
-    panels = charts.small_shapes(found).axes
-    assert [axis.get_yscale() for axis in panels] == ["log", "log"]
-    dots = [line for line in panels[1].lines if line.get_marker() == "o"]
-    assert [line.get_ydata()[0] for line in dots] == [4.0, 2.0, 0.5]
-    assert charts.has_shapes(found) and not charts.has_shapes(document([GOOD_ROW]))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"ours": None}, "ours is missing"),
-        ({"baseline": 3}, "baseline is missing"),
-        ({"rounds": True}, "rounds is missing"),
-        ({"kind": "tiem"}, "unknown kind 'tiem'"),
-        ({"status": "skipped"}, "status 'skipped'"),
-        ({"status": "not run"}, "not run, without a reason"),
-        ({"ratio": {"median": 2.0, "q1": 3.0, "q3": 4.0}}, "out of order"),
-        ({"ours": {"median": 0.0, "q1": 0.0, "q3": 0.0}}, "out of order"),
-    ],
-)
-def test_a_bad_row_is_seen(change: dict[str, Any], said: str) -> None:
-    assert said in results.check(document([{**GOOD_ROW, **change}]))[0]
+def test_a_bad_row_is_seen(row: dict[str, Any], change: dict[str, Any], said: str) -> None:
+    assert said in results.check(document([{**row, **change}]))[0]
 
 
 def test_a_bad_document_is_seen(tmp_path: Path) -> None:
@@ -764,13 +699,7 @@ def test_cases_measured_again_take_the_place_of_their_own() -> None:
 def test_the_report_says_where_a_baseline_is_faster_and_what_misses() -> None:
     slower = {"ratio": {"median": 0.5, "q1": 0.5, "q3": 0.5}, "reached": False, "theirs": {**GOOD_ROW["theirs"]}}
     slower["theirs"] |= {"median": 0.01}
-    absent = {
-        "baseline": "xla",
-        "status": "not run",
-        "reason": "jax is not installed",
-        "target": None,
-        "stretch_target": None,
-    }
+    absent = {"baseline": "xla", "status": "not run", "reason": "jax is not installed", "target": None}
     found = document([GOOD_ROW, {**GOOD_ROW, **slower, "threads": 2}, {**GOOD_ROW, **absent}])
     assert reports.faster_baselines(found) == [
         "scaled dot: torch scaled_dot_product_attention is 2.00 (2 threads) times as fast"
@@ -979,10 +908,8 @@ def test_the_command_measures_a_case_again(toys: None, capsys: pytest.CaptureFix
 def test_cases_of_another_setting_are_refused_before_they_are_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    import bench.command  # noqa: F401 - so that it can be changed
-
     results.write(document([GOOD_ROW]), tmp_path / "results.json")
-    monkeypatch.delattr(sys.modules["bench.command"], "run")
+    monkeypatch.delattr("bench.command.run")
     arguments = ["run", "--quick", "--threads", "1", "--only", "tiny", "--again", "--out", str(tmp_path)]
     assert entry_main(arguments) == 2 and "another quick: measure all" in capsys.readouterr().err
 
@@ -991,9 +918,7 @@ def test_a_failure_ends_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     failed = document([], errors=[{"case": "tiny, 1 thread", "error": "tiny, attnscore: error 1"}])
-    import bench.command  # noqa: F401 - so that it can be changed
-
-    monkeypatch.setattr(sys.modules["bench.command"], "run", lambda *_, **__: failed)
+    monkeypatch.setattr("bench.command.run", lambda *_, **__: failed)
     assert entry_main(["run", "--only", "tiny", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert said == "python benchmarks run: 1 failed, first tiny, 1 thread: tiny, attnscore: error 1\n"
@@ -1004,10 +929,8 @@ def test_a_failure_ends_with_status_1(
 def test_targets_are_shown_on_request(
     targets: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    import bench.command  # noqa: F401 - so that it can be changed
-
     missing = {**GOOD_ROW, "target": 1e3, "reached": False}
-    monkeypatch.setattr(sys.modules["bench.command"], "run", lambda *_, **__: document([missing]))
+    monkeypatch.setattr("bench.command.run", lambda *_, **__: document([missing]))
     monkeypatch.setenv("COLUMNS", "300")
     options = ["--targets"] if targets else []
     assert entry_main(["run", "--only", "tiny", "--out", str(tmp_path), *options]) == 0
