@@ -11,12 +11,13 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 import attnscore as ats
 from attnscore.cli import main
 from attnscore.cli.lab import lab
 from attnscore.diagnostics import page, scaling
-from attnscore.diagnostics.lab import runs, training
+from attnscore.diagnostics.lab import runs, torch_language_model, training
 from attnscore.diagnostics.lab.experiment import Check, Estimate, estimate, exponent
 from attnscore.diagnostics.lab.runs import Settings
 from attnscore.diagnostics.lab.sharpening import JACOBIANS, LOGITS, WEIGHTS
@@ -94,14 +95,17 @@ def test_the_law_of_every_kind_is_the_variance_of_its_draws() -> None:
     assert np.var((query * key).sum(-1)) == pytest.approx(25, rel=0.08)
 
 
+def with_scores_swapped(found):
+    """The scores that are not scaled, sold as scaled."""
+    other = {"dot": "scaled_dot", "scaled_dot": "dot"}
+    return dataclasses.replace(
+        found, points=tuple(dataclasses.replace(point, score=other[point.score]) for point in found.points)
+    )
+
+
 @pytest.mark.slow
 def test_a_law_that_is_broken_is_seen(variance) -> None:
-    """Scores that are not scaled, sold as scaled."""
-    sold = tuple(
-        dataclasses.replace(point, score={"dot": "scaled_dot", "scaled_dot": "dot"}[point.score])
-        for point in variance.points
-    )
-    assert not all(check.holds for check in dataclasses.replace(variance, points=sold).checks())
+    assert not all(check.holds for check in with_scores_swapped(variance).checks())
 
 
 # ---------------------------------------------------------------- softmax and gradients
@@ -137,10 +141,7 @@ def test_gradient_flow_is_that_of_the_definition() -> None:
 def test_without_the_scale_gradients_vanish_and_with_it_they_do_not() -> None:
     found = quick("gradient_flow")
     assert all(check.holds for check in found.checks())
-    swapped = tuple(
-        dataclasses.replace(one, score={"dot": "scaled_dot", "scaled_dot": "dot"}[one.score]) for one in found.points
-    )
-    assert not all(check.holds for check in dataclasses.replace(found, points=swapped).checks())
+    assert not all(check.holds for check in with_scores_swapped(found).checks())
 
 
 # ---------------------------------------------------------------- other scores, the worked answers
@@ -219,6 +220,10 @@ def test_a_check_of_something_that_is_no_number_does_not_hold() -> None:
     assert not Check("", float("nan"), 1.0).holds and Check("", 1.0, 1.0).holds
 
 
+def few_numbers():
+    return logit_variance([1, 2], pairs=2, repeats=1)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -232,36 +237,26 @@ def test_a_check_of_something_that_is_no_number_does_not_hold() -> None:
         (lambda: scaling.score_growth([1, 2], repeats=-1), ["repeats", "-1"]),
         (lambda: Plan((3,), seeds=1, steps=1, width=8), ["head_dims", "8", "3"]),
         (lambda: Plan((4,), seeds=0, steps=1), ["seeds", "0"]),
+        (lambda: few_numbers().of("mean 0", "dot"), ["kind: expected one of mean 0, variance 1, mean 0, variances 4"]),
+        (
+            lambda: few_numbers().exponent("mean 0, variance 1", "dots"),
+            ["score: expected one of dot, scaled_dot, got 'dots'"],
+        ),
+        (
+            lambda: scaling.score_growth([1, 2], keys=2, repeats=1).exponent("dots"),
+            ["score: expected one of dot, scaled"],
+        ),
+        (
+            lambda: scaling.gradient_flow([1, 2], queries=2).of("additive"),
+            ["score: expected one of dot, scaled_dot, got"],
+        ),
+        (lambda: TrainingRuns(()).of("sum", 8), ["score: expected one of dot, scaled_dot, got 'sum'"]),
     ],
 )
-def test_bad_sizes_are_named(call, words) -> None:
+def test_bad_sizes_and_names_are_named(call, words) -> None:
     with pytest.raises(ArgumentError) as caught:
         call()
     assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda found: found.of("mean 0", "dot"), "kind: expected one of mean 0, variance 1, mean 0, variances 4"),
-        (
-            lambda found: found.exponent("mean 0, variance 1", "dots"),
-            "score: expected one of dot, scaled_dot, got 'dots'",
-        ),
-        (
-            lambda _: scaling.score_growth([1, 2], keys=2, repeats=1).exponent("dots"),
-            "score: expected one of dot, scaled",
-        ),
-        (
-            lambda _: scaling.gradient_flow([1, 2], queries=2).of("additive"),
-            "score: expected one of dot, scaled_dot, got",
-        ),
-        (lambda _: TrainingRuns(()).of("sum", 8), "score: expected one of dot, scaled_dot, got 'sum'"),
-    ],
-)
-def test_names_that_no_result_has_are_named(call, words) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(words)):
-        call(logit_variance([1, 2], pairs=2, repeats=1))
 
 
 # ---------------------------------------------------------------- training runs
@@ -280,14 +275,12 @@ def test_pairs_of_runs_differ_in_the_score_alone(trained) -> None:
 
 
 def test_models_start_alike_but_for_the_scale() -> None:
-    import torch
-
-    from attnscore.diagnostics.lab import torch_language_model as module
-
     models = []
     for score in ("dot", "scaled_dot"):
         torch.manual_seed(0)
-        models.append(module.LanguageModel(Settings(score, 4, 0, steps=1, width=8, layers=1, context=6), 11))
+        models.append(
+            torch_language_model.LanguageModel(Settings(score, 4, 0, steps=1, width=8, layers=1, context=6), 11)
+        )
         models[-1](torch.arange(12).reshape(2, 6) % 11, look=True)
     without, scaled = models
     for name, parameter in without.state_dict().items():
@@ -297,13 +290,9 @@ def test_models_start_alike_but_for_the_scale() -> None:
 
 
 def test_queries_and_keys_start_with_variance_one() -> None:
-    import torch
-
-    from attnscore.diagnostics.lab import torch_language_model as module
-
     torch.manual_seed(0)
-    block = module.Block(Settings("dot", 64, 0, steps=1, width=128))
-    model = module.LanguageModel(Settings("dot", 64, 0, steps=1, width=128), 11)
+    block = torch_language_model.Block(Settings("dot", 64, 0, steps=1, width=128))
+    model = torch_language_model.LanguageModel(Settings("dot", 64, 0, steps=1, width=128), 11)
     x = torch.nn.functional.layer_norm(torch.randn(500, 128), (128,))
     for layer in (model.blocks[0].attention.W_q, model.blocks[0].attention.W_k):
         assert float(layer(x).detach().var()) == pytest.approx(1.0, rel=0.1)
@@ -328,13 +317,9 @@ def test_what_is_seen_in_a_run(trained) -> None:
 
 
 def test_statistics_are_those_of_the_definition() -> None:
-    import torch
-
-    from attnscore.diagnostics.lab import torch_language_model as module
-
     settings = Settings("dot", 4, 0, steps=1, width=8, layers=1, context=6, batch=3)
     torch.manual_seed(0)
-    model = module.LanguageModel(settings, 11)
+    model = torch_language_model.LanguageModel(settings, 11)
     seen = []
     block = model.blocks[0]
     block.attention.W_q.register_forward_hook(lambda _, __, out: seen.append(out))
@@ -348,14 +333,12 @@ def test_statistics_are_those_of_the_definition() -> None:
         variances.append(one.var(-1, correction=0))
         weights = one.softmax(-1)
         entropies.append(-(weights * weights.log()).sum(-1) / np.log(row + 1))
-    look = module._look(0, 0.0, model)
+    look = torch_language_model._look(0, 0.0, model)
     assert look.logit_variance == pytest.approx(float(torch.stack(variances).mean()), rel=1e-5)
     assert look.entropy == pytest.approx(float(torch.stack(entropies).mean()), rel=1e-5)
 
 
 def test_a_run_leaves_the_random_stream_alone_and_repeats() -> None:
-    import torch
-
     torch.manual_seed(3)
     before = torch.get_rng_state()
     plan = Plan((4,), seeds=1, steps=2, width=8, batch=2, context=8)
