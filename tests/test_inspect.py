@@ -8,6 +8,7 @@ import json
 import os
 import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from transformers_cases import make as made
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it"
 MINILM_TEXT = "Astronauts on the night shift watched the planet rise over the lunar horizon."
+TOWER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SEES = TOWER | {"image_size": 8, "patch_size": 4}
 
 
 class Words:
@@ -207,16 +210,24 @@ def test_text_is_no_markup(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("call", "words"),
     [
-        ({"model": "nowhere", "text": "a"}, "model: expected 'minilm', or the folder of a Hugging Face model"),
-        ({"model": made("gpt2"), "text": "a"}, "tokenizer: expected the model's tokenizer, given a model, got None"),
-        ({"model": made("gpt2"), "text": " ", "tokenizer": Words()}, "text: expected some text, got none"),
+        (lambda _: inspect_model("nowhere", "a"), "model: expected 'minilm', or the folder of a Hugging Face model"),
+        (
+            lambda _: inspect_model(made("gpt2"), "a"),
+            "tokenizer: expected the model's tokenizer, given a model, got None",
+        ),
+        (lambda _: inspect_model(made("gpt2"), " ", tokenizer=Words()), "text: expected some text, got none"),
+        (lambda found: found.weights(2, 0), "layer: expected 0 to 1, got 2"),
+        (lambda found: found.top_links(0, 4), "head: expected 0 to 3, got 4"),
+        (lambda found: found.key_mass(-1, 0), "layer: expected 0 to 1, got -1"),
+        (lambda found: found.weights(0, 0, setting="hot"), "setting: expected one of model, unscaled, cold, warm, got"),
     ],
 )
-def test_wrong_input(arguments: dict[str, Any], words: str) -> None:
+def test_wrong_input(call: Callable[[Inspection], Any], words: str) -> None:
+    found = inspect_model(made("gpt2"), TEXT, tokenizer=Words())
     with pytest.raises(ArgumentError, match=re.escape(words)):
-        inspect_model(**arguments)
+        call(found)
 
 
 class Framed(Words):
@@ -235,8 +246,7 @@ def test_limits_of_tokenizer_and_positions() -> None:
     ):
         inspect_model(made("gpt2"), TEXT, tokenizer=Framed(), max_tokens=2)
     # RoBERTa's first position is the one behind the padding's: 12 places are for 10 tokens.
-    settings = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.RobertaConfig(**settings, intermediate_size=16, max_position_embeddings=12, pad_token_id=1)
+    config = transformers.RobertaConfig(**TOWER, vocab_size=50, max_position_embeddings=12, pad_token_id=1)
     found = inspect_model(transformers.RobertaModel(config), TEXT, tokenizer=Words())
     assert len(found.tokens) == 10 and found.left_out == len(TEXT.split()) - 10
     assert found.facts == f"1 layer, 2 heads, 10 tokens; {found.left_out} more tokens of the text were not read."
@@ -376,14 +386,9 @@ def test_nothing_of_a_folder_is_run(tmp_path: Path, how: str) -> None:
 
 
 def test_a_model_of_pictures_is_refused() -> None:
-    settings = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    model = transformers.ViTModel(transformers.ViTConfig(**settings, image_size=8, patch_size=4))
+    model = transformers.ViTModel(transformers.ViTConfig(**SEES))
     with pytest.raises(ArgumentError, match="expected a model that reads text, got ViTModel, which reads pixel_values"):
         inspect_model(model, TEXT, tokenizer=Words())
-
-
-TOWER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-SEES = TOWER | {"image_size": 8, "patch_size": 4}
 
 
 def test_a_model_that_needs_a_picture_beside_the_text_is_refused() -> None:
@@ -403,18 +408,6 @@ def test_every_part_of_a_model_keeps_its_attention() -> None:
     parts = model, model.language_model, model.vision_tower
     assert [part.config._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
     assert model.config.vision_config._attn_implementation == "eager"
-
-
-def test_wrong_places() -> None:
-    found = inspect_model(made("gpt2"), TEXT, tokenizer=Words())
-    for call, words in (
-        (lambda: found.weights(2, 0), "layer: expected 0 to 1, got 2"),
-        (lambda: found.top_links(0, 4), "head: expected 0 to 3, got 4"),
-        (lambda: found.key_mass(-1, 0), "layer: expected 0 to 1, got -1"),
-        (lambda: found.weights(0, 0, setting="hot"), "setting: expected one of model, unscaled, cold, warm, got 'hot'"),
-    ):
-        with pytest.raises(ArgumentError, match=re.escape(words)):
-            call()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
