@@ -13,6 +13,7 @@ import sys
 import zipfile
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +24,14 @@ PACKAGE = ROOT / "src" / "attnscore"
 MAKE_WHEEL = "import sys; from scikit_build_core import build; build.build_wheel(sys.argv[1], {'wheel.cmake': 'false'})"
 
 
+def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **options)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
-    done = subprocess.run(
-        [sys.executable, "-c", MAKE_WHEEL, folder], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run(sys.executable, "-c", MAKE_WHEEL, folder, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return zipfile.ZipFile(next(folder.glob("*.whl")))
 
@@ -59,17 +62,9 @@ def bare_path(tmp_path: Path) -> Path:
 def configure(build: Path, path: str, *options: str) -> subprocess.CompletedProcess[str]:
     """CMake on the project, for the C++ driver, which needs neither Python's headers nor nanobind."""
     tools = Path(sys.executable).parent
-    return subprocess.run(
-        [
-            *(tools / "cmake", "-S", ROOT, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"),
-            *("-DATTNSCORE_MODULE=OFF", "-DATTNSCORE_DRIVER=ON", *options),
-        ],
-        capture_output=True,
-        text=True,
-        env={"PATH": path},
-        check=False,
-        timeout=120,
-    )
+    ninja = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}")
+    driver = ("-DATTNSCORE_MODULE=OFF", "-DATTNSCORE_DRIVER=ON")
+    return run(tools / "cmake", "-S", ROOT, "-B", build, *ninja, *driver, *options, env={"PATH": path})
 
 
 def said(done: subprocess.CompletedProcess[str]) -> str:
@@ -146,9 +141,7 @@ def installed(wheel: zipfile.ZipFile, tmp_path: Path) -> Path:
 
 def reason_in(folder: Path) -> str:
     """What `available` and `explain` say of the native kernels in that folder's package."""
-    done = subprocess.run(
-        [sys.executable, "-c", WHY, str(folder)], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = run(sys.executable, "-c", WHY, folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -87,7 +87,7 @@ def with_language(*languages: str) -> list[Path]:
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> Iterator[ModuleType]:
     """An empty module to run in, and a library and a folder that forget what was done to them."""
     module = ModuleType("document")
     monkeypatch.setitem(sys.modules, "document", module)
@@ -95,12 +95,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
     monkeypatch.setattr(kernels, "_TABLE", dict(kernels._TABLE))
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(tmp_path)
-    # On their small tensors a second thread mostly waits.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     with torch.random.fork_rng():
         yield module
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +137,12 @@ def elsewhere(name: str) -> Iterator[Any]:
                 yield pytest.param(path, block, shown, id=f"{label(path)}:{block.line}")
 
 
+def run_process(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, **options)
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    return done
+
+
 ELSEWHERE = list(elsewhere("mxnet"))
 
 # Each block has names of its own; MXNet is imported once.
@@ -167,10 +169,7 @@ def ran_elsewhere() -> dict[tuple[Path, int], tuple[str, str]]:
         pytest.fail(f"no MXNet: {MXNET} is missing; `make test` sets it up", pytrace=False)
     found = [row.values[:2] for row in ELSEWHERE]
     texts = json.dumps([block.text for _, block in found])
-    done = subprocess.run(
-        [MXNET, "-c", RUN_ELSEWHERE], input=texts, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_process(MXNET, "-c", RUN_ELSEWHERE, input=texts)
     return {(path, block.line): tuple(x) for (path, block), x in zip(found, json.loads(done.stdout), strict=True)}
 
 
@@ -194,9 +193,7 @@ def test_blocks_for_triton_run_and_print_what_is_shown(
     """As a file, whose source Triton reads."""
     file = tmp_path / "own_score.py"
     file.write_text(block.text, encoding="utf-8")
-    variables = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, file], env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{label(path)}:{block.line}\n{done.stderr}"
+    done = run_process(sys.executable, file, env=os.environ | {"TRITON_INTERPRET": "1"})
     if shown is not None:
         check_printed(shown, path, done.stdout)
 
@@ -371,13 +368,6 @@ def test_names_in_the_documents_exist() -> None:
             assert hasattr(attnscore, name), f"{label(path)}: ats.{name}"
 
 
-def test_the_readme_tells_of_every_score_and_mask() -> None:
-    from test_public_api import MASKS, SCORES
-
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not [name for name in (*SCORES, *MASKS) if f"`{name}`" not in text]
-
-
 # ------------------------------------------------------------------ numbers
 
 
@@ -417,11 +407,13 @@ def test_every_page_stands_in_the_navigation() -> None:
     assert sorted(named) == sorted([*pages, "reference.md"])  # the last is made from the docstrings
 
 
-def test_every_public_name_stands_in_the_index() -> None:
+def test_the_readme_tells_of_every_score_and_mask_and_the_index_of_every_public_name() -> None:
     import attnscore
+    from test_public_api import MASKS, SCORES
 
-    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert not [name for name in attnscore.__all__ if f"`{name}`" not in text]
+    for page, names in (("README.md", (*SCORES, *MASKS)), ("docs/index.md", attnscore.__all__)):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert not [name for name in names if f"`{name}`" not in text], page
 
 
 def test_llms_txt_has_fifteen_pages_of_the_navigation_with_a_sentence_each() -> None:
@@ -465,16 +457,7 @@ def test_examples_run(path: Path, tmp_path: Path) -> None:
     python = [MXNET, "-W", "error", "-W", "ignore::DeprecationWarning"] if old else [sys.executable, "-W", "error"]
     # Those that train a model for most of a minute have a short form.
     short = ["--quick"] if '"--quick"' in path.read_text(encoding="utf-8") else []
-    done = subprocess.run(
-        [*python, str(path), *short],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_process(*python, path, *short, cwd=tmp_path, env=environment)
     assert not [line for line in done.stderr.splitlines() if not TENSORFLOW_LOG.match(line)]
     assert done.stdout.strip(), "an example shows something"
 
