@@ -27,6 +27,7 @@ from attnscore.errors import ArgumentError
 from attnscore.layers import torch as torch_layers
 
 WIDTH, HEADS, SIZE = 32, 4, 8
+pytestmark = pytest.mark.usefixtures("torch_seed")
 
 
 class Linen(linen.Module):
@@ -147,7 +148,6 @@ def largest(model: Callable[[Any], Any], x: Any) -> dict[int, float]:
 
 
 def spoilt_run(name: str) -> tuple[nn.Module, torch.Tensor, Any]:
-    torch.manual_seed(0)
     model = nn.Sequential(MODULES[name]()).eval()
     x = torch.randn(4, 32, WIDTH)
     with torch.no_grad(), watch(model) as seen:
@@ -182,7 +182,6 @@ def watched(model: nn.Module, x: torch.Tensor) -> Any:
 
 
 def test_a_sampled_step_of_a_watch_scales_a_head_once() -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(Attention("separate")).eval(), torch.randn(4, 32, WIDTH)
     spoil(model[0], 1, 60.0)
     spoil(model[0], 2, 60.0)
@@ -240,7 +239,6 @@ class Renamed(Attention):
 
 
 def test_unknown_projections_are_an_error_that_says_what_to_write() -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(Renamed()).eval(), torch.randn(4, 32, WIDTH)
     model[0].first.weight.data[SIZE : 2 * SIZE] *= 60.0
     seen, weights = watched(model, x), copy.deepcopy(model.state_dict())
@@ -268,7 +266,6 @@ def test_unknown_projections_are_an_error_that_says_what_to_write() -> None:
 
 def test_a_projection_of_grouped_keys_is_no_fused_one() -> None:
     """Two heads of 16 features with two KV heads each could be as wide; the width of the input decides."""
-    torch.manual_seed(0)
     layer = nn.Module()
     layer.qkv = nn.Linear(WIDTH, 6 * SIZE)
     rows = [{"layer": "(model)", "head": head, "max_logit": 200.0, "logit_variance": 1.0} for head in range(2)]
@@ -298,7 +295,6 @@ def test_a_projection_of_grouped_keys_is_no_fused_one() -> None:
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], words: str) -> None:
-    torch.manual_seed(0)
     model, x = OfPyTorch().eval(), torch.randn(4, 32, WIDTH)
     spoil(model, 0, 60.0)
     rows = watched(model, x).last()
@@ -310,7 +306,6 @@ def test_wrong_arguments_are_named(options: dict[str, Any], words: str) -> None:
 
 
 def test_heads_of_a_group_have_their_key_drawn_anew_together() -> None:
-    torch.manual_seed(0)
     model, x = Attention("grouped").eval(), torch.randn(4, 32, WIDTH)
     seen, before = watched(model, x), copy.deepcopy(model.state_dict())
     with pytest.raises(ArgumentError, match=r"all heads that share a key with head 1: \[0\] too.*leave 'key' out"):
@@ -333,7 +328,6 @@ def test_heads_of_a_group_have_their_key_drawn_anew_together() -> None:
 
 
 def test_a_head_without_a_logit_above_0_is_clipped_by_its_variance() -> None:
-    torch.manual_seed(0)
     x = torch.randn(4, 32, WIDTH)
     model = Attention("separate").eval()
     spoil(model, 1, 60.0)
@@ -341,13 +335,11 @@ def test_a_head_without_a_logit_above_0_is_clipped_by_its_variance() -> None:
         for layer, value in ((model.q_proj, 1.0), (model.k_proj, -3000.0)):
             layer.weight[SIZE] = 0
             layer.bias[SIZE] = value
-    with torch.no_grad(), watch(model) as seen:
-        model(x)
+    seen = watched(model, x)
     row = seen.last()[1]
     assert row["max_logit"] < 0 and ("(model)", 1) in seen.failing()
     run_printed_line(seen, model=model)
-    with torch.no_grad(), watch(model) as after:
-        model(x)
+    after = watched(model, x)
     assert after.last()[1]["logit_variance"] == pytest.approx(9.0, rel=1e-3) and not after.failing()
 
 
@@ -361,7 +353,6 @@ def set_weights(kind: str, model: nn.Module, weight: float, bias: float = 0.0) -
 
 @pytest.mark.parametrize("kind", ["query", "key", "value"])
 def test_the_printed_line_draws_the_head_anew(kind: str) -> None:
-    torch.manual_seed(0)
     model, x = OfPyTorch().eval(), torch.randn(4, 32, WIDTH)
     with torch.no_grad(), watch(model) as seen:
         model(x)
@@ -563,7 +554,6 @@ def test_a_mask_by_another_name_is_said_of_a_flax_model() -> None:
 
 
 def test_a_run_after_a_checkpoint_is_judged_anew_once_it_is_cleared() -> None:
-    torch.manual_seed(0)
     model, x = OfPyTorch().eval(), torch.randn(4, 32, WIDTH)
     saved = copy.deepcopy(model.state_dict())
     with torch.no_grad(), watch(model) as seen:
