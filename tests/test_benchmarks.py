@@ -77,16 +77,8 @@ CALLERS = [
     ("tensorflow-graph", "keras", 1.3, 1.3, None),
 ]
 CALLERS_MEMORY = {"memory-numpy", "memory-jax", "memory-tensorflow", "memory-tensorflow-graph"}
-AT_MOST = {
-    "additive-long",
-    "tiny",
-    "tiny-backward",
-    "statistics",
-    "dropout",
-    "dropout-backward",
-    "interval-mask",
-    *WATCHED,
-}
+AT_MOST = {"additive-long", "tiny", "tiny-backward", "statistics", "dropout", "dropout-backward", "interval-mask"}
+AT_MOST |= WATCHED
 GROWTH = {"growth-dot", "growth-additive"}
 # Cases of many shapes: baselines, the least ratio of each shape, their geometric mean, the modes.
 EVERY_MODE = ("forward", "weights", "backward")

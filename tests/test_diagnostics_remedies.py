@@ -55,18 +55,19 @@ def run_printed_line(seen: Any, **names: Any) -> tuple[float, dict[str, Any]]:
 class Attention(nn.Module):
     """Attention of a model of one's own, with separate projections, fewer keys than heads, or one projection."""
 
-    def __init__(self, kind: str, *, bias: bool = True) -> None:
+    def __init__(
+        self, kind: str, *, bias: bool = True, names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    ) -> None:
         super().__init__()
         keys = WIDTH // 2 if kind == "grouped" else WIDTH
-        if kind == "fused":
-            self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=bias)
-        else:
-            self.q_proj = nn.Linear(WIDTH, WIDTH, bias=bias)
-            self.k_proj, self.v_proj = (nn.Linear(WIDTH, keys, bias=bias) for _ in "kv")
+        sizes = {"qkv": 3 * WIDTH} if kind == "fused" else dict(zip(names, (WIDTH, keys, keys), strict=True))
+        for name, size in sizes.items():
+            self.add_module(name, nn.Linear(WIDTH, size, bias=bias))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        arrays = self.qkv(x).chunk(3, -1) if hasattr(self, "qkv") else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        q, k, v = (each.unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in arrays)
+        arrays = [layer(x) for layer in self.children()]
+        q, k, v = arrays if len(arrays) == 3 else arrays[0].chunk(3, -1)
+        q, k, v = (each.unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in (q, k, v))
         return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(-2)
 
 
@@ -223,38 +224,24 @@ def test_a_module_that_is_called_twice_is_scaled_for_its_larger_logits() -> None
     assert after["attention"] == pytest.approx(10.0, rel=1e-4)
 
 
-class Renamed(Attention):
-    """Projections with names of no one else."""
-
-    def __init__(self) -> None:
-        super().__init__("separate")
-        self.first, self.second, self.third = self.q_proj, self.k_proj, self.v_proj
-        del self.q_proj, self.k_proj, self.v_proj
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for layer in (self.first, self.second, self.third)
-        )
-        return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
-
-
 def test_unknown_projections_are_an_error_that_says_what_to_write() -> None:
-    model, x = nn.Sequential(Renamed()).eval(), torch.randn(4, 32, WIDTH)
+    names = ("first", "second", "third")
+    model, x = nn.Sequential(Attention("separate", names=names)).eval(), torch.randn(4, 32, WIDTH)
     model[0].first.weight.data[SIZE : 2 * SIZE] *= 60.0
     seen, weights = watched(model, x), copy.deepcopy(model.state_dict())
     with pytest.raises(ArgumentError) as caught:
         run_printed_line(seen, model=model)
     assert str(caught.value) == (
         "model: expected projections of 4 heads in '0', named as q_proj, query, W_q, to_q, qkv or in_proj_weight, got "
-        "Renamed with first (32, 32), second (32, 32), third (32, 32). Hint: say what makes its queries, keys and "
+        "Attention with first (32, 32), second (32, 32), third (32, 32). Hint: say what makes its queries, keys and "
         "values: layers=('first', 'second', 'third')"
     )
     assert all((value == weights[name]).all() for name, value in model.state_dict().items())
-    assert [*qk_clip(model, seen, tau=10.0, layers=("first", "second", "third"))] == [("0", 1)]
+    assert [*qk_clip(model, seen, tau=10.0, layers=names)] == [("0", 1)]
     assert largest(model, x)[1] == pytest.approx(10.0, rel=1e-4)
     with pytest.raises(ArgumentError, match="projections of 4 heads in '0'"):
         reset_heads(model, seen, {"0": [1]})
-    reset_heads(model, seen, {"0": [1]}, ["value"], layers=("first", "second", "third"))
+    reset_heads(model, seen, {"0": [1]}, ["value"], layers=names)
     changed = (model[0].third.weight != weights["0.third.weight"]).all(1).nonzero().flatten().tolist()
     assert changed == [*range(SIZE, 2 * SIZE)]
     model[0].q_norm = nn.RMSNorm(SIZE)  # behind a norm the weights' size is lost
