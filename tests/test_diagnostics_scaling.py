@@ -220,8 +220,9 @@ def test_a_check_of_something_that_is_no_number_does_not_hold() -> None:
     assert not Check("", float("nan"), 1.0).holds and Check("", 1.0, 1.0).holds
 
 
-def few_numbers():
-    return logit_variance([1, 2], pairs=2, repeats=1)
+ONE_SCORE = "score: expected one of dot, scaled_dot"
+few_numbers = functools.partial(logit_variance, [1, 2], pairs=2, repeats=1)
+few_keys = functools.partial(scaling.score_growth, [1, 2], keys=2, repeats=1)
 
 
 @pytest.mark.parametrize(
@@ -238,19 +239,10 @@ def few_numbers():
         (lambda: Plan((3,), seeds=1, steps=1, width=8), ["head_dims", "8", "3"]),
         (lambda: Plan((4,), seeds=0, steps=1), ["seeds", "0"]),
         (lambda: few_numbers().of("mean 0", "dot"), ["kind: expected one of mean 0, variance 1, mean 0, variances 4"]),
-        (
-            lambda: few_numbers().exponent("mean 0, variance 1", "dots"),
-            ["score: expected one of dot, scaled_dot, got 'dots'"],
-        ),
-        (
-            lambda: scaling.score_growth([1, 2], keys=2, repeats=1).exponent("dots"),
-            ["score: expected one of dot, scaled"],
-        ),
-        (
-            lambda: scaling.gradient_flow([1, 2], queries=2).of("additive"),
-            ["score: expected one of dot, scaled_dot, got"],
-        ),
-        (lambda: TrainingRuns(()).of("sum", 8), ["score: expected one of dot, scaled_dot, got 'sum'"]),
+        (lambda: few_numbers().exponent("mean 0, variance 1", "dots"), [f"{ONE_SCORE}, got 'dots'"]),
+        (lambda: scaling.gradient_flow([1, 2], queries=2).of("additive"), [f"{ONE_SCORE}, got 'additive'"]),
+        (lambda: TrainingRuns(()).of("sum", 8), [f"{ONE_SCORE}, got 'sum'"]),
+        (lambda: few_keys().exponent("dots"), ["score: expected one of dot, scaled dot"]),
     ],
 )
 def test_bad_sizes_and_names_are_named(call, words) -> None:
