@@ -10,10 +10,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ DOCS = HERE.parent / "docs"
 COLOURS = DOCS / "images" / "matplotlibrc"
 PAGE = "performance.md"
 OVERVIEW, SMALL_SHAPES = "performance.png", "performance-small-shapes.png"
+COMMANDS = {"diagnosis": "diagnosis.bed", "tune": "bench.gpu_tune", "gpu-code": "bench.gpu_code"}
 
 
 def documents() -> dict[str, dict[str, Any]]:
@@ -47,57 +47,39 @@ def machine_name(stem: str) -> str:
     return f"{name}, AVX{instructions}" if instructions else name
 
 
-def with_small_shapes(machines: dict[str, dict[str, Any]]) -> str | None:
-    """Return the machine whose small shapes are drawn: the latest on which they were measured."""
-    return next((name for name, document in machines.items() if charts.has_shapes(document)), None)
+def pictures(machines: dict[str, dict[str, Any]]) -> dict[str, tuple[str, Callable[[], Figure]]]:
+    """Return description and chart of each picture by its file.
+
+    Small shapes are those of the latest machine on which they were measured.
+    """
+    description = "Times as fast as each baseline, one mark for each machine"
+    found: dict[str, tuple[str, Callable[[], Figure]]] = {OVERVIEW: (description, partial(charts.overview, machines))}
+    if (name := next((name for name, document in machines.items() if charts.has_shapes(document)), None)) is not None:
+        description = f"Ratios of all small shapes on {name}, one column for each case"
+        found[SMALL_SHAPES] = (description, partial(charts.small_shapes, machines[name]))
+    return found
 
 
 def rendered() -> str:
     """Return the page of performance with the tables of all results."""
     machines = documents()
-    pictures = [("Times as fast as each baseline, one mark for each machine", f"images/{OVERVIEW}")]
-    if (name := with_small_shapes(machines)) is not None:
-        pictures.append((f"Ratios of all small shapes on {name}, one column for each case", f"images/{SMALL_SHAPES}"))
-    return reports.page_with((DOCS / PAGE).read_text("utf-8"), reports.page(machines, pictures))
+    links = [(description, f"images/{file}") for file, (description, _) in pictures(machines).items()]
+    return reports.page_with((DOCS / PAGE).read_text("utf-8"), reports.page(machines, links))
 
 
 def write_page() -> None:
-    """Put the tables of the results into the page, and draw its charts."""
-    machines = documents()
-    write(DOCS / PAGE, rendered())
-    draw(DOCS / "images" / OVERVIEW, partial(charts.overview, machines))
-    if (name := with_small_shapes(machines)) is not None:
-        draw(DOCS / "images" / SMALL_SHAPES, partial(charts.small_shapes, machines[name]))
-
-
-def write(page: Path, text: str) -> None:
-    """Replace a page at once."""
-    with replacing(page) as file:
-        file.write(text.encode())
-
-
-def draw(path: Path, chart: Callable[[], Figure]) -> None:
-    """Replace a chart at once, in the colours of the documentation's pictures."""
+    """Put the tables of the results into the page, and draw its charts in the documentation's colours."""
     import matplotlib as mpl
 
-    with mpl.rc_context(fname=COLOURS), replacing(path) as file:
-        chart().savefig(file, format="png", dpi=100)
+    text = rendered()
+    with replacing(DOCS / PAGE) as file:
+        file.write(text.encode())
+    for name, (_, chart) in pictures(documents()).items():
+        with mpl.rc_context(fname=COLOURS), replacing(DOCS / "images" / name) as file:
+            chart().savefig(file, format="png", dpi=100)
 
 
-def measure(name: str, options: list[str]) -> int:
-    """Measure and keep the results under the name; `--again` finds the earlier ones there."""
-    stored = HERE / "results" / f"{name}.json"
-    with tempfile.TemporaryDirectory() as folder:
-        new = Path(folder, "results.json")
-        if stored.exists():
-            shutil.copy(stored, new)
-        status = main(["run", *(options or ["--full"]), "--out", folder])
-        if status in (0, 1):  # after 1 the document may hold errors, and the page says so
-            results.write(results.read(new), stored)
-    return status
-
-
-def _commands() -> Any:
+def _run() -> Any:
     from bench.command import app
 
     return app
@@ -107,46 +89,31 @@ def main(arguments: list[str]) -> int:
     """Run a command of the benchmarks; return its exit status."""
     first, *rest = arguments or [""]
     if first == "run":
-        return cli.run(_commands, rest, "python benchmarks run")
-    if first == "diagnosis":
-        from diagnosis import bed
-
-        return bed.main(rest)
-    if first == "tune":
-        from bench import gpu_tune
-
-        return gpu_tune.main(rest)
-    if first == "gpu-code":
-        from bench import gpu_code
-
-        if len(rest) != 1:
-            print(
-                "expected the page, as in: python benchmarks gpu-code benchmarks/results/gpu-code.md", file=sys.stderr
-            )
-            return 2
-        gpu_code.write_page(Path(rest[0]))
-        return 0
-    return of_machine(arguments)
+        return cli.run(_run, rest, "python benchmarks run")
+    if first in COMMANDS:
+        return int(importlib.import_module(COMMANDS[first]).main(rest))
+    return of_machine(first, rest)
 
 
-def of_machine(arguments: list[str]) -> int:
-    """Measure, except with --page alone, and make the page."""
-    if any(each.startswith("--out") for each in arguments):
-        print("--out: results go into this folder and the page; `python benchmarks run` has it", file=sys.stderr)
-        return 2
+def of_machine(name: str, options: list[str]) -> int:
+    """Measure into the results under the name, except with --page alone, and make the page."""
+    if any(each.startswith("--out") for each in options):
+        return refuse("--out: results go into this folder and the page; `python benchmarks run` has it")
     status = 0
-    if arguments != ["--page"]:
-        if not arguments or not arguments[0].replace("-", "").isalnum() or arguments[0].startswith("-"):
-            print(
-                "expected run, tune, diagnosis, gpu-code, --page or the name of the machine, as in: "
-                "python benchmarks zen5",
-                file=sys.stderr,
-            )
-            return 2
-        status = measure(arguments[0], arguments[1:])
-    if status in (0, 1):
+    if (name, options) != ("--page", []):
+        if not name.replace("-", "").isalnum() or name.startswith("-"):
+            return refuse(f"expected run, {', '.join(COMMANDS)}, --page or the name of the machine, as in zen5")
+        path = HERE / "results" / f"{name}.json"
+        status = main(["run", *(options or ["--full"]), "--out", str(path)])
+    if status in (0, 1):  # after 1 the document may hold errors, and the page says so
         write_page()
     return status
+
+
+def refuse(text: str) -> int:
+    """Say what is wrong with the arguments, and return the exit status."""
+    print(text, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Baselines: code that a user would write or call in place of this library, each in its fastest form.
 
-- A baseline gets the same arrays, converted before anything is timed, and the equivalent mask.
+- A baseline gets the same arrays, converted before anything is timed, and the equivalent mask. A case names only
+  baselines that can compute it.
 - Where there are several ways to write it, the fastest one on this machine is taken.
 - A baseline that is missing or cannot do the case raises `Unavailable` with the reason, which becomes its row.
 """
@@ -30,23 +31,12 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Baseline:
-    """Title of a baseline in reports, the function that builds its side, and the features that it lacks."""
+    """Title of a baseline in reports, and the function that builds its side of a case or raises `Unavailable`."""
 
     title: str
     build: Callable[[Inputs], Side]
-    lacks: tuple[str, ...] = ()
-    """Names of a score, of a mask, or of a feature: "mask", "backward"."""
     is_alternative: bool = True
     """It computes the case in another way; a yardstick computes something else."""
-
-    def side(self, inputs: Inputs) -> Side:
-        """Build the side of a case, or raise `Unavailable`."""
-        case = inputs.case
-        features = {case.score, case.mask, *(["mask"] if case.mask else []), *(["backward"] if case.backward else [])}
-        for feature in self.lacks:
-            if feature in features:
-                raise Unavailable(f"no {feature} in this baseline's form of {case.score}")
-        return self.build(inputs)
 
 
 def _needs(package: str) -> Any:
@@ -56,19 +46,19 @@ def _needs(package: str) -> Any:
         raise Unavailable(f"{package.partition('.')[0]} is not installed") from error
 
 
-def _fastest(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    """Warm each call up, then take the one whose best of three is the fastest."""
-
-    def best(call: Callable[[], Any]) -> float:
+def fastest(call: Callable[[], Any], rounds: int = 3, seconds: float = 0.0) -> float:
+    """Return the least seconds of a warm call, over at least that many rounds and seconds."""
+    call()
+    times: list[float] = []
+    while len(times) < rounds or (sum(times) < seconds and len(times) < 100):
+        start = time.perf_counter()
         call()
-        times: list[float] = []
-        while len(times) < 3 or (sum(times) < _CHOICE and len(times) < 100):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return min(times)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
-    return min(calls, key=best) if len(calls) > 1 else calls[0]
+
+def _fastest(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    return min(calls, key=functools.partial(fastest, seconds=_CHOICE)) if len(calls) > 1 else calls[0]
 
 
 def sdpa(inputs: Inputs) -> Side:
@@ -166,21 +156,17 @@ def sdpa_blocks(inputs: Inputs) -> Side:
 
 
 def flex(inputs: Inputs) -> Side:
-    """FlexAttention, which TorchInductor compiles with a C++ compiler, on the blocks that the mask leaves."""
+    """FlexAttention, which TorchInductor compiles with a C++ compiler, on the blocks that a window leaves."""
     import torch
 
-    library, case = _needs("torch.nn.attention.flex_attention"), inputs.case
-    width = case.sizes.get("visible", 0)
-    masks: dict[str, Callable[..., Any]] = {
-        "causal": lambda b, h, i, j: j <= i,
-        "valid_lens": lambda b, h, i, j: j < width,
-        "window": lambda b, h, i, j: (j <= i) & (j > i - width),
-    }
+    library, sizes = _needs("torch.nn.attention.flex_attention"), inputs.case.sizes
+    width, lengths = sizes["visible"], (sizes["queries"], sizes["keys"])
     # The mask is known before anything is timed, as for us.
-    lengths = (case.sizes["queries"], case.sizes["keys"])
-    block_mask = library.create_block_mask(masks[case.mask], None, None, *lengths, device="cpu") if case.mask else None
+    blocks = library.create_block_mask(
+        lambda batch, head, i, j: (j <= i) & (j > i - width), None, None, *lengths, device="cpu"
+    )
     compiled_flex = torch.compile(library.flex_attention, dynamic=False)
-    return Side("flex", caller(inputs, functools.partial(compiled_flex, block_mask=block_mask)))
+    return Side("flex", caller(inputs, functools.partial(compiled_flex, block_mask=blocks)))
 
 
 def naive(inputs: Inputs) -> Side:
@@ -271,6 +257,8 @@ def keras(inputs: Inputs) -> Side:
 def keras_layer(inputs: Inputs) -> Side:
     """``keras.layers.Attention`` and ``AdditiveAttention``, with projections before the latter."""
     _keras()
+    if inputs.case.score not in ("scaled_dot", "additive"):
+        raise Unavailable(f"Keras has no {inputs.case.score} attention")
     return layers.side(inputs, "keras-layer", layers.keras_own(inputs))
 
 
@@ -307,26 +295,21 @@ def _numpy(x: Any) -> Any:
     return x.detach().numpy() if hasattr(x, "detach") else x
 
 
-_FORWARD = ("mask", "backward")
 BASELINES = {
     "sdpa": Baseline("torch scaled_dot_product_attention", sdpa),
     "sdpa-padded": Baseline("the same of a padded batch", sdpa_padded),
     "sdpa-blocks": Baseline("torch scaled_dot_product_attention, in blocks", sdpa_blocks),
-    "flex": Baseline("FlexAttention, compiled", flex, lacks=("backward", "additive", "gaussian")),
-    "naive": Baseline("naive PyTorch", naive, lacks=("mask",)),
-    "compile": Baseline("naive PyTorch, torch.compile", compiled, lacks=("mask",)),
-    "xla": Baseline("naive JAX, jax.jit (XLA)", xla, lacks=(*_FORWARD, "gaussian")),
-    "keops": Baseline("KeOps", keops, lacks=(*_FORWARD, "scaled_dot", "gaussian")),
-    "onnxruntime": Baseline(
-        "onnxruntime MultiHeadAttention",
-        onnxruntime,
-        lacks=("backward", "valid_lens", "window", "additive", "gaussian"),
-    ),
-    "numpy": Baseline("naive NumPy", formula, lacks=_FORWARD),
-    "jax": Baseline("jax.nn.dot_product_attention", jax, lacks=_FORWARD),
-    "tensorflow": Baseline("naive TensorFlow", formula, lacks=_FORWARD),
-    "keras": Baseline("keras.ops.dot_product_attention", keras, lacks=_FORWARD),
-    "keras-layer": Baseline("keras.layers.Attention, AdditiveAttention", keras_layer, lacks=("bilinear", "gaussian")),
+    "flex": Baseline("FlexAttention, compiled", flex),
+    "naive": Baseline("naive PyTorch", naive),
+    "compile": Baseline("naive PyTorch, torch.compile", compiled),
+    "xla": Baseline("naive JAX, jax.jit (XLA)", xla),
+    "keops": Baseline("KeOps", keops),
+    "onnxruntime": Baseline("onnxruntime MultiHeadAttention", onnxruntime),
+    "numpy": Baseline("naive NumPy", formula),
+    "jax": Baseline("jax.nn.dot_product_attention", jax),
+    "tensorflow": Baseline("naive TensorFlow", formula),
+    "keras": Baseline("keras.ops.dot_product_attention", keras),
+    "keras-layer": Baseline("keras.layers.Attention, AdditiveAttention", keras_layer),
     "keras-multi-head": Baseline("keras.layers.MultiHeadAttention", only_in_models),
     "formula": Baseline("fastest formula", formula),
     "without": Baseline("the same call without it", without, is_alternative=False),

@@ -49,8 +49,9 @@ def bench(
     device: Annotated[
         str, typer.Option(metavar="NAME", help="cpu, or cuda: cases of their own, on a GPU, against PyTorch's.")
     ] = "cpu",
-    targets: Annotated[bool, typer.Option("--targets", help="Show this project's targets too.")] = False,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results.json goes.")] = Path("attnscore-bench"),
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where results.json goes, or the name of another .json file.")
+    ] = Path("attnscore-bench"),
 ) -> None:
     """Time and memory against PyTorch, NumPy, JAX, TensorFlow, KeOps and onnxruntime on this machine.
 
@@ -58,11 +59,12 @@ def bench(
     results.json. Leave the machine alone meanwhile.
     """
     check_choice("--device", device, ("cpu", "cuda"))
+    path = out if out.suffix == ".json" else out / ("results.json" if device == "cpu" else "gpu.json")
     if device == "cuda":
-        of_cpus = {"full": full, "only": only, "again": again, "threads": threads, "isa": isa, "targets": targets}
+        of_cpus = {"full": full, "only": only, "again": again, "threads": threads, "isa": isa}
         if given := [f"--{name}" for name, value in of_cpus.items() if value]:
             raise ArgumentError(message("--device", f"cpu, which has {', '.join(given)}", "cuda"))
-        return _on_gpu(quick, out)
+        return _on_gpu(quick, path)
     cases, numbers = chosen(only or (), full), thread_numbers(threads)
     if again and not only:
         raise ArgumentError(message("--again", "--only, which says what is measured again", "no case"))
@@ -71,29 +73,30 @@ def bench(
         machine.limit_isa(isa)
     if version("torch") is None:
         raise FrameworkError("bench: the references need PyTorch: pip install 'attnscore[torch]'")
-    _make_folder(out)
-    before = results.read(out / "results.json") if again else None
+    _make_folder(path.parent)
+    before = results.read(path) if again else None
     if before is not None:
         results.check_same_setting(before, setting(numbers, quick=quick))
     document = _run(cases, numbers, quick, error_console())
     if before is not None:
         document = results.joined(before, document)
-    results.write(document, out / "results.json")
+    results.write(document, path)
     screen = console()
-    _show(screen, document, targets)
-    screen.print(Text(f"results.json in {out}"), soft_wrap=True)
+    for title, columns, rows in reports.screen_tables(document):
+        if rows:
+            caption = "ratio: their time over ours" if title == "Speed" else None
+            screen.print(table(title, columns, rows, left=2, caption=caption))
+    screen.print(Text(f"{path.name} in {path.parent}"), soft_wrap=True)
     if document["errors"]:
         first = document["errors"][0]
         raise BenchmarkFailure(f"{len(document['errors'])} failed, first {first['case']}: {first['error']}")
 
 
-def _on_gpu(quick: bool, out: Path) -> None:
-    """Measure on a GPU and write ``gpu.json``."""
+def _on_gpu(quick: bool, path: Path) -> None:
     gpu.check_device("cuda")
-    screen = console()
-    _make_folder(out)
+    _make_folder(path.parent)
     document = gpu.run(quick, lambda text: error_console().print(Text(text)))
-    with replacing(out / "gpu.json") as file:
+    with replacing(path) as file:
         file.write((json.dumps(document, indent=1) + "\n").encode())
     rows = [
         [
@@ -104,17 +107,18 @@ def _on_gpu(quick: bool, out: Path) -> None:
         ]
         for row in document["rows"]
     ]
+    screen = console()
     screen.print(table("Their time over ours", ["case", "baseline", "pass", "ratio"], rows, left=3))
-    screen.print(Text(f"gpu.json in {out}"), soft_wrap=True)
+    screen.print(Text(f"{path.name} in {path.parent}"), soft_wrap=True)
     if wrong := [row for row in document["rows"] if row.get("is_wrong")]:
         raise BenchmarkFailure(f"{len(wrong)} failed, first {wrong[0]['case']}: {wrong[0]['error']}")
 
 
-def _make_folder(out: Path) -> None:
+def _make_folder(folder: Path) -> None:
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
+        raise FileError(f"{folder}: cannot be made a folder: {error.strerror}") from error
 
 
 def thread_numbers(text: str | None) -> list[int]:
@@ -134,15 +138,3 @@ def _run(cases: Any, numbers: list[int], quick: bool, screen: Console) -> dict[s
         return run(cases, numbers, quick=quick, tell=lambda text, at, of: screen.print(Text(f"[{at}/{of}] {text}")))
     with screen.status("") as status:
         return run(cases, numbers, quick=quick, tell=lambda text, at, of: status.update(Text(f"[{at}/{of}] {text}")))
-
-
-def _show(screen: Console, document: dict[str, Any], targets: bool) -> None:
-    caption = "ratio: their time over ours"
-    for title, columns, rows in reports.screen_tables(document):
-        if rows:
-            shown = [i for i, column in enumerate(columns) if targets or column not in reports.TARGETS]
-            cells = [[row[i].replace("*", "") for i in shown] for row in rows]
-            names = [columns[i] for i in shown]
-            screen.print(table(title, names, cells, left=2, caption=caption if title == "Speed" else None))
-    for each in reports.missed(document) if targets else ():
-        screen.print(Text(f"misses its target: {each}"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -204,7 +205,11 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_page(path: Path) -> None:
-    """Replace the page of the documentation."""
-    with replacing(path) as file:
+def main(arguments: list[str]) -> int:
+    """Replace the page of the documentation; return the exit status."""
+    if len(arguments) != 1:
+        print("expected the page, as in: python benchmarks gpu-code benchmarks/results/gpu-code.md", file=sys.stderr)
+        return 2
+    with replacing(Path(arguments[0])) as file:
         file.write(page().encode())
+    return 0

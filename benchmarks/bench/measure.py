@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ import numpy as np
 from attnscore.cli.timing import Effort, alternate, summary
 from attnscore.errors import FrameworkError
 from bench import layers, machine
-from bench.baselines import BASELINES, Unavailable, naive
-from bench.cases import Case, Target, named
+from bench.baselines import BASELINES, Unavailable, fastest, naive
+from bench.cases import Case, named
 from bench.inputs import Inputs, Side, draw, kernel_of, ours
 from bench.models import MODELS
 from bench.reference import Reference, WrongResult, reference
@@ -76,69 +76,59 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def time_case(case: Case, threads: int, effort: Effort) -> list[Row]:
     """Time a case; one row for each baseline."""
     inputs = draw(case)
-    exact = reference(inputs)
+    about = {"kernel": kernel_of(inputs), "work": case.work()}
+    return [row | about for row in _compared(inputs, case.name, threads, effort)]
+
+
+def _compared(inputs: Inputs, name: str, threads: int, effort: Effort) -> Iterator[Row]:
+    """Check our side, then time it against each baseline; yield a row for each."""
+    case, exact = inputs.case, reference(inputs)
     mine = layers.ours(inputs) if case.layer else ours(inputs)
-    error = exact.check(f"{case.name}, attnscore", mine.outputs(mine.run()))
-    about: Row = {
-        "kind": "time", "case": case.name, "what": case.what, "threads": threads, "kernel": kernel_of(inputs),
-        "work": case.work(), "accuracy": error,
-    }  # fmt: skip
-    return [{**about, **_against(baseline, inputs, mine, exact, threads, effort)} for baseline in case.baselines]
+    accuracy = exact.check(f"{name}, attnscore", mine.outputs(mine.run()))
+    for baseline in case.baselines:
+        yield _row(case, threads, baseline, accuracy=accuracy, **_against(baseline, inputs, mine, exact, effort))
 
 
-def _against(baseline: str, inputs: Inputs, mine: Side, exact: Reference, threads: int, effort: Effort) -> Row:
-    """Time our side and a baseline by turns, and return the fields of their row; or why the baseline was not run."""
-    row = _unmeasured(baseline, inputs.case.baselines[baseline], threads)
+def _row(case: Case, threads: int, baseline: str, **measured: Any) -> Row:
+    """Return the row of a comparison: what was measured, in place of what a row has before."""
+    about = {"kind": "time", "case": case.name, "what": case.what, "threads": threads, "baseline": baseline}
+    before = {"status": "not run", "reason": None, "rounds": 0, **dict.fromkeys(("ours", "theirs", "ratio"))}
+    return {**about, "kernel": "", "work": {}, "accuracy": {}, **before, **measured}
+
+
+def _against(baseline: str, inputs: Inputs, mine: Side, exact: Reference, effort: Effort) -> Row:
+    """Time our side and a baseline by turns, and return their times; or why the baseline was not run."""
     try:
-        theirs = BASELINES[baseline].side(inputs)
+        theirs = BASELINES[baseline].build(inputs)
         found = theirs.outputs(theirs.run())
         if theirs.same:
             exact.check(f"{inputs.case.name}, {baseline}", found, slack=_SLACK)
     except Unavailable as reason:
-        return {**row, "reason": str(reason)}
+        return {"reason": str(reason)}
     except WrongResult as wrong:
-        return {**row, "reason": f"its result is another one: {wrong}"}
+        return {"reason": f"its result is another one: {wrong}"}
     except Exception as error:  # a baseline fails in ways of its own: a compiler or an operator that is missing
-        return {**row, "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-    return _measured(row, mine.run, theirs.run, effort)
+        return {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    return _times(mine.run, theirs.run, effort)
 
 
-def _unmeasured(baseline: str, target: Target | None, threads: int) -> Row:
-    """Return the fields of a row before it is measured."""
-    return {
-        "baseline": baseline, "status": "not run", "reason": None,
-        "target": None if target is None else target.on(threads), "stretch_target": target and target.stretch,
-        "at_most": bool(target and target.at_most), "reached": None,
-        "rounds": 0, "ours": None, "theirs": None, "ratio": None,
-    }  # fmt: skip
-
-
-def _measured(row: Row, ours: Callable[[], Any], theirs: Callable[[], Any], effort: Effort) -> Row:
-    """Time both sides by turns, and return their row."""
-    times, target, reached = alternate(ours, theirs, effort), row["target"], None
-    ratio = summary([a / b if row["at_most"] else b / a for a, b in zip(*times, strict=True)])
-    if target is not None:
-        reached = ratio["median"] <= target if row["at_most"] else ratio["median"] >= target
-    return {
-        **row, "status": "measured", "reached": reached, "rounds": len(times[0]),
-        "ours": summary(times[0]), "theirs": summary(times[1]), "ratio": ratio,
-    }  # fmt: skip
+def _times(ours: Callable[[], Any], theirs: Callable[[], Any], effort: Effort) -> Row:
+    """Time both sides by turns."""
+    times = alternate(ours, theirs, effort)
+    ratio = summary([b / a for a, b in zip(*times, strict=True)])
+    sides = {"ours": summary(times[0]), "theirs": summary(times[1])}
+    return {"status": "measured", "rounds": len(times[0]), **sides, "ratio": ratio}
 
 
 def time_model(case: Case, threads: int, effort: Effort) -> Row:
     """Time a whole model with our attention and with its baseline's; its row is like any other call's."""
-    ((baseline, target),) = case.baselines.items()
-    row: Row = {
-        "kind": "time", "case": case.name, "what": case.what, "threads": threads, "kernel": "", "work": {},
-        "accuracy": {}, **_unmeasured(baseline, target, threads),
-    }  # fmt: skip
+    (baseline,) = case.baselines
     try:
         pair = MODELS[case.name](**case.sizes)
-    except ImportError as error:
-        return {**row, "reason": f"{error.name} is not installed"}
-    except FrameworkError as error:
-        return {**row, "reason": str(error)}
-    return _measured({**row, "accuracy": pair.check(case.name)}, pair.ours, pair.theirs, effort)
+    except (ImportError, FrameworkError) as error:
+        reason = f"{error.name} is not installed" if isinstance(error, ImportError) else str(error)
+        return _row(case, threads, baseline, reason=reason)
+    return _row(case, threads, baseline, accuracy=pair.check(case.name), **_times(pair.ours, pair.theirs, effort))
 
 
 def time_shapes(case: Case, threads: int, effort: Effort) -> list[Row]:
@@ -146,43 +136,29 @@ def time_shapes(case: Case, threads: int, effort: Effort) -> list[Row]:
     points: dict[str, list[Row]] = {baseline: [] for baseline in case.baselines}
     left_out: dict[str, list[str]] = {baseline: [] for baseline in case.baselines}
     for each, mode in case.points():
-        shape, inputs = each.shape(), draw(each)
-        exact = reference(inputs)
-        mine = layers.ours(inputs) if each.layer else ours(inputs)
-        exact.check(f"{case.name}, {shape}, {mode}, attnscore", mine.outputs(mine.run()))
-        for baseline in case.baselines:
-            row = _against(baseline, inputs, mine, exact, threads, effort)
+        shape = each.shape()
+        for row in _compared(draw(each), f"{case.name}, {shape}, {mode}", threads, effort):
             if row["status"] != "measured":
-                left_out[baseline].append(f"{shape}, {mode}: {row['reason']}")
+                left_out[row["baseline"]].append(f"{shape}, {mode}: {row['reason']}")
                 continue
-            points[baseline].append({
-                "shape": shape, "mode": mode, "ours": row["ours"]["median"], "theirs": row["theirs"]["median"],
-                "ratio": row["ratio"]["median"], "q1": row["ratio"]["q1"], "q3": row["ratio"]["q3"],
-            })  # fmt: skip
+            times = {side: row[side]["median"] for side in ("ours", "theirs", "ratio")}
+            quartiles = {name: row["ratio"][name] for name in ("q1", "q3")}
+            points[row["baseline"]].append({"shape": shape, "mode": mode, **times, **quartiles})
     about = {"kind": "shapes", "case": case.name, "what": case.what, "threads": threads}
     return [
-        {**about, "baseline": baseline, **summed_up(case.baselines[baseline], points[baseline], left_out[baseline])}
+        {**about, "baseline": baseline, **summed_up(points[baseline], left_out[baseline])}
         for baseline in case.baselines
     ]
 
 
-def summed_up(target: Target | None, points: list[Row], left_out: list[str]) -> Row:
-    """Return the fields of a row of many shapes.
-
-    The target is reached where the geometric mean of the ratios reaches it and no shape is below the floor.
-    """
-    row: Row = {
-        "status": "measured" if points else "not run", "reason": None if points else left_out[0],
-        "target": target and target.ratio, "floor": target and target.floor, "points": points, "left_out": left_out,
-    }  # fmt: skip
-    if points:
-        ratios = [point["ratio"] for point in points]
-        floor = row["floor"] or 0
-        row["geometric_mean"] = mean = float(np.exp(np.log(ratios).mean()))
-        row["worst"] = min(points, key=lambda point: point["ratio"])
-        row["below"] = sum(ratio < floor for ratio in ratios)
-        row["reached"] = None if target is None else mean >= target.ratio and not row["below"]
-    return row
+def summed_up(points: list[Row], left_out: list[str]) -> Row:
+    """Return the fields of a row of many shapes: the geometric mean of the ratios and the worst of them."""
+    if not points:
+        return {"status": "not run", "reason": left_out[0], "points": [], "left_out": left_out}
+    mean = float(np.exp(np.log([point["ratio"] for point in points]).mean()))
+    worst = min(points, key=lambda point: point["ratio"])
+    row = {"status": "measured", "reason": None, "points": points, "left_out": left_out}
+    return {**row, "geometric_mean": mean, "worst": worst}
 
 
 def measure_limits(case: Case, threads: int, effort: Effort) -> Row:
@@ -198,30 +174,20 @@ def measure_limits(case: Case, threads: int, effort: Effort) -> Row:
     single = torch.from_numpy(a)
     half, numbers = single.bfloat16(), torch.from_numpy(rng.standard_normal(case.sizes["numbers"], dtype=np.float32))
 
-    def fastest(work: Callable[[], Any]) -> float:
-        work()
-        times = []
-        for _ in range(effort.min_rounds):
-            start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
     def operations(x: Any) -> float:
         """Return the rate of a product of as few rows as take a while: some CPUs are slow in some dtypes."""
         rows, start = 8, time.perf_counter()
         while rows < side and time.perf_counter() - start < 0.1:
             x[:rows] @ x
             rows = min(4 * rows, side)
-        seconds = fastest(lambda: x[:rows] @ x)
-        return float(2 * rows * side**2 / seconds)
+        return float(2 * rows * side**2 / fastest(lambda: x[:rows] @ x, effort.min_rounds))
 
     return {
         "kind": "limits", "case": case.name, "what": case.what, "status": "measured", "reason": None,
         "threads": threads,
         # NumPy's and PyTorch's BLAS are different libraries: which is faster depends on the CPU.
         "products": {"float32": max(operations(a), operations(single)), "bfloat16": operations(half)},
-        "reading": numbers.nbytes / fastest(numbers.sum),
+        "reading": numbers.nbytes / fastest(numbers.sum, effort.min_rounds),
     }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 - The page is made here from the files of results alone, so page and files cannot disagree.
 - Every ratio is the baseline's time over ours: above 1 we are faster.
 - The page says when each machine was measured, and where a baseline is faster.
-- Targets are the benchmark's own concern: the screen shows them, the page does not.
 """
 
 from __future__ import annotations
@@ -52,69 +51,52 @@ OVERVIEW = {
 }
 
 
-# Columns about targets of this project.
-TARGETS = frozenset(("target", "stretch target", "target, mean", "target, worst", "below", "reached"))
-
-
 def screen_tables(document: Row) -> Iterator[tuple[str, Cells, list[Cells]]]:
     """Yield (title, columns, rows) of every table for a screen."""
-    speed = ("case", "against", "threads", "ours", "theirs", "ratio", "spread", "target", "stretch target", "reached")
+    speed = ("case", "against", "threads", "ours", "theirs", "ratio", "spread")
     yield "Speed", speed, list(_speed(document))
-    shapes = ("case", "against", "threads", "shapes", "modes", "mean", "worst", "below")
-    yield "Many small shapes", (*shapes, "target, mean", "target, worst", "reached"), list(_shapes(document))
+    shapes = ("case", "against", "threads", "shapes", "modes", "mean", "worst")
+    yield "Many small shapes", shapes, list(_shapes(document))
     limits = ("threads", "float32 products, GFLOP/s", "bfloat16 products, GFLOP/s", "reading, GB/s")
     yield "Limits of the machine", limits, list(_limits(document))
     rates = ("case", "threads", "kernel", "GFLOP/s in products", "G activations/s", "GB/s of arrays")
     yield "Rates reached", (*rates, "of the products above", "of the reading above"), list(_rates(document))
-    growth = ("case", "side", "parameters", "lengths", "time grows as", "peak memory grows as", "seconds", "peak, MB")
-    yield "Growth", (*growth, "reached"), list(_growth(document))
+    growth = ("case", "side", "lengths", "time grows as", "peak memory grows as", "seconds", "peak, MB")
+    yield "Growth", growth, list(_growth(document))
     memory = ("case", "tokens", "peak, MB", "inputs + outputs + gradients, MB", "over, MB", "seconds")
-    yield "Memory of long sequences", (*memory, "target"), list(_memory(document))
+    yield "Memory of long sequences", memory, list(_memory(document))
 
 
 def _speed(document: Row) -> Iterator[Cells]:
     """Comparisons with baselines, and of options with the call without them."""
     for row in rows_of_kind(document, "time"):
         head = (row["case"], row["baseline"], str(row["threads"]))
-        targets = (_target(row, row["target"]), _target(row, row["stretch_target"]))
         if row["status"] != "measured":
-            yield (*head, "", "", "not run", row["reason"], *targets, "")
+            yield (*head, "", "", "not run", row["reason"])
             continue
         times = seconds(row["ours"]["median"]), seconds(row["theirs"]["median"])
         median, low, high = times_as_fast(row)
-        yield (*head, *times, f"{median:.2f}", f"{low:.2f} to {high:.2f}", *targets, _reached(row))
+        yield (*head, *times, f"{median:.2f}", f"{low:.2f} to {high:.2f}")
 
 
 def times_as_fast(row: Row) -> tuple[float, float, float]:
     """Return the baseline's time over ours: median and quartiles."""
-    ratio = row["ratio"]
-    if row["at_most"]:
-        return 1 / ratio["median"], 1 / ratio["q3"], 1 / ratio["q1"]
-    return ratio["median"], ratio["q1"], ratio["q3"]
-
-
-def _target(row: Row, target: float | None) -> str:
-    return "" if target is None else f"{1 / target if row['at_most'] else target:.3g}"
-
-
-def _reached(row: Row) -> str:
-    return {True: "yes", False: "**no**", None: ""}[row["reached"]]
+    median, low, high = (row["ratio"][name] for name in ("median", "q1", "q3"))
+    # Older rows have our time over theirs where a target was an upper bound.
+    return (1 / median, 1 / high, 1 / low) if row.get("at_most") else (median, low, high)
 
 
 def _shapes(document: Row) -> Iterator[Cells]:
-    """Cases of many shapes: their geometric mean, the worst of them, and how many are below their target."""
+    """Cases of many shapes: their geometric mean, and the worst of them."""
     for row in rows_of_kind(document, "shapes"):
         head = (row["case"], row["baseline"], str(row["threads"]))
-        targets = (*("" if row[name] is None else f"{row[name]:g}" for name in ("target", "floor")), _reached(row))
         if row["status"] != "measured":
-            yield (*head, "", "", "not run", row["reason"], "", *targets)
+            yield (*head, "", "", "not run", row["reason"])
             continue
         points, worst = row["points"], row["worst"]
-        shapes, modes = ({point[name] for point in points} for name in ("shape", "mode"))
-        yield (
-            *head, str(len(shapes)), str(len(modes)), f"{row['geometric_mean']:.2f}",
-            f"{worst['ratio']:.2f}: {worst['shape']}, {worst['mode']}", f"{row['below']} of {len(points)}", *targets,
-        )  # fmt: skip
+        counts = (str(len({point[name] for point in points})) for name in ("shape", "mode"))
+        mean = f"{row['geometric_mean']:.2f}"
+        yield (*head, *counts, mean, f"{worst['ratio']:.2f}: {worst['shape']}, {worst['mode']}")
 
 
 def _limits(document: Row) -> Iterator[Cells]:
@@ -152,28 +134,26 @@ def _rates(document: Row) -> Iterator[Cells]:
 def _growth(document: Row) -> Iterator[Cells]:
     """Growth of time and memory with the number of tokens."""
     for row in rows_of_kind(document, "growth"):
-        points, head = row["points"], (row["case"], _title(row["side"]), str(row["parameters"]))
+        head = (row["case"], _title(row["side"]))
         if row["status"] != "measured":
-            yield (*head, "", "not run", row["reason"], "", "", "")
+            yield (*head, "", "not run", row["reason"], "", "")
             continue
+        points = row["points"]
         lengths = ", ".join(str(point["length"]) for point in points)
         times = ", ".join(seconds(point["seconds"]["median"]) for point in points)
         peaks = ", ".join(f"{point['peak'] / 1e6:.1f}" for point in points)
-        yield (
-            *head, lengths, _power(row["time_exponent"]), _power(row["memory_exponent"]), times, peaks, _reached(row)
-        )  # fmt: skip
+        yield (*head, lengths, _power(row["time_exponent"]), _power(row["memory_exponent"]), times, peaks)
 
 
 def _memory(document: Row) -> Iterator[Cells]:
     """Peak memory of the long cases."""
     for row in rows_of_kind(document, "memory"):
         if row["status"] != "measured":
-            yield (row["case"], "", "not run", row["reason"], "", "", "")
+            yield (row["case"], "", "not run", row["reason"], "", "")
             continue
         point = row["points"][-1]
         sizes = (f"{point[name] / 1e6:.0f}" for name in ("peak", "arrays", "over"))
-        target = f"≤ {row['target'] / 1e6:.0f}: {_reached(row)}"
-        yield (row["case"], str(point["length"]), *sizes, seconds(point["seconds"]["median"]), target)
+        yield (row["case"], str(point["length"]), *sizes, seconds(point["seconds"]["median"]))
 
 
 def rows_of_kind(document: Row, kind: str) -> list[Row]:
@@ -225,16 +205,6 @@ def faster_baselines(document: Row) -> list[str]:
                 f"{len(row['points'])} measurements, at most {1 / row['worst']['ratio']:.2f} times as fast"
             )
     return sentences
-
-
-def missed(document: Row) -> list[str]:
-    """Name the rows that do not reach their target, each with its baseline."""
-    names = []
-    for row in document["rows"]:
-        if row.get("reached") is False:
-            side = f" against {_title(row['baseline'])}" if "baseline" in row else f", {_title(row['side'])}"
-            names.append(f"{row['case']}{side}, {_threads(row)}")
-    return names
 
 
 # ------------------------------------------------------------ the page of all machines

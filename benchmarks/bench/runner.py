@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-import attnscore as ats
 from attnscore.cli.timing import Effort
 from bench import machine
-from bench.cases import GROWTH_TARGET, MEMORY_TARGET, Case
+from bench.cases import Case
 from bench.measure import Row, can_measure_memory
 from bench.results import SCHEMA
 
@@ -146,32 +145,14 @@ def _grown(case: Case, points: list[Row]) -> Iterator[Row]:
     """Join the points of each side of a case to one row."""
     for side in ("attnscore", *case.baselines):
         mine = [point for point in points if point["side"] == side]
-        row: Row = {
-            "kind": case.kind, "case": case.name, "what": case.what, "side": side, "status": "measured", "reason": None,
-            "threads": mine[0]["threads"] if mine else None, "points": mine, "parameters": _parameters(case),
-        }  # fmt: skip
+        row: Row = {"kind": case.kind, "case": case.name, "what": case.what, "side": side, "points": mine}
         if not mine:
             reason = can_measure_memory() or "its process failed"
-            yield {**row, "status": "not run", "reason": reason}
+            yield {**row, "status": "not run", "reason": reason, "threads": None}
             continue
-        lengths = [point["length"] for point in mine]
+        row |= {"status": "measured", "reason": None, "threads": mine[0]["threads"]}
         if case.kind == "growth":
+            lengths = [point["length"] for point in mine]
             row["time_exponent"] = exponent(lengths, [point["seconds"]["median"] for point in mine])
-            row["memory_exponent"] = grows = exponent(lengths, [point["peak"] for point in mine])
-            row["target"] = GROWTH_TARGET if side == "attnscore" else None
-            row["reached"] = None if row["target"] is None or grows is None else grows <= row["target"]
-        else:
-            row["target"] = MEMORY_TARGET
-            row["reached"] = mine[-1]["over"] <= MEMORY_TARGET
+            row["memory_exponent"] = exponent(lengths, [point["peak"] for point in mine])
         yield row
-
-
-def _parameters(case: Case) -> int:
-    """Return the number of parameters, as `cost` counts them: of the additive score its weight vector alone."""
-    score: Any = "scaled_dot"
-    if case.score == "additive":
-        import numpy as np
-
-        score = ats.Additive(np.ones(case.sizes["dim"], np.float32))
-    sizes = case.sizes
-    return int(ats.cost(score, query_len=sizes["queries"], key_len=sizes["keys"], dim=sizes["dim"]).parameters)
