@@ -1,19 +1,14 @@
 """Figures of single pages that are no case of the benchmark: ``python benchmarks/page_figures.py [NAME ...]``.
 
-Times are medians of rounds in which all sides alternate, on one thread, as ratios: rough next to other work.
-Memory is the peak of a separate process minus its memory before, in MB.
+Times are ratios, medians of rounds in which both sides alternate, on one thread: rough next to other work.
+Memory is the peak of the process minus its memory before, in MB.
 """
 
 from __future__ import annotations
 
 import os
-import resource
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 for _pool in ("OMP", "OPENBLAS", "MKL"):  # read when the libraries are loaded
     os.environ[f"{_pool}_NUM_THREADS"] = "1"
@@ -22,22 +17,19 @@ import numpy as np  # noqa: E402 - after the settings of the pools
 import torch  # noqa: E402
 
 import attnscore as ats  # noqa: E402
+from attnscore.cli.timing import Effort, alternate, summary  # noqa: E402
+from bench.machine import set_threads  # noqa: E402
+from bench.measure import memory, reset_peak  # noqa: E402
 
-ROUNDS = 7
+ROUNDS = Effort(min_rounds=7, max_rounds=7, seconds=0.0)
 
 
-def ratios(sides: dict[str, Callable[[], object]]) -> None:
-    """Print the time of every side divided by the first side's."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for done in range(ROUNDS + 1):  # the first warms up
-        for name, call in sides.items():
-            start = time.perf_counter()
-            call()
-            times[name] += [time.perf_counter() - start] if done else []
-    first = next(iter(times.values()))
-    for name, found in times.items():
-        ratio = statistics.median(a / b for a, b in zip(found, first, strict=True))
-        print(f"  {name:<34} {ratio:.2f} times ({statistics.median(found) * 1e3:.0f} ms)")
+def ratios(base: Callable[[], object], sides: dict[str, Callable[[], object]]) -> None:
+    """Print the time of each side divided by that of the base."""
+    for name, call in sides.items():
+        times = alternate(base, call, ROUNDS)
+        ratio, own = summary([b / a for a, b in zip(*times, strict=True)]), summary(times[1])
+        print(f"  {name:<34} {ratio['median']:.2f} times ({own['median'] * 1e3:.0f} ms)")
 
 
 def sinks() -> None:
@@ -46,11 +38,11 @@ def sinks() -> None:
     window = ats.Causal() & ats.SlidingWindow(left=255)
     both = window | ats.KeyRange(0, 4) & ats.Causal()
     ratios(
+        lambda: ats.attend(*x, mask=window),
         {
-            "window": lambda: ats.attend(*x, mask=window),
             "window and sinks": lambda: ats.attend(*x, mask=both),
             "window and sinks, streaming": lambda: ats.attend(*x, mask=both, kernel="streaming"),
-        }
+        },
     )
 
 
@@ -75,25 +67,15 @@ def heads(length: int) -> list[torch.Tensor]:
 def relative() -> None:
     """docs/relative-bias.md: a bias by distance, T5's table and its gradient included."""
     inputs = heads(2048)
-    ratios(
-        {
-            "2048 tokens, no bias": lambda: with_table(inputs, biased=False),
-            "with T5's table": lambda: with_table(inputs, biased=True),
-        }
-    )
-    out = subprocess.run([sys.executable, __file__, "relative-memory"], capture_output=True, text=True, check=True)
-    print(out.stdout, end="")
-
-
-def relative_memory() -> None:
-    """Print the peak of 16,384 tokens minus the process's memory with its inputs, less output and gradients."""
-    with_table(heads(64), biased=True)
+    sides = {"2048 tokens with T5's table": lambda: with_table(inputs, biased=True)}
+    ratios(lambda: with_table(inputs, biased=False), sides)
     inputs = heads(16_384)
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    reset_peak()
+    before = memory("VmRSS")
     with_table(inputs, biased=True)
-    over = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     arrays = 4 * inputs[0].numel() * 4  # the output and three gradients
-    print(f"  16,384 tokens: {(over - arrays) / 1e6:.0f} MB beyond inputs, output and gradients")
+    over = memory("VmHWM") - before - arrays
+    print(f"  16,384 tokens: {over / 1e6:.0f} MB beyond inputs, output and gradients")
 
 
 def maps() -> None:
@@ -101,28 +83,26 @@ def maps() -> None:
     query, key, value = np.random.default_rng(0).normal(size=(3, 1, 4, 4096, 64)).astype("float32")
     scattered = ats.KeyPadding(np.random.default_rng(1).random((1, 4096)) < 0.5)
     ratios(
+        lambda: ats.attend(query, key, value),
         {
-            "attend": lambda: ats.attend(query, key, value),
             "pooled_weights": lambda: ats.pooled_weights(query, key),
             "key_mass": lambda: ats.key_mass(query, key),
             "top_weights, k 8": lambda: ats.top_weights(query, key, 8),
             "top_weights, scattered mask": lambda: ats.top_weights(query, key, 8, mask=scattered),
-        }
+        },
     )
 
 
-FIGURES = {"sinks": sinks, "relative": relative, "maps": maps, "relative-memory": relative_memory}
+FIGURES = {"sinks": sinks, "relative": relative, "maps": maps}
 
 
 def main(names: list[str]) -> None:
     """Measure the named figures, or all."""
     if unknown := [name for name in names if name not in FIGURES]:
         sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join(FIGURES)}")
-    ats.set_num_threads(1)
-    torch.set_num_threads(1)
-    for name in names or [name for name in FIGURES if name != "relative-memory"]:
-        if name != "relative-memory":
-            print(name)
+    set_threads(1)
+    for name in names or FIGURES:
+        print(name)
         FIGURES[name]()
 
 
