@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,16 +58,38 @@ class Outcome:
     """Verdict of the watch on a run with a fault."""
 
     fault: Fault
-    alarm: int | None
-    """First sampled step at which the planted module and head was the first failure."""
-    first_step: int | None
-    named: bool
-    cause: str
-    early: bool
-    """Whether something failed before the fault was planted."""
     losses: list[float]
+    alarm: int | None = None
+    """First sampled step at which the planted module and head was the first failure."""
     noted: int | None = None
     """First sampled step at which an unusual scale of the planted module was seen, as a failure or not."""
+    early: bool = False
+    """Whether something failed before the fault was planted."""
+    first_step: int | None = None
+    named: bool = False
+    cause: str = ""
+    recovered: bool | None = None
+    """Whether the loss recovers with the remedy of the cause; None where that was not tried."""
+
+    @property
+    def delay(self) -> int | None:
+        """Sampled steps between the first one with the fault and the alarm; 0 is that step."""
+        return None if self.alarm is None else sampled_steps_to(self.alarm, self.fault)
+
+    @property
+    def is_soon(self) -> bool:
+        """Whether one of the first two sampled steps with the fault names it."""
+        return self.delay is not None and self.delay <= 1
+
+    @property
+    def is_seen_early(self) -> bool:
+        """Whether the first two sampled steps with the fault name it, or note the unusual scale that it is."""
+        return self.is_soon or (self.noted is not None and sampled_steps_to(self.noted, self.fault) <= 1)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the cause is a right one."""
+        return self.cause in self.fault.causes
 
 
 def is_named(fault: Fault, layer: str, head: int) -> bool:
@@ -77,25 +99,24 @@ def is_named(fault: Fault, layer: str, head: int) -> bool:
 
 def diagnose(fault: Fault) -> Outcome:
     """Train with the fault and collect the verdicts of the watch, at each sampled step and at the end."""
-    early, alarm, noted = False, None, None
+    outcome = Outcome(fault, [])
 
     def look(step: int, seen: Records) -> None:
-        nonlocal early, alarm, noted
         verdicts = seen.verdicts()
         failing = [(each.layer, each.head) for each in verdicts if each.failure]
-        early |= bool(failing) and step < fault.step
-        if alarm is None and step >= fault.step and failing and is_named(fault, *failing[0]):
-            alarm = step
+        outcome.early |= bool(failing) and step < fault.step
+        if outcome.alarm is None and step >= fault.step and failing and is_named(fault, *failing[0]):
+            outcome.alarm = step
         scales = [each for each in verdicts if each.sign in ("another scale", "unusual scale")]
-        if noted is None and scales and all(is_named(fault, each.layer, each.head) for each in scales):
-            noted = step
+        if outcome.noted is None and scales and all(is_named(fault, each.layer, each.head) for each in scales):
+            outcome.noted = step
 
-    seen, losses = train(begin(fault.setup), {fault.step: fault.plant}, look)
+    seen, outcome.losses = train(begin(fault.setup), {fault.step: [fault.plant]}, look)
     first = next((verdict for verdict in seen.verdicts() if verdict.failure), None)
-    if first is None:
-        return Outcome(fault, alarm, None, False, "", early, losses, noted)
-    named = is_named(fault, first.layer, first.head) and alarm is not None
-    return Outcome(fault, alarm, first.first_step, named, first.cause, early, losses, noted)
+    if first is not None:
+        outcome.first_step, outcome.cause = first.first_step, first.cause
+        outcome.named = is_named(fault, first.layer, first.head) and outcome.alarm is not None
+    return outcome
 
 
 def sampled_from(fault: Fault) -> int:
@@ -104,20 +125,9 @@ def sampled_from(fault: Fault) -> int:
     return -(-first // fault.setup.every) * fault.setup.every
 
 
-def delay(outcome: Outcome) -> int | None:
-    """Return how many sampled steps after the first one with the fault it was named; 0 is that step."""
-    return None if outcome.alarm is None else sampled_steps_to(outcome.alarm, outcome.fault)
-
-
 def sampled_steps_to(step: int, fault: Fault) -> int:
     """Return how many sampled steps lie between the first one with the fault and another."""
     return (step - sampled_from(fault)) // fault.setup.every
-
-
-def is_seen_early(outcome: Outcome) -> bool:
-    """Return whether the first two sampled steps with the fault name it, or note the unusual scale that it is."""
-    steps = (step for step in (outcome.alarm, outcome.noted) if step is not None)
-    return any(sampled_steps_to(step, outcome.fault) <= 1 for step in steps)
 
 
 def recovers(outcome: Outcome) -> bool:
@@ -134,77 +144,52 @@ def recovers(outcome: Outcome) -> bool:
     base = setup if setup.rate < 0.05 else replace(setup, rate=3e-3, warm_up=20)
     _, good = train(begin(base))
     training = begin(setup)
-    events: dict[int, Callable[[Training], None]] = {fault.step: fault.plant}
+    saved: list[Any] = []
+
+    def save(each: Training) -> None:
+        saved.extend(copy.deepcopy([each.model.state_dict(), each.optimiser.state_dict()]))
+
+    def restore(each: Training) -> None:
+        each.model.load_state_dict(saved[0])
+        each.optimiser.load_state_dict(saved[1])
+
     if when == "start":
-        events = {} if fault.step else events  # the remedy leaves the fault out
-        events[0] = _both(events.get(0), change)
+        events = {0: [change] if fault.step else [fault.plant, change]}  # with a later fault the remedy leaves it out
+    elif when == "checkpoint":
+        events = {fault.step: [save, fault.plant], start + 1: [change, restore]}
     else:
-        saved: list[object] = []
-
-        def restore(each: Training) -> None:
-            change(each)
-            if when == "checkpoint":
-                each.model.load_state_dict(saved[0])  # type: ignore[arg-type]
-                each.optimiser.load_state_dict(saved[1])  # type: ignore[arg-type]
-
-        def save_and_plant(each: Training) -> None:
-            saved.extend(copy.deepcopy([each.model.state_dict(), each.optimiser.state_dict()]))
-            fault.plant(each)
-
-        events = {fault.step: save_and_plant, start + 1: restore}
+        events = {fault.step: [fault.plant], start + 1: [change]}
     _, losses = train(training, events)
     ends = [sum(each[-10:]) / 10 for each in (losses, good)]
     return ends[0] <= ends[1] + 0.1 * (good[0] - ends[1])
 
 
-def _both(first: Callable[[Training], None] | None, second: Callable[[Training], None]) -> Callable[[Training], None]:
-    def change(training: Training) -> None:
-        if first is not None:
-            first(training)
-        second(training)
+def counts(failures: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """Return the counts of a bed by name; failures are those of the healthy runs, "" where there is none."""
 
-    return change
+    def share(found: Iterable[bool]) -> str:
+        values = list(found)
+        return f"{sum(values)} of {len(values)}"
 
-
-@dataclass
-class Report:
-    """Counts of a test bed."""
-
-    healthy: int
-    without_failure: int
-    outcomes: list[Outcome]
-    recovered: dict[int, bool]
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return the counts by name."""
-        outcomes, count = self.outcomes, len(self.outcomes)
-        instant = [each for each in outcomes if each.fault.immediate]
-        delays = sorted(places for each in outcomes if (places := delay(each)) is not None)
-        right = [each for each in instant if each.first_step == sampled_from(each.fault)]
-        rows = [
-            ("healthy runs without a failure", f"{self.without_failure} of {self.healthy}"),
-            ("faults named by module and head", f"{sum(each.named for each in outcomes)} of {count}"),
-            (
-                "named in the first two sampled steps with the fault",
-                f"{sum(places is not None and places <= 1 for places in map(delay, outcomes))} of {count}",
-            ),
-            (
-                "named in these two steps, or noted as an unusual scale without being a failure",
-                f"{sum(map(is_seen_early, outcomes))} of {count}",
-            ),
-            (
-                "delay in sampled steps, median and largest",
-                f"{delays[len(delays) // 2]}, {delays[-1]}" if delays else "",
-            ),
-            ("`first_step` right, of faults that come at once", f"{len(right)} of {len(instant)}"),
-            ("right cause", f"{sum(each.cause in each.fault.causes for each in outcomes)} of {count}"),
-            ("no failure before the fault", f"{sum(not each.early for each in outcomes)} of {count}"),
-        ]
-        if self.recovered:
-            rows.append(
-                ("the loss recovers with the remedy", f"{sum(self.recovered.values())} of {len(self.recovered)}")
-            )
-        return rows
+    delays = sorted(each.delay for each in outcomes if each.delay is not None)
+    instant = [each for each in outcomes if each.fault.immediate]
+    rows = {
+        "healthy runs without a failure": share(not failure for failure in failures),
+        "faults named by module and head": share(each.named for each in outcomes),
+        "named in the first two sampled steps with the fault": share(each.is_soon for each in outcomes),
+        "named in these two steps, or noted as an unusual scale without being a failure": share(
+            each.is_seen_early for each in outcomes
+        ),
+        "delay in sampled steps, median and largest": f"{delays[len(delays) // 2]}, {delays[-1]}" if delays else "",
+        "`first_step` right, of faults that come at once": share(
+            each.first_step == sampled_from(each.fault) for each in instant
+        ),
+        "right cause": share(each.is_right for each in outcomes),
+        "no failure before the fault": share(not each.early for each in outcomes),
+    }
+    if tried := [each.recovered for each in outcomes if each.recovered is not None]:
+        rows["the loss recovers with the remedy"] = share(tried)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -213,7 +198,6 @@ class Options:
 
     short: bool = False
     held_back: bool = False
-    remedies: bool = True
 
     def healthy(self) -> list[Setup]:
         """Return the runs without a fault."""
@@ -237,60 +221,54 @@ def _failure_of_healthy(options: Options, number: int) -> str:
     return f"{setup}: loss {losses[0]:.2f} to {losses[-1]:.2f}: {failures[0]}" if failures else ""
 
 
-def _outcome_of_fault(options: Options, number: int) -> tuple[dict[str, Any], bool | None]:
-    """Return an outcome without its fault, which no other process can read, and whether the loss recovers."""
+def _outcome_of_fault(options: Options, number: int) -> dict[str, Any]:
+    """Return an outcome without its fault, which no other process can read."""
     torch.set_num_threads(1)
     outcome = diagnose(options.faults()[number])
-    recovered = recovers(outcome) if options.remedies and outcome.cause else None
-    return {name: value for name, value in vars(outcome).items() if name != "fault"}, recovered
+    if outcome.cause and not options.short:
+        outcome.recovered = recovers(outcome)
+    return {name: value for name, value in vars(outcome).items() if name != "fault"}
 
 
-def measure(options: Options, processes: int, say: Callable[[str], None]) -> Report:
-    """Run the bed."""
+def measure(options: Options, processes: int) -> tuple[list[str], list[Outcome]]:
+    """Run the bed, and print what is wrong; return the failures of the healthy runs and the outcomes of the others."""
     runs, planted = options.healthy(), options.faults()
     with ProcessPoolExecutor(processes) as pool:
-        fault_results = pool.map(partial(_outcome_of_fault, options), range(len(planted)))
-        failures = [x for x in pool.map(partial(_failure_of_healthy, options), range(len(runs))) if x]
-        results = list(fault_results)
-    for failure in failures:
-        say(f"healthy run fails: {failure}")
-    outcomes, recovered = [], {}
-    for number, (fault, (fields, healed)) in enumerate(zip(planted, results, strict=True)):
-        outcome = Outcome(fault, **fields)
-        outcomes.append(outcome)
-        places = delay(outcome)
-        if not outcome.named or outcome.cause not in fault.causes or outcome.early or places is None or places > 1:
-            say(
-                f"{fault.name} in {fault.module!r} {fault.heads} at {fault.step}: named {outcome.named}, alarm "
-                f"{outcome.alarm}, first step {outcome.first_step}, cause {outcome.cause!r}, early {outcome.early}, "
-                f"loss {outcome.losses[0]:.2f} to {outcome.losses[-1]:.2f}"
+        found = pool.map(partial(_outcome_of_fault, options), range(len(planted)))
+        failures = list(pool.map(partial(_failure_of_healthy, options), range(len(runs))))
+        outcomes = [Outcome(fault, **fields) for fault, fields in zip(planted, found, strict=True)]
+    for failure in filter(None, failures):
+        print(f"healthy run fails: {failure}")
+    for each in outcomes:
+        fault = each.fault
+        if not (each.named and each.is_right and each.is_soon) or each.early or each.recovered is False:
+            print(
+                f"{fault.name} in {fault.module!r} {fault.heads} at {fault.step}: named {each.named}, alarm "
+                f"{each.alarm}, first step {each.first_step}, cause {each.cause!r}, early {each.early}, "
+                f"loss {each.losses[0]:.2f} to {each.losses[-1]:.2f}, recovers {each.recovered}"
             )
-        if healed is not None:
-            recovered[number] = healed
-            if not healed:
-                say(f"{fault.name} in {fault.module!r}: no recovery with the remedy of {outcome.cause!r}")
-    return Report(len(runs), len(runs) - len(failures), outcomes, recovered)
+    return failures, outcomes
 
 
-def by_fault(report: Report) -> list[str]:
+def by_fault(outcomes: Sequence[Outcome]) -> list[str]:
     """Return a table of the kinds of faults; a row has all kinds with the same counts."""
     rows: dict[str, list[str]] = {}
-    kinds = dict.fromkeys(each.fault.name.rpartition(",")[0] for each in report.outcomes)
+    kinds = dict.fromkeys(each.fault.kind for each in outcomes)
     for kind in kinds:
-        of_kind = [each for each in report.outcomes if each.fault.name.rpartition(",")[0] == kind]
-        healed = [x for number, x in report.recovered.items() if report.outcomes[number] in of_kind]
-        counts = [
+        of_kind = [each for each in outcomes if each.fault.kind == kind]
+        healed = [each.recovered for each in of_kind if each.recovered is not None]
+        columns = [
             len(of_kind),
             sum(each.named for each in of_kind),
-            sum(places is not None and places <= 1 for places in map(delay, of_kind)),
-            sum(each.cause in each.fault.causes for each in of_kind),
+            sum(each.is_soon for each in of_kind),
+            sum(each.is_right for each in of_kind),
             sum(healed) if healed else "",
         ]
-        rows.setdefault(" | ".join(map(str, counts)), []).append(kind)
+        rows.setdefault(" | ".join(map(str, columns)), []).append(kind)
     return [
         "| faults | runs of each | named | in two sampled steps | right cause | recovers |",
         "|---|---|---|---|---|---|",
-        *(f"| {', '.join(kinds)} | {counts} |" for counts, kinds in rows.items()),
+        *(f"| {', '.join(kinds)} | {columns} |" for columns, kinds in rows.items()),
     ]
 
 
@@ -299,15 +277,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python benchmarks diagnosis", description=__doc__)
     parser.add_argument("--short", action="store_true", help="a few runs of each kind, without remedies and page")
     parser.add_argument("--held-back", action="store_true", help="runs that thresholds were not chosen with; no page")
-    parser.add_argument("--no-remedies", action="store_true", help="leave the remedies out; no page")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: 2)")
     options = parser.parse_args(arguments)
-    remedies = not (options.short or options.no_remedies)
-    report = measure(Options(options.short, options.held_back, remedies), options.processes, print)
-    lines = ["| | |", "|---|---|", *(f"| {name} | {count} |" for name, count in report.rows())]
-    text = "\n".join([*lines, "", *by_fault(report)])
+    failures, outcomes = measure(Options(options.short, options.held_back), options.processes)
+    lines = ["| | |", "|---|---|", *(f"| {name} | {count} |" for name, count in counts(failures, outcomes).items())]
+    text = "\n".join([*lines, "", *by_fault(outcomes)])
     print(text)
-    if remedies and not options.held_back:
+    if not (options.short or options.held_back):
         before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
     return 0

@@ -16,33 +16,29 @@ Change = Callable[[Training], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in a run.
+    """A fault in a run."""
 
-    Attributes
-    ----------
-    name : str
-    setup : Setup
-    module : str
-        Module in which it is planted, "" for the whole model.
-    heads : tuple of int
-        Heads that may be named; () for all.
-    step : int
-        First step with the fault.
-    plant : Change
-    causes : tuple of str
-        Right causes.
-    immediate : bool
-        Whether the fault is whole in its first step, so that `first_step` must be the first sampled one from there.
-    """
-
-    name: str
+    kind: str
     setup: Setup
     module: str
+    """Module in which it is planted, "" for the whole model."""
     heads: tuple[int, ...]
+    """Heads that may be named; () for all."""
     step: int
+    """First step with the fault."""
     plant: Change
     causes: tuple[str, ...]
-    immediate: bool = True
+    """Right causes."""
+
+    @property
+    def name(self) -> str:
+        """Kind and model."""
+        return f"{self.kind}, {self.setup.kind}"
+
+    @property
+    def immediate(self) -> bool:
+        """Whether it is whole in its first step, so that `first_step` must be the first sampled one from there."""
+        return self.kind not in ("layer's rate x 100", "rate x 100", "no warm-up")
 
 
 LARGE, LAYER_RATE = "weights of one head too large", "learning rate of one layer too large"
@@ -121,8 +117,7 @@ def faults(seed: int, *, short: bool = False, held_back: bool = False) -> list[F
         return f"{part}.{layer}.{'cross' if run.kind == 'encoder-decoder' and layer == 0 else 'attention'}"
 
     def add(name: str, run: Setup, where: str, heads: tuple[int, ...], step: int, plant: Change, *causes: str) -> None:
-        immediate = name not in ("layer's rate x 100", "rate x 100", "no warm-up")
-        planted.append(Fault(f"{name}, {run.kind}", run, where, heads, step, plant, causes, immediate))
+        planted.append(Fault(name, run, where, heads, step, plant, causes))
 
     step = 44 if held_back else 50
     for place in range(2 if short else 4):

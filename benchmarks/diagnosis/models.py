@@ -201,6 +201,10 @@ class Training:
     after_step: list[Callable[[Records], None]] = field(default_factory=list)
 
 
+Events = dict[int, list[Callable[[Training], None]]]
+"""What changes a training before a step."""
+
+
 def begin(setup: Setup) -> Training:
     """Return a model with its optimiser: a group of parameters for each attention module, and one for the others."""
     torch.manual_seed(setup.seed)
@@ -215,7 +219,7 @@ def begin(setup: Setup) -> Training:
 
 def train(
     training: Training,
-    events: dict[int, Callable[[Training], None]] | None = None,
+    events: Events | None = None,
     at_step: Callable[[int, Records], None] | None = None,
 ) -> tuple[Records, list[float]]:
     """Train under a watch; `events` change the training before a step, `at_step` sees the records of sampled steps."""
@@ -225,7 +229,7 @@ def train(
     losses: list[float] = []
     names = [name for name, module in model.attentions().items()]
     with watch(model, every=setup.every, softmax=names) as seen:
-        _steps(training, setup.steps, torch.Generator().manual_seed(setup.seed), 2, losses, seen, events or {}, at_step)
+        _steps(training, setup.steps, torch.Generator().manual_seed(setup.seed), 2, losses, seen, events, at_step)
     return seen, losses
 
 
@@ -236,13 +240,13 @@ def _steps(
     shift: int,
     losses: list[float],
     seen: Records | None = None,
-    events: dict[int, Callable[[Training], None]] | None = None,
+    events: Events | None = None,
     at_step: Callable[[int, Records], None] | None = None,
 ) -> None:
     setup, model, optimiser = training.setup, training.model, training.optimiser
     for step in range(steps):
-        if events and step in events:
-            events[step](training)
+        for event in (events or {}).get(step, ()):
+            event(training)
         warm = min(1.0, (step + 1) / training.warm_up) if training.warm_up else 1.0
         for group in optimiser.param_groups:
             factor = training.rates.get(group["name"], 1.0) * training.rates.get("all", 1.0)
