@@ -1,8 +1,8 @@
 """Make every picture of the documentation: ``python docs/images/make.py [NAME ...]``; without names, all.
 
-Needs ``pip install '.[demo]'``. The pictures named in FROM_DEMO are taken from ``attnscore demo``, those in FROM_LAB
-from ``attnscore lab --full`` (about ten minutes), the others are drawn with the library's scores, here, in
-``diagrams.py`` and in ``parallel.py``.
+Needs ``pip install '.[demo]'``. The pictures named in TAKEN are taken from ``attnscore demo`` and from
+``attnscore lab --full`` (about ten minutes), the others are drawn with the library's scores, here, in ``diagrams.py``
+and in ``parallel.py``.
 ``report`` is a page of ``attnscore inspect`` in headless Chromium: it needs ``pip install playwright`` and the system's
 Chromium, and is left as it is where there is none.
 
@@ -38,21 +38,16 @@ HERE = Path(__file__).parent
 DIAGRAMS = runpy.run_path(str(HERE / "diagrams.py"))["DRAWN"]
 sys.path.append(str(HERE.parents[1] / "benchmarks"))  # what predicts large clusters
 PARALLEL = runpy.run_path(str(HERE / "parallel.py"))["DRAWN"]
-FROM_DEMO = {
-    "heads": "09-chosen-heads.png",
-    "masks": "04-masks.png",
-    "all-scores": "03-scores.png",
-    "temperature": "06-temperature.png",
-}
-FROM_LAB = {
-    "lab-variance": "01-logit-variance.png",
-    "lab-sharpening": "02-sharpening.png",
-    "lab-gradients": "03-gradient-flow.png",
-    "lab-training": "09-training-runs.png",
-}
 # Picture by picture: which file of which command.
-TAKEN = {name: ("demo", file) for name, file in FROM_DEMO.items()} | {
-    name: ("lab", file) for name, file in FROM_LAB.items()
+TAKEN = {
+    "heads": ("demo", "09-chosen-heads.png"),
+    "masks": ("demo", "04-masks.png"),
+    "all-scores": ("demo", "03-scores.png"),
+    "temperature": ("demo", "06-temperature.png"),
+    "lab-variance": ("lab", "01-logit-variance.png"),
+    "lab-sharpening": ("lab", "02-sharpening.png"),
+    "lab-gradients": ("lab", "03-gradient-flow.png"),
+    "lab-training": ("lab", "09-training-runs.png"),
 }
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LARGEST = 1400  # pixels across
@@ -262,15 +257,17 @@ def watching() -> Figure:
     return seen.plot()
 
 
-def names_of(page: str, until: str) -> dict[str, Any]:
-    """Run the Python blocks of a page, up to the first that contains `until`, and return their names."""
-    names: dict[str, Any] = {}
+def names_of(page: str, until: str = "") -> dict[str, Any]:
+    """Run the Python blocks of a page, up to the first that contains `until` if given, and return their names."""
+    names: dict[str, Any] = {"__name__": "document"}
     for block in (HERE.parent / page).read_text(encoding="utf-8").split("```python\n")[1:]:
         with contextlib.redirect_stdout(None):
             exec(block.partition("```")[0], names)
-        if until in block:
+        if until and until in block:
             return names
-    raise ValueError(f"no block of {page} contains {until!r}")
+    if until:
+        raise ValueError(f"no block of {page} contains {until!r}")
+    return names
 
 
 def repaired() -> Figure:

@@ -6,9 +6,6 @@ Each runs the Python blocks of its page and draws what they computed, so a pictu
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 import runpy
 import sys
 import tempfile
@@ -37,19 +34,10 @@ def main(names: list[str]) -> None:
         sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join(DRAWN)}")
     with tempfile.TemporaryDirectory() as folder:
         for name in names or DRAWN:
-            page, draw = DRAWN[name]
+            page = SimpleNamespace(**MAKE["names_of"](f"recipes/{PAGES.get(name, name)}.md"))
             source = Path(folder, f"{name}.png")
-            draw(computed_by(page)).savefig(source)
+            DRAWN[name](page).savefig(source)
             MAKE["store"](source, HERE.parent / "images" / "recipes" / f"{name}.png")
-
-
-def computed_by(page: str) -> Any:
-    """Run the Python blocks of a page and return their names as attributes."""
-    names: dict[str, Any] = {"__name__": "document"}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for block in re.findall(r"^```python\n(.*?)^```", (HERE / page).read_text(encoding="utf-8"), re.S | re.M):
-            exec(block, names)
-    return SimpleNamespace(**names)
 
 
 def panels(count: int, width: float = 8, height: float = 3.1, **options: Any) -> tuple[Figure, list[Any]]:
@@ -303,21 +291,26 @@ def chosen_heads(page: Any) -> Figure:
     return figure
 
 
-DRAWN: dict[str, tuple[str, Callable[[Any], Figure]]] = {
-    "seq2seq": ("seq2seq.md", seq2seq),
-    "slots": ("perceiver-and-slots.md", slots),
-    "kernel-regression": ("kernel-regression.md", kernel_regression),
-    "pointer-network": ("pointer-network.md", pointer_network),
-    "gatv2": ("gatv2.md", gatv2),
-    "differential": ("differential.md", differential),
-    "alibi": ("alibi.md", alibi),
-    "long-context": ("long-context.md", long_context),
-    "entropy": ("entropy.md", entropy),
-    "qk-clip": ("qk-clip.md", qk_clip),
-    "failing-head": ("failing-head.md", failing_head),
-    "location-sensitive": ("location-sensitive.md", location_sensitive),
-    "chosen-heads": ("chosen-heads.md", chosen_heads),
+DRAWN: dict[str, Callable[[Any], Figure]] = {
+    draw.__name__.replace("_", "-"): draw
+    for draw in (
+        seq2seq,
+        slots,
+        kernel_regression,
+        pointer_network,
+        gatv2,
+        differential,
+        alibi,
+        long_context,
+        entropy,
+        qk_clip,
+        failing_head,
+        location_sensitive,
+        chosen_heads,
+    )
 }
+PAGES = {"slots": "perceiver-and-slots"}
+"""Pages whose name is not that of their picture."""
 
 if __name__ == "__main__":
     main(sys.argv[1:])
