@@ -43,14 +43,7 @@ def small_shapes(document: Mapping[str, Any]) -> Figure:
             if row["threads"] == number:
                 _draw_column(axis, columns.index((row["case"], row["baseline"])), row)
         axis.axhline(1, color=_LINE, linewidth=1.2)
-        axis.set(yscale="log", ylabel=f"baseline's time / ours, {number} thread{'s' * (number > 1)}")
-        low, high = axis.get_ylim()
-        axis.set_yticks([tick for tick in _TICKS if low <= tick <= high], minor=False)
-        axis.minorticks_off()
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.grid(axis="y", **_GRID)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
+        _scale_ratios(axis, "y", f"baseline's time / ours, {number} thread{'s' * (number > 1)}")
     what = {row["case"]: row["what"].removeprefix("small shapes, ") for row in rows}
     # A case with one baseline is named without it.
     once = {case for case, _ in columns if sum(case == other for other, _ in columns) == 1}
@@ -63,6 +56,19 @@ def small_shapes(document: Mapping[str, Any]) -> Figure:
     marks.append(panels[0].plot([], [], color=_LINE, linewidth=1.6, label="geometric mean")[0])
     figure.legend(handles=marks, loc="outside upper left", ncols=len(marks), frameon=False)
     return figure
+
+
+def _scale_ratios(axis: Any, which: str, label: str) -> None:
+    """Make the x or the y axis one of ratios, logarithmic, with a grid behind the marks."""
+    axis.set(**{f"{which}scale": "log", f"{which}label": label})
+    scale = getattr(axis, f"{which}axis")
+    low, high = scale.get_view_interval()
+    scale.set_ticks([tick for tick in _TICKS if low <= tick <= high])
+    scale.set_major_formatter("{x:g}")
+    axis.minorticks_off()
+    axis.grid(axis=which, **_GRID)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_column(axis: Any, at: int, row: Mapping[str, Any]) -> None:
@@ -93,7 +99,7 @@ def overview(documents: Mapping[str, Mapping[str, Any]]) -> Figure:
         points = [(ratio, y + offset) for y, ratio in zip(heights, ratios, strict=True) if ratio is not None]
         axis.plot(*zip(*points, strict=True), mark, color=colour, markersize=5, alpha=0.85, label=name)
     axis.axvline(1, color=_LINE, linewidth=1.2)
-    axis.set(xscale="log", xlabel="times as fast as the baseline, 2 threads")
+    _scale_ratios(axis, "x", "times as fast as the baseline, 2 threads")
     # The longest labels take two lines, which leaves the width to the ratios.
     labels = [(" |\n" if len(what + against) > 76 else "  |  ").join((what, against)) for what, against, _ in rows]
     axis.set_yticks(heights, labels, fontsize=9)
@@ -101,13 +107,6 @@ def overview(documents: Mapping[str, Mapping[str, Any]]) -> Figure:
     for name, y in names.items():
         axis.text(-0.02, y, name, transform=axis.get_yaxis_transform(), **style)
     axis.set_ylim(heights[-1] + 0.8, -0.8)
-    low, high = axis.get_xlim()
-    axis.set_xticks([tick for tick in _TICKS if low <= tick <= high], minor=False)
-    axis.minorticks_off()
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.grid(axis="x", **_GRID)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="lower right", frameon=False, fontsize=8)
     return figure
 
