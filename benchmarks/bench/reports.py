@@ -61,10 +61,8 @@ def screen_tables(document: Row) -> Iterator[tuple[str, Cells, list[Cells]]]:
     yield "Limits of the machine", limits, list(_limits(document))
     rates = ("case", "threads", "kernel", "GFLOP/s in products", "G activations/s", "GB/s of arrays")
     yield "Rates reached", (*rates, "of the products above", "of the reading above"), list(_rates(document))
-    growth = ("case", "side", "lengths", "time grows as", "peak memory grows as", "seconds", "peak, MB")
-    yield "Growth", growth, list(_growth(document))
-    memory = ("case", "tokens", "peak, MB", "inputs + outputs + gradients, MB", "over, MB", "seconds")
-    yield "Memory of long sequences", memory, list(_memory(document))
+    growth = ("case", "side", "tokens", "seconds", "peak, MB", "over, MB", "time grows as", "peak grows as")
+    yield "Memory and growth", growth, list(_growth(document))
 
 
 def _speed(document: Row) -> Iterator[Cells]:
@@ -132,28 +130,16 @@ def _rates(document: Row) -> Iterator[Cells]:
 
 
 def _growth(document: Row) -> Iterator[Cells]:
-    """Growth of time and memory with the number of tokens."""
-    for row in rows_of_kind(document, "growth"):
-        head = (row["case"], _title(row["side"]))
+    """Time and peak memory at each length, and their growth; "over": without inputs, outputs and gradients."""
+    for row in (*rows_of_kind(document, "growth"), *rows_of_kind(document, "memory")):
+        head, points = (row["case"], _title(row["side"])), row["points"]
         if row["status"] != "measured":
-            yield (*head, "", "not run", row["reason"], "", "")
-            continue
-        points = row["points"]
-        lengths = ", ".join(str(point["length"]) for point in points)
-        times = ", ".join(seconds(point["seconds"]["median"]) for point in points)
-        peaks = ", ".join(f"{point['peak'] / 1e6:.1f}" for point in points)
-        yield (*head, lengths, _power(row["time_exponent"]), _power(row["memory_exponent"]), times, peaks)
-
-
-def _memory(document: Row) -> Iterator[Cells]:
-    """Peak memory of the long cases."""
-    for row in rows_of_kind(document, "memory"):
-        if row["status"] != "measured":
-            yield (row["case"], "", "not run", row["reason"], "", "")
-            continue
-        point = row["points"][-1]
-        sizes = (f"{point[name] / 1e6:.0f}" for name in ("peak", "arrays", "over"))
-        yield (row["case"], str(point["length"]), *sizes, seconds(point["seconds"]["median"]))
+            yield (*head, "", "not run", row["reason"], "", "", "")
+        for point in points:
+            sizes = (f"{point[name] / 1e6:.1f}" for name in ("peak", "over"))
+            powers = (row.get(name) if point is points[-1] else None for name in ("time_exponent", "memory_exponent"))
+            time = seconds(point["seconds"]["median"])
+            yield (*head, str(point["length"]), time, *sizes, *map(_power, powers))
 
 
 def rows_of_kind(document: Row, kind: str) -> list[Row]:
