@@ -314,7 +314,7 @@ def test_a_wrong_result_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -
             last[(0,) * last.ndim] += 0.01
             return (*first, last)
 
-        return Side(side.name, side.run, outputs)
+        return Side(side.run, outputs)
 
     monkeypatch.setattr(measure, "ours", wrong)
     with pytest.raises(WrongResult, match=rf"^{name}, attnscore: error .*, allowed"):
@@ -331,7 +331,7 @@ def test_nan_is_a_wrong_result() -> None:
 
 def test_a_baseline_that_computes_something_else_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(given: Any) -> Side:
-        return Side("sdpa", lambda: given.value * 2, lambda out: (out,))
+        return Side(lambda: given.value * 2, lambda out: (out,))
 
     def broken(given: Any) -> Side:
         raise RuntimeError("no\ncompiler")

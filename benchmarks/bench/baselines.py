@@ -79,7 +79,7 @@ def sdpa(inputs: Inputs) -> Side:
         return lambda query, key, value, parameter=None: attention(query, key, value, **options)
 
     forms = [caller(inputs, form(each) if each or inputs.case.has_parameter else attention) for each in options]
-    return Side("sdpa", _fastest(forms), same=inputs.case.score == "scaled_dot")
+    return Side(_fastest(forms), same=inputs.case.score == "scaled_dot")
 
 
 def sdpa_padded(inputs: Inputs) -> Side:
@@ -102,7 +102,7 @@ def sdpa_padded(inputs: Inputs) -> Side:
     mask = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])[:, None, None]
     attention = torch.nn.functional.scaled_dot_product_attention
     run = caller(batch, lambda query, key, value: attention(query, key, value, attn_mask=mask))
-    return Side("sdpa-padded", run, outputs=lambda found: tuple(map(packed, as_tuple(found))))
+    return Side(run, outputs=lambda found: tuple(map(packed, as_tuple(found))))
 
 
 def _forms(inputs: Inputs) -> list[Callable[..., Any]]:
@@ -125,9 +125,9 @@ def _forms(inputs: Inputs) -> list[Callable[..., Any]]:
 def formula(inputs: Inputs) -> Side:
     """The fastest formula in the caller's framework; for a layer in a layer with the same projections."""
     if inputs.case.layer:
-        sides = [layers.side(inputs, "formula", layer) for layer in layers.of_formulas(inputs)]
+        sides = [layers.side(inputs, layer) for layer in layers.of_formulas(inputs)]
     else:
-        sides = [Side("formula", caller(inputs, form)) for form in _forms(inputs)]
+        sides = [Side(caller(inputs, form)) for form in _forms(inputs)]
     fastest = _fastest([side.run for side in sides])
     return next(side for side in sides if side.run is fastest)
 
@@ -152,7 +152,7 @@ def sdpa_blocks(inputs: Inputs) -> Side:
         out = attention(blocks, windows(key), windows(value), attn_mask=mask)
         return out.transpose(0, 1).reshape(1, heads, -1, dim)[:, :, :queries]
 
-    return Side("sdpa-blocks", caller(inputs, run))
+    return Side(caller(inputs, run))
 
 
 def flex(inputs: Inputs) -> Side:
@@ -166,19 +166,19 @@ def flex(inputs: Inputs) -> Side:
         lambda batch, head, i, j: (j <= i) & (j > i - width), None, None, *lengths, device="cpu"
     )
     compiled_flex = torch.compile(library.flex_attention, dynamic=False)
-    return Side("flex", caller(inputs, functools.partial(compiled_flex, block_mask=blocks)))
+    return Side(caller(inputs, functools.partial(compiled_flex, block_mask=blocks)))
 
 
 def naive(inputs: Inputs) -> Side:
     """The definition in PyTorch."""
-    return Side("naive", caller(inputs, _forms(inputs)[0]))
+    return Side(caller(inputs, _forms(inputs)[0]))
 
 
 def compiled(inputs: Inputs) -> Side:
     """The definition through ``torch.compile``."""
     import torch
 
-    return Side("compile", _fastest([caller(inputs, torch.compile(form, dynamic=False)) for form in _forms(inputs)]))
+    return Side(_fastest([caller(inputs, torch.compile(form, dynamic=False)) for form in _forms(inputs)]))
 
 
 def xla(inputs: Inputs) -> Side:
@@ -200,7 +200,7 @@ def keops(inputs: Inputs) -> Side:
     activations = 1 - 2 / (1 + (2 * (query + key)).exp())
     weights = lazy(inputs.parameter.reshape(*(1,) * inputs.query.ndim, -1))
     scores = (activations * weights).sum(-1)
-    return Side("keops", lambda: scores.sumsoftmaxweight(value, dim=inputs.query.ndim - 1))
+    return Side(lambda: scores.sumsoftmaxweight(value, dim=inputs.query.ndim - 1))
 
 
 def onnxruntime(inputs: Inputs) -> Side:
@@ -229,14 +229,14 @@ def onnxruntime(inputs: Inputs) -> Side:
     def outputs(found: Any) -> tuple[Any, ...]:
         return (found[0].reshape(shape).transpose(0, 2, 1, 3),)
 
-    return Side("onnxruntime", lambda: session.run(None, feed), outputs)
+    return Side(lambda: session.run(None, feed), outputs)
 
 
 def jax(inputs: Inputs) -> Side:
     """``jax.nn.dot_product_attention`` inside ``jax.jit``, in its own layout (batch, query, head, dim)."""
     attention = _needs("jax").nn.dot_product_attention
     arrays = [x.swapaxes(1, 2).copy() for x in inputs.arrays]
-    return Side("jax", caller(inputs, attention, arrays), lambda out: (out.swapaxes(1, 2),))
+    return Side(caller(inputs, attention, arrays), lambda out: (out.swapaxes(1, 2),))
 
 
 def _keras() -> Any:
@@ -251,7 +251,7 @@ def keras(inputs: Inputs) -> Side:
     library, tf = _keras(), _needs("tensorflow")
     arrays = [tf.transpose(x, (0, 2, 1, 3)) for x in inputs.arrays]
     run = caller(inputs, library.ops.dot_product_attention, arrays)
-    return Side("keras", run, lambda out: (tf.transpose(out, (0, 2, 1, 3)),))
+    return Side(run, lambda out: (tf.transpose(out, (0, 2, 1, 3)),))
 
 
 def keras_layer(inputs: Inputs) -> Side:
@@ -259,7 +259,7 @@ def keras_layer(inputs: Inputs) -> Side:
     _keras()
     if inputs.case.score not in ("scaled_dot", "additive"):
         raise Unavailable(f"Keras has no {inputs.case.score} attention")
-    return layers.side(inputs, "keras-layer", layers.keras_own(inputs))
+    return layers.side(inputs, layers.keras_own(inputs))
 
 
 def only_in_models(inputs: Inputs) -> Side:
@@ -270,7 +270,7 @@ def only_in_models(inputs: Inputs) -> Side:
 def without(inputs: Inputs) -> Side:
     """Our own call without the option or the mask whose overhead the case measures."""
     side = ours(inputs, plain=True)
-    return Side("without", side.run, side.outputs, same="dropout" not in inputs.case.options)
+    return Side(side.run, side.outputs, same="dropout" not in inputs.case.options)
 
 
 def reading(inputs: Inputs) -> Side:
@@ -288,7 +288,7 @@ def reading(inputs: Inputs) -> Side:
         torch.sum(key, dim=(), out=totals[0])
         return torch.sum(value, dim=(), out=totals[1])
 
-    return Side("reading", run, same=False)
+    return Side(run, same=False)
 
 
 def _numpy(x: Any) -> Any:

@@ -30,7 +30,6 @@ def as_tuple(found: Any) -> tuple[Any, ...]:
 class Side:
     """One way to compute a case: `run` is timed, `outputs` turns its result into (out, *gradients)."""
 
-    name: str
     run: Callable[[], Any]
     outputs: Callable[[Any], tuple[Any, ...]] = as_tuple
     same: bool = True
@@ -244,7 +243,7 @@ def ours(inputs: Inputs, *, plain: bool = False, **more: Any) -> Side:
             gradients = vjp(inputs.grad)
             return (out, *gradients[:3], *gradients.score.values())
 
-        return Side("attnscore", with_gradients)
+        return Side(with_gradients)
 
     def forward(query: Any, key: Any, value: Any, parameter: Any = None, *, lens: Any = None) -> Any:
         # A compiled program and JAX's autodiff pass a traced parameter, for which the score is made anew.
@@ -252,7 +251,7 @@ def ours(inputs: Inputs, *, plain: bool = False, **more: Any) -> Side:
         found = ats.attend(query, key, value, score=own, valid_lens=lens, **options)
         return found if case.weights or not isinstance(found, tuple) else found[0]
 
-    return Side("attnscore", caller(inputs, forward))
+    return Side(caller(inputs, forward))
 
 
 def kernel_of(inputs: Inputs) -> str:
@@ -321,4 +320,4 @@ def _watched(inputs: Inputs, *, is_watched: bool) -> Side:
 
     if is_watched:  # until this side is collected
         weakref.finalize(run, watch(model, one_pass=case.watched == "one-pass").start().stop)
-    return Side("attnscore", run, outputs)
+    return Side(run, outputs)

@@ -38,15 +38,15 @@ def ours(inputs: Inputs) -> Side:
         case "bilinear":
             layer = make(**options)
         case "gaussian":
-            return side(inputs, "attnscore", make(inputs.parameter))
+            return side(inputs, make(inputs.parameter))
         case _:
-            return side(inputs, "attnscore", make())
+            return side(inputs, make())
     if case.framework == "torch":
         layer.load_state_dict(_tensors(inputs.parameter))
     else:
         layer(*inputs.arrays)
         layer.load_torch(inputs.parameter)
-    return side(inputs, "attnscore", layer)
+    return side(inputs, layer)
 
 
 def of_formulas(inputs: Inputs) -> list[Any]:
@@ -56,7 +56,7 @@ def of_formulas(inputs: Inputs) -> list[Any]:
     return [make(inputs, scores) for scores in formulas(case.score, case.sizes["dim"], ops(case.framework))]
 
 
-def side(inputs: Inputs, name: str, layer: Any) -> Side:
+def side(inputs: Inputs, layer: Any) -> Side:
     """Return the side that calls a layer; with gradients, also of its parameters, which are not compared."""
     case = inputs.case
     nnx = importlib.import_module("flax.nnx") if case.framework == "jax" else None
@@ -73,12 +73,12 @@ def side(inputs: Inputs, name: str, layer: Any) -> Side:
     if case.framework == "jax":
         # Parameters are operands of a program and of autodiff; an eager call has them in its layer.
         arrays = (*inputs.arrays, parameters) if case.graph or case.backward else inputs.arrays
-        return Side(name, caller(inputs, forward, arrays), outputs)
+        return Side(caller(inputs, forward, arrays), outputs)
     if case.framework == "torch":
         trained = list(layer.requires_grad_(case.backward).parameters())
     else:
         trained = layer.trainable_variables
-    return Side(name, caller(inputs, forward, trained=trained), outputs)
+    return Side(caller(inputs, forward, trained=trained), outputs)
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Any]:
