@@ -98,15 +98,10 @@ def _on_gpu(quick: bool, path: Path) -> None:
     document = gpu.run(quick, lambda text: error_console().print(Text(text)))
     with replacing(path) as file:
         file.write((json.dumps(document, indent=1) + "\n").encode())
-    rows = [
-        [
-            row["case"],
-            row["baseline"],
-            "both" if row["backward"] else "forward",
-            row.get("error") or f"{row['ratio']:.2f}",
-        ]
-        for row in document["rows"]
-    ]
+    rows = []
+    for row in document["rows"]:
+        measured = row.get("error") or f"{row['ratio']:.2f}"
+        rows.append((row["case"], row["baseline"], "both" if row["backward"] else "forward", measured))
     screen = console()
     screen.print(table("Their time over ours", ["case", "baseline", "pass", "ratio"], rows, left=3))
     screen.print(Text(f"{path.name} in {path.parent}"), soft_wrap=True)

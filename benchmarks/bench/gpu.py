@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 import attnscore as ats
 from attnscore.cli.timing import summary
 from attnscore.errors import FrameworkError
-from bench.reference import WrongResult
+from bench.reference import WrongResult, relative_difference
 
 ROUNDS, QUICK_ROUNDS, WARM_UP = 50, 10, 5
 FLUSH_BYTES = 2**28
@@ -190,17 +188,15 @@ def _times(case: Case, baseline: Callable[..., Any], x: dict[str, Any], with_gra
             end.synchronize()
             if at >= WARM_UP:
                 found[name].append(start.elapsed_time(end))
-    medians = {name: float(np.median(times)) for name, times in found.items()}
-    spread = {name: summary(times) for name, times in found.items()}
-    return {"ms": spread, "ratio": medians["theirs"] / medians["ours"], "difference": difference}
+    ms = {name: summary(times) for name, times in found.items()}
+    return {"ms": ms, "ratio": ms["theirs"]["median"] / ms["ours"]["median"], "difference": difference}
 
 
 def largest_difference(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     """Return the largest difference of two sides, over the largest number; raise WrongResult where it is too large."""
     found = {}
     for name, x in theirs.items():
-        mine, wanted = ours[name].detach().float(), x.detach().float()
-        found[name] = float((mine - wanted).abs().max() / wanted.abs().max())
+        found[name] = relative_difference(ours[name], x)
         if not found[name] <= TOLERANCE[case.dtype]:  # as it is not of NaN
             raise WrongResult(f"the {name} differ by {found[name]:.2g} of the largest number")
     return max(found.values())

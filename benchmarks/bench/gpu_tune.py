@@ -40,6 +40,7 @@ from attnscore.masks import Causal
 from attnscore.problem.problem import build_problem
 from attnscore.scores import Additive, Gaussian, Score
 from bench import gpu
+from bench.reference import relative_difference
 
 if TYPE_CHECKING:
     from bench.gpu_code import Code
@@ -219,8 +220,7 @@ class Call:
 
 def largest_difference(found: dict[str, Any], reference: dict[str, Any]) -> float:
     """Return the largest difference of any array, relative to its largest number; NaN where there is one."""
-    ratios = [(x.double() - reference[name]).abs().max() / reference[name].abs().max() for name, x in found.items()]
-    return float(np.max([ratio.item() for ratio in ratios]))
+    return float(np.max([relative_difference(x, reference[name]) for name, x in found.items()]))
 
 
 def runner_of(entry: Entry, tile: Tile, *, timed: bool = False) -> Any:

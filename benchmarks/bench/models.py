@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import attnscore as ats
-from bench.reference import WrongResult
+from bench.reference import WrongResult, relative_difference
 
 Run = Callable[..., Any]
 # Relative to the largest number of an array: a training step in float32 through four layers differs by about 1e-6.
@@ -39,18 +39,10 @@ class Pair:
         """Return the largest difference of both sides with the allowed one; `WrongResult` where it is larger."""
         ours, theirs = (list(run()) for run in self.compared or (self.ours, self.theirs))
         # NumPy's maximum keeps a NaN.
-        error = float(np.max([_difference(*arrays) for arrays in zip(ours, theirs, strict=True)]))
+        error = float(np.max([relative_difference(*arrays) for arrays in zip(ours, theirs, strict=True)]))
         if not error <= _ALLOWED:
             raise WrongResult(f"{name}: the sides differ by {error:.3g}, allowed {_ALLOWED:.3g}")
         return {"error": error, "allowed": _ALLOWED}
-
-
-def _difference(ours: Any, theirs: Any) -> float:
-    """Return the largest difference of two arrays, relative to the largest number of the second."""
-    x, y = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    if x.shape != y.shape:
-        return float("inf")
-    return float(np.abs(x - y).max() / np.abs(y).max())
 
 
 def _pair(side: Callable[[Any], Run], models: Iterable[Any]) -> Pair:

@@ -82,8 +82,14 @@ def reference(inputs: Inputs) -> Reference:
 
 def _float64(x: Any) -> Any:
     if hasattr(x, "detach"):
-        x = x.detach().double().numpy()
+        x = x.detach().cpu().double().numpy()
     return np.asarray(x, np.float64)
+
+
+def relative_difference(found: Any, wanted: Any) -> float:
+    """Return the largest difference of two arrays over the largest number of the second; infinite if shapes differ."""
+    x, y = _float64(found), _float64(wanted)
+    return float(np.abs(x - y).max() / np.abs(y).max()) if x.shape == y.shape else math.inf
 
 
 def _largest(x: Any) -> float:

@@ -170,7 +170,7 @@ def seconds(s: float) -> str:
 
 
 def faster_baselines(document: Row) -> list[str]:
-    """Say where a baseline takes less time than we do, one sentence each."""
+    """Say where a baseline takes less time than we do in one call, a sentence each; small shapes have a table."""
     times_of_case: dict[tuple[str, str], list[str]] = {}
     for row in rows_of_kind(document, "time"):
         if row["status"] != "measured" or not BASELINES[row["baseline"]].is_alternative:
@@ -179,18 +179,10 @@ def faster_baselines(document: Row) -> list[str]:
         if times > 1:
             by_threads = times_of_case.setdefault((row["what"], _title(row["baseline"])), [])
             by_threads.append(f"{times:.2f} ({_threads(row)})")
-    sentences = [
+    return [
         f"{what}: {baseline} is {' and '.join(by_threads)} times as fast"
         for (what, baseline), by_threads in times_of_case.items()
     ]
-    for row in rows_of_kind(document, "shapes"):
-        slower = sum(point["ratio"] < 1 for point in row["points"])
-        if slower:
-            sentences.append(
-                f"{row['what']}, {_threads(row)}: {_title(row['baseline'])} is faster in {slower} of "
-                f"{len(row['points'])} measurements, at most {1 / row['worst']['ratio']:.2f} times as fast"
-            )
-    return sentences
 
 
 # ------------------------------------------------------------ the page of all machines
@@ -221,16 +213,11 @@ def page(documents: Mapping[str, Row], charts: Sequence[tuple[str, str]]) -> str
             _markdown(["", "against", "machine", "mean, 1 thread", "worst", "mean, 2 threads", "worst"], shapes),
         ]
         parts += [f"![{description}]({file})" for description, file in charts[1:]]
-    slower = [f"- {name}: {sentence}" for name, x in documents.items() for sentence in faster_baselines(_calls(x))]
+    slower = [f"- {name}: {sentence}" for name, x in documents.items() for sentence in faster_baselines(x)]
     parts += ["### Where a baseline is faster", "\n".join(slower) or "Nowhere."]
     machines = [[name, measured(document), document["machine"]["cpu"]] for name, document in documents.items()]
     parts += ["### The machines", _markdown(["machine", "measured", "CPU"], machines)]
     return "\n\n".join(parts)
-
-
-def _calls(document: Row) -> Row:
-    """Return the document without the small shapes, which have a table of their own on the page."""
-    return {**document, "rows": [row for row in document["rows"] if row["kind"] != "shapes"]}
 
 
 def _by_threads(documents: Mapping[str, Row]) -> list[str]:
