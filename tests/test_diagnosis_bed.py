@@ -30,7 +30,7 @@ NAMES = ("queries x 30", "nan in W_q", "causal leak", "inverted mask", "float16 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_planted_fault_is_named(name: str) -> None:
-    fault = next(x for x in faults.faults(0, short=True) if x.name.startswith(name))
+    fault = next(x for x in faults.faults(short=True) if x.name.startswith(name))
     moved = replace(fault, step=20, setup=replace(fault.setup, steps=35))
     outcome = bed.diagnose(moved)
     assert outcome.named and not outcome.early and outcome.cause in moved.causes, outcome
@@ -40,12 +40,12 @@ def test_a_planted_fault_is_named(name: str) -> None:
 def test_runs_are_the_same_again_and_the_lists_have_what_they_promise() -> None:
     setup = Setup(steps=4, every=2)
     assert train(begin(setup))[1] == train(begin(setup))[1]
-    planted = faults.faults(0)
-    assert len(bed.healthy(0)) >= 40 <= len(planted)
-    assert {x.kind for x in bed.healthy(0)} == {"decoder", "encoder", "encoder-decoder", "vision"}
+    planted = faults.faults()
+    assert len(bed.healthy()) >= 40 <= len(planted)
+    assert {x.kind for x in bed.healthy()} == {"decoder", "encoder", "encoder-decoder", "vision"}
     modules = {name for fault in planted for name in begin(fault.setup).model.attentions()}
     assert {fault.module for fault in planted} - {""} <= modules
-    other = {fault.setup for fault in faults.faults(5000, held_back=True)}
+    other = {fault.setup for fault in faults.faults(held_back=True)}
     assert not other & {fault.setup for fault in planted}
 
 

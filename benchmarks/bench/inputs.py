@@ -300,10 +300,9 @@ def _watched(inputs: Inputs, *, is_watched: bool) -> Side:
             self.attention = nn.MultiheadAttention(width, heads, bias=False, batch_first=True)
             same = torch.eye(width)
             self.load_state_dict({"attention.in_proj_weight": torch.cat([same] * 3), "attention.out_proj.weight": same})
-            self.mask = nn.Transformer.generate_square_subsequent_mask(case.sizes["keys"]) if is_causal else None
 
         def forward(self, *arrays: Any) -> Any:
-            out, _ = self.attention(*arrays, need_weights=False, attn_mask=self.mask, is_causal=is_causal)
+            out, _ = self.attention(*arrays, need_weights=False)
             return out
 
     is_layer = case.watched == "layer"

@@ -19,16 +19,17 @@ from typing import Any
 import torch
 
 from attnscore.diagnostics.watching.records import Records
-from diagnosis.faults import Fault, faults, remedy_of
+from diagnosis.faults import HELD_BACK_SEED, Fault, faults, remedy_of
 from diagnosis.models import Setup, Training, begin, train
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "diagnosis.md"
 BEGIN, END = "<!-- begin: python benchmarks diagnosis -->", "<!-- end -->"
 
 
-def healthy(seed: int, *, short: bool = False, held_back: bool = False) -> list[Setup]:
+def healthy(*, short: bool = False, held_back: bool = False) -> list[Setup]:
     """Return runs without a fault: every kind, norm, depth, rate and option, in turn."""
     runs: list[Setup] = []
+    seed = HELD_BACK_SEED if held_back else 0
     options: list[dict[str, object]] = [
         {"rate": 1e-2},
         {"rate": 3e-5},
@@ -192,23 +193,7 @@ def counts(failures: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, st
     return rows
 
 
-@dataclass(frozen=True)
-class Options:
-    """Choice of the runs of a bed."""
-
-    short: bool = False
-    held_back: bool = False
-
-    def healthy(self) -> list[Setup]:
-        """Return the runs without a fault."""
-        return healthy(5000 if self.held_back else 0, short=self.short, held_back=self.held_back)
-
-    def faults(self) -> list[Fault]:
-        """Return the faults."""
-        return faults(5000 if self.held_back else 0, short=self.short, held_back=self.held_back)
-
-
-def _failure_of_healthy(options: Options, number: int) -> str:
+def _failure_of_healthy(number: int, *, short: bool, held_back: bool) -> str:
     """Return the first failure of a healthy run, with its loss; "" where there is none."""
     torch.set_num_threads(1)
     failures: list[str] = []
@@ -216,26 +201,29 @@ def _failure_of_healthy(options: Options, number: int) -> str:
     def look(_: int, seen: Records) -> None:
         failures.extend(str(verdict) for verdict in seen.verdicts() if verdict.failure)
 
-    setup = options.healthy()[number]
+    setup = healthy(short=short, held_back=held_back)[number]
     _, losses = train(begin(setup), at_step=look)
     return f"{setup}: loss {losses[0]:.2f} to {losses[-1]:.2f}: {failures[0]}" if failures else ""
 
 
-def _outcome_of_fault(options: Options, number: int) -> dict[str, Any]:
+def _outcome_of_fault(number: int, *, short: bool, held_back: bool) -> dict[str, Any]:
     """Return an outcome without its fault, which no other process can read."""
     torch.set_num_threads(1)
-    outcome = diagnose(options.faults()[number])
-    if outcome.cause and not options.short:
+    outcome = diagnose(faults(short=short, held_back=held_back)[number])
+    if outcome.cause and not short:
         outcome.recovered = recovers(outcome)
     return {name: value for name, value in vars(outcome).items() if name != "fault"}
 
 
-def measure(options: Options, processes: int) -> tuple[list[str], list[Outcome]]:
-    """Run the bed, and print what is wrong; return the failures of the healthy runs and the outcomes of the others."""
-    runs, planted = options.healthy(), options.faults()
+def measure(processes: int, **choice: bool) -> tuple[list[str], list[Outcome]]:
+    """Run the bed, and print what is wrong; return the failures of the healthy runs and the outcomes of the others.
+
+    `choice`: whether the runs are `short`, and those `held_back`.
+    """
+    runs, planted = healthy(**choice), faults(**choice)
     with ProcessPoolExecutor(processes) as pool:
-        found = pool.map(partial(_outcome_of_fault, options), range(len(planted)))
-        failures = list(pool.map(partial(_failure_of_healthy, options), range(len(runs))))
+        found = pool.map(partial(_outcome_of_fault, **choice), range(len(planted)))
+        failures = list(pool.map(partial(_failure_of_healthy, **choice), range(len(runs))))
         outcomes = [Outcome(fault, **fields) for fault, fields in zip(planted, found, strict=True)]
     for failure in filter(None, failures):
         print(f"healthy run fails: {failure}")
@@ -279,7 +267,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--held-back", action="store_true", help="runs that thresholds were not chosen with; no page")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: 2)")
     options = parser.parse_args(arguments)
-    failures, outcomes = measure(Options(options.short, options.held_back), options.processes)
+    failures, outcomes = measure(options.processes, short=options.short, held_back=options.held_back)
     lines = ["| | |", "|---|---|", *(f"| {name} | {count} |" for name, count in counts(failures, outcomes).items())]
     text = "\n".join([*lines, "", *by_fault(outcomes)])
     print(text)

@@ -12,6 +12,7 @@ from attnscore.diagnostics import qk_clip
 from diagnosis.models import Edit, Setup, Training, edited_head, rows_of
 
 Change = Callable[[Training], None]
+HELD_BACK_SEED = 5000
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,10 @@ def _overflow(module: str, head: int) -> Change:
     return plant
 
 
-def faults(seed: int, *, short: bool = False, held_back: bool = False) -> list[Fault]:
+def faults(*, short: bool = False, held_back: bool = False) -> list[Fault]:
     """Return the planted faults; those held back have other sizes, places, rates and seeds."""
     planted: list[Fault] = []
+    seed = HELD_BACK_SEED if held_back else 0
     kinds = ("decoder", "encoder", "encoder-decoder", "vision")
 
     def setup(place: int, **options: object) -> Setup:
