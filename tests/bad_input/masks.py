@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,151 +11,88 @@ import numpy as np
 import attnscore as ats
 from attnscore import MaskError
 from attnscore.masks import IntervalSet
-from bad_input.table import Case, case
+from bad_input.table import Rows, cases
 
 _NAN, _INF = float("nan"), float("inf")
 
-_LENGTHS = (
-    case(
-        "a negative length", MaskError, "valid_lens|numbers from 0 to 5|got -1", lambda x: x.attend(valid_lens=[2, -1])
-    ),
-    case("more than the keys", MaskError, "valid_lens|from 0 to 5|got 6", lambda x: x.attend(valid_lens=[6, 2])),
-    case("half a key", MaskError, "valid_lens|whole numbers|2.5", lambda x: x.attend(valid_lens=[2.5, 1.0])),
-    case(
-        "half a key in an array",
-        MaskError,
-        "valid_lens|whole numbers|2.5",
-        lambda x: x.attend(valid_lens=x.array([2.5, 1.0])),
-    ),
-    case("length NaN", MaskError, "valid_lens|whole numbers|nan", lambda x: x.attend(valid_lens=[_NAN, 1.0])),
-    case("length infinity", MaskError, "valid_lens|whole numbers|inf", lambda x: x.attend(valid_lens=[_INF, 1.0])),
-    case("boolean lengths", MaskError, "valid_lens|whole numbers|bool", lambda x: x.attend(valid_lens=[True, False])),
-    case("lengths as text", MaskError, "valid_lens|numbers|str", lambda x: x.attend(valid_lens=["2", "3"])),
-    case("lengths None", MaskError, "valid_lens|numbers|object", lambda x: x.attend(valid_lens=[None, 1])),
-    case("ragged lengths", MaskError, "valid_lens|ragged", lambda x: x.attend(valid_lens=[[1, 2], [3]])),
-    case(
-        "complex lengths",
-        MaskError,
+_LENGTHS: Rows = {
+    "a negative length": ("valid_lens|numbers from 0 to 5|got -1", lambda x: x.attend(valid_lens=[2, -1])),
+    "more than the keys": ("valid_lens|from 0 to 5|got 6", lambda x: x.attend(valid_lens=[6, 2])),
+    "half a key": ("valid_lens|whole numbers|2.5", lambda x: x.attend(valid_lens=[2.5, 1.0])),
+    "half a key in an array": ("valid_lens|whole numbers|2.5", lambda x: x.attend(valid_lens=x.array([2.5, 1.0]))),
+    "length NaN": ("valid_lens|whole numbers|nan", lambda x: x.attend(valid_lens=[_NAN, 1.0])),
+    "length infinity": ("valid_lens|whole numbers|inf", lambda x: x.attend(valid_lens=[_INF, 1.0])),
+    "boolean lengths": ("valid_lens|whole numbers|bool", lambda x: x.attend(valid_lens=[True, False])),
+    "lengths as text": ("valid_lens|numbers|str", lambda x: x.attend(valid_lens=["2", "3"])),
+    "lengths None": ("valid_lens|numbers|object", lambda x: x.attend(valid_lens=[None, 1])),
+    "ragged lengths": ("valid_lens|ragged", lambda x: x.attend(valid_lens=[[1, 2], [3]])),
+    "complex lengths": (
         "valid_lens|whole numbers|complex",
         lambda x: x.attend(valid_lens=x.array([1j, 2.0], "complex64")),
     ),
-    case(
-        "three lengths for two batch rows",
-        MaskError,
+    "three lengths for two batch rows": (
         "valid_lens|shape (2,) or (2, 3)|got (3,)",
         lambda x: x.attend(valid_lens=[1, 2, 3]),
     ),
-    case(
-        "lengths per key",
-        MaskError,
-        "valid_lens|shape (2,) or (2, 3)|got (2, 5)",
-        lambda x: x.attend(valid_lens=x.ints(2, 5)),
-    ),
-    case(
-        "lengths of three axes",
-        MaskError,
+    "lengths per key": ("valid_lens|shape (2,) or (2, 3)|got (2, 5)", lambda x: x.attend(valid_lens=x.ints(2, 5))),
+    "lengths of three axes": (
         "valid_lens|(2,) or (2, 3)|got (2, 3, 1)",
         lambda x: x.attend(valid_lens=x.ints(2, 3, 1)),
     ),
-    case(
-        "lengths of a single sequence",
-        MaskError,
-        "valid_lens|a number or (4,)|got (3,)",
-        lambda x: x.square(valid_lens=[1, 2, 3]),
-    ),
-    case("no lengths at all", MaskError, "valid_lens|shape (2,)|got (0,)", lambda x: x.attend(valid_lens=[])),
-    case("lengths for weights", MaskError, "valid_lens|from 0 to 5|got 9", lambda x: x.weights(valid_lens=[9, 1])),
-    case(
-        "lengths of a softmax",
-        MaskError,
-        "valid_lens|from 0 to 5|got 9",
-        lambda x: x.softmax(valid_lens=[9, 1]),
-    ),
-    case(
-        "lengths of a softmax, per row",
-        MaskError,
+    "lengths of a single sequence": ("valid_lens|a number or (4,)|got (3,)", lambda x: x.square(valid_lens=[1, 2, 3])),
+    "no lengths at all": ("valid_lens|shape (2,)|got (0,)", lambda x: x.attend(valid_lens=[])),
+    "lengths for weights": ("valid_lens|from 0 to 5|got 9", lambda x: x.weights(valid_lens=[9, 1])),
+    "lengths of a softmax": ("valid_lens|from 0 to 5|got 9", lambda x: x.softmax(valid_lens=[9, 1])),
+    "lengths of a softmax, per row": (
         "valid_lens|(2,) or (2, 3)|got (3, 2)",
         lambda x: x.softmax(valid_lens=x.ints(3, 2)),
     ),
-    case(
-        "query_lens past the queries",
-        MaskError,
+    "query_lens past the queries": (
         "query_lens|from 0 to 3|got 4",
         lambda x: x.attend(mask=ats.ValidLens([1, 2], query_lens=[4, 1])),
     ),
-    case(
-        "query_lens per key",
-        MaskError,
+    "query_lens per key": (
         "query_lens|shape (2,)|got (5,)",
         lambda x: x.attend(mask=ats.ValidLens([1, 2], query_lens=[1] * 5)),
     ),
-    case("ValidLens(None)", MaskError, "valid_lens|numbers", lambda x: x.attend(mask=ats.ValidLens(None))),
-    case(
-        "a range that starts below 0",
-        MaskError,
-        "start|from 0 to 5|got -2",
-        lambda x: x.attend(mask=ats.KeyRange([-2, 0], 5)),
-    ),
-    case(
-        "a range that stops past the end",
-        MaskError,
-        "stop|from 0 to 5|got 8",
-        lambda x: x.attend(mask=ats.KeyRange(0, [8, 2])),
-    ),
-    case("half a start", MaskError, "start|whole numbers|0.5", lambda x: x.attend(mask=ats.KeyRange(0.5, 2))),
-    case(
-        "a range per query",
-        MaskError,
-        "stop|shape (2,)|got (3,)",
-        lambda x: x.attend(mask=ats.KeyRange(0, [1, 2, 3])),
-    ),
-    case("a prefix below 0", MaskError, "prefix_lens|from 0 to 4|got -1", lambda x: x.square(mask=ats.PrefixLM(-1))),
-    case("prefix past the end", MaskError, "prefix_lens|from 0 to 4|got 5", lambda x: x.square(mask=ats.PrefixLM(5))),
-    case("half a prefix", MaskError, "prefix_lens|whole numbers|1.5", lambda x: x.square(mask=ats.PrefixLM(1.5))),
-)
+    "ValidLens(None)": ("valid_lens|numbers", lambda x: x.attend(mask=ats.ValidLens(None))),
+    "a range that starts below 0": ("start|from 0 to 5|got -2", lambda x: x.attend(mask=ats.KeyRange([-2, 0], 5))),
+    "a range that stops past the end": ("stop|from 0 to 5|got 8", lambda x: x.attend(mask=ats.KeyRange(0, [8, 2]))),
+    "half a start": ("start|whole numbers|0.5", lambda x: x.attend(mask=ats.KeyRange(0.5, 2))),
+    "a range per query": ("stop|shape (2,)|got (3,)", lambda x: x.attend(mask=ats.KeyRange(0, [1, 2, 3]))),
+    "a prefix below 0": ("prefix_lens|from 0 to 4|got -1", lambda x: x.square(mask=ats.PrefixLM(-1))),
+    "prefix past the end": ("prefix_lens|from 0 to 4|got 5", lambda x: x.square(mask=ats.PrefixLM(5))),
+    "half a prefix": ("prefix_lens|whole numbers|1.5", lambda x: x.square(mask=ats.PrefixLM(1.5))),
+}
 
-_ALIGNMENT = (
-    case(
-        "which diagonal",
-        MaskError,
+_ALIGNMENT: Rows = {
+    "which diagonal": (
         "Causal()|3 queries and 5 keys|align='top_left'|align='bottom_right'",
         lambda x: x.attend(mask=ats.Causal()),
     ),
-    case(
-        "which diagonal of a window",
-        MaskError,
+    "which diagonal of a window": (
         "SlidingWindow()|3 queries and 5 keys|align='top_left'|align='bottom_right'",
         lambda x: x.attend(mask=ats.SlidingWindow(left=2)),
     ),
-    case(
-        "which diagonal, inside &",
-        MaskError,
+    "which diagonal, inside &": (
         "Causal()|3 queries and 5 keys|top_left|bottom_right",
         lambda x: x.attend(mask=ats.ValidLens([1, 2]) & ~ats.Causal()),
     ),
-    case(
-        "an unknown alignment",
-        MaskError,
+    "an unknown alignment": (
         "align|'top_left'|'bottom_right'|got 'upper_left'",
         lambda x: x.attend(mask=ats.Causal("upper_left")),
     ),
-    case(
-        "a misspelt alignment",
-        MaskError,
+    "a misspelt alignment": (
         "align|'top_left'|got 'bottom-rigth'|Hint: did you mean 'bottom_right'?",
         lambda x: x.attend(mask=ats.SlidingWindow(2, align="bottom-rigth")),
     ),
-    case(
-        "alignment and offset",
-        MaskError,
+    "alignment and offset": (
         "Causal|align or offset, not both|align=",
         lambda x: x.attend(mask=ats.Causal("top_left", offset=2)),
     ),
-    case("half an offset", MaskError, "offset|whole numbers|0.5", lambda x: x.attend(mask=ats.Causal(offset=0.5))),
-    *(
-        case(
-            f"{kind} of {number}",
-            MaskError,
+    "half an offset": ("offset|whole numbers|0.5", lambda x: x.attend(mask=ats.Causal(offset=0.5))),
+    **{
+        f"{kind} of {number}": (
             f"{name}|whole numbers (below 2^62 in size)|got [{number}",
             lambda x, make=make, number=number: x.attend(mask=make(number)),
         )
@@ -166,89 +103,56 @@ _ALIGNMENT = (
             ("SlidingWindow with offsets", "offset", lambda n: ats.SlidingWindow(left=3, offset=[n, n])),
             ("Documents with ids", "query_ids", lambda n: ats.Documents([n] * 3, [n] * 5)),
         )
-    ),
-    case("an offset as text", MaskError, "offset|whole numbers|str", lambda x: x.attend(mask=ats.Causal(offset="2"))),
-    case(
-        "an offset per query",
-        MaskError,
-        "offset|shape (2,)|got (3,)",
-        lambda x: x.attend(mask=ats.Causal(offset=[1, 2, 3])),
-    ),
-    *(
-        case(
-            f"{side}={width!r}",
-            MaskError,
+    },
+    "an offset as text": ("offset|whole numbers|str", lambda x: x.attend(mask=ats.Causal(offset="2"))),
+    "an offset per query": ("offset|shape (2,)|got (3,)", lambda x: x.attend(mask=ats.Causal(offset=[1, 2, 3]))),
+    **{
+        f"{side}={width!r}": (
             f"{side}|a whole number of keys, 0 or more, or None|got {width!r}",
             lambda x, side=side, width=width: x.square(mask=ats.SlidingWindow(**{side: width})),
         )
         for side in ("left", "right")
         for width in (-1, 1.5, "2", True, [1])
-    ),
-)
+    },
+}
 
-_ARRAYS = (
-    case(
-        "a mask that does not broadcast",
-        MaskError,
+_ARRAYS: Rows = {
+    "a mask that does not broadcast": (
         "mask|broadcasts to (..., query, key) = (2, 3, 5)|got (3, 4)",
         lambda x: x.attend(mask=x.bools(3, 4)),
     ),
-    case(
-        "a mask that would enlarge the result",
-        MaskError,
+    "a mask that would enlarge the result": (
         "mask|(..., query, key) = (2, 3, 5)|got (7, 2, 3, 5)",
         lambda x: x.attend(mask=x.bools(7, 2, 3, 5)),
     ),
-    case(
-        "a mask per KV head",
-        MaskError,
+    "a mask per KV head": (
         "mask|(..., query, key) = (2, 4, 3, 5)|got (2, 2, 3, 5)",
         lambda x: x.heads(4, 2, mask=x.bools(2, 2, 3, 5)),
     ),
-    case(
-        "Dense that does not broadcast",
-        MaskError,
-        "mask|(2, 3, 5)|got (5, 3)",
-        lambda x: x.attend(mask=ats.Dense(x.bools(5, 3))),
-    ),
-    case(
-        "both (batch, key) and (query, key)",
-        MaskError,
+    "Dense that does not broadcast": ("mask|(2, 3, 5)|got (5, 3)", lambda x: x.attend(mask=ats.Dense(x.bools(5, 3)))),
+    "both (batch, key) and (query, key)": (
         "mask|(2, 5)|both (batch, key) and (query, key)|Hint|KeyPadding|Dense",
         lambda x: x.attend(query=x.floats(2, 2, 4), mask=x.bools(2, 5)),
     ),
-    case(
-        "a padding mask",
-        MaskError,
+    "a padding mask": (
         "mask|(..., query, key) = (2, 3, 5)|got (2, 5)|Hint|(batch, key)|KeyPadding",
         lambda x: x.attend(mask=x.bools(2, 5)),
     ),
-    case(
-        "an additive mask",
-        MaskError,
+    "an additive mask": (
         "mask|a boolean array|True where a key may be attended|float32|Hint: compare it: array > 0 for one|bias=",
         lambda x: x.attend(mask=x.array([[0.0] * 5] * 3)),
     ),
-    case(
-        "a padding of floats",
-        MaskError,
+    "a padding of floats": (
         "key_padding|a boolean array|float32|Hint: compare it: array > 0 for one of 0 and 1; an additive mask of 0 and "
         "-inf is compared with 0: array == 0",
         lambda x: x.attend(mask=ats.KeyPadding(x.floats(2, 5))),
     ),
-    case(
-        "whole numbers",
-        MaskError,
-        "mask|a boolean array|int64|Hint",
-        lambda x: x.attend(mask=x.ints(3, 5)),
-    ),
-    case("complex numbers", MaskError, "mask|a boolean array|complex64", lambda x: x.attend(mask=x.complexes(3, 5))),
-    case("ragged rows", MaskError, "mask|ragged", lambda x: x.attend(mask=[[True], [True, False]])),
-    case("ragged rows in Dense", MaskError, "mask|ragged", lambda x: x.attend(mask=ats.Dense([[True], [True, False]]))),
-    *(
-        case(
-            f"mask is {mask!r}",
-            MaskError,
+    "whole numbers": ("mask|a boolean array|int64|Hint", lambda x: x.attend(mask=x.ints(3, 5))),
+    "complex numbers": ("mask|a boolean array|complex64", lambda x: x.attend(mask=x.complexes(3, 5))),
+    "ragged rows": ("mask|ragged", lambda x: x.attend(mask=[[True], [True, False]])),
+    "ragged rows in Dense": ("mask|ragged", lambda x: x.attend(mask=ats.Dense([[True], [True, False]]))),
+    **{
+        f"mask is {mask!r}": (
             f"mask|a mask object or a boolean array|got {mask!r}|Hint: {hint}",
             lambda x, mask=mask: x.attend(mask=mask),
         )
@@ -257,11 +161,9 @@ _ARRAYS = (
             ("causal", "did you mean attnscore.Causal(...)?"),
             ("sliding-window", "did you mean attnscore.SlidingWindow(...)?"),
         )
-    ),
-    *(
-        case(
-            f"lengths of positions on the axis of heads, {lens}",
-            MaskError,
+    },
+    **{
+        f"lengths of positions on the axis of heads, {lens}": (
             f"valid_lens|{expected}|Hint: head_axis=-2 takes the layout (batch, length, head, dim)",
             lambda x, lens=lens: x.attend(
                 query=x.floats(2, 5, 3, 4), key=x.floats(2, 5, 3, 4), value=x.floats(2, 5, 3, 4), valid_lens=lens
@@ -271,266 +173,145 @@ _ARRAYS = (
             ([5, 2], "numbers from 0 to 3|got 5"),
             ([[1, 2, 3, 3, 3]] * 2, "shape (2,) or (2, 3)|got (2, 5)"),
         )
-    ),
-    case(
-        "the class instead of a mask",
-        MaskError,
+    },
+    "the class instead of a mask": (
         "mask|a mask object or a boolean array|Causal|Hint: Causal() makes a mask",
         lambda x: x.attend(mask=ats.Causal),
     ),
-    case(
-        "padding of another length",
-        MaskError,
+    "padding of another length": (
         "key_padding|(batch, key) = (2, 5)|got (2, 4)",
         lambda x: x.attend(mask=ats.KeyPadding(x.bools(2, 4))),
     ),
-    case(
-        "padding of another batch",
-        MaskError,
+    "padding of another batch": (
         "key_padding|(batch, key) = (2, 5)|got (3, 5)",
         lambda x: x.attend(mask=ats.KeyPadding(x.bools(3, 5))),
     ),
-    case(
-        "padding without a batch",
-        MaskError,
+    "padding without a batch": (
         "key_padding|(batch, key) = (2, 5)|got (5,)",
         lambda x: x.attend(mask=ats.KeyPadding(x.bools(5))),
     ),
-    case(
-        "padding of floats",
-        MaskError,
-        "key_padding|a boolean array|float32|Hint",
-        lambda x: x.attend(mask=ats.KeyPadding(x.floats(2, 5))),
-    ),
-    case(
-        "padding of other numbers than 0 and 1",
-        MaskError,
+    "padding of other numbers than 0 and 1": (
         "key_padding|a boolean array|int64",
         lambda x: x.attend(mask=ats.KeyPadding(x.ints(2, 5))),
     ),
-    case("padding as text", MaskError, "key_padding|a boolean array", lambda x: x.attend(mask=ats.KeyPadding("110"))),
-    case(
-        "floats to ignore",
-        MaskError,
-        "key_padding|a boolean array|float32",
-        lambda x: ats.KeyPadding.from_ignore(x.floats(2, 5)),
-    ),
-    case(
-        "ids of another length",
-        MaskError,
+    "padding as text": ("key_padding|a boolean array", lambda x: x.attend(mask=ats.KeyPadding("110"))),
+    "floats to ignore": ("key_padding|a boolean array|float32", lambda x: ats.KeyPadding.from_ignore(x.floats(2, 5))),
+    "ids of another length": (
         "query_ids|(batch, length) = (2, 3) or (3,)|got (2, 4)",
         lambda x: x.attend(mask=ats.Documents(x.ints(2, 4), x.ints(2, 5))),
     ),
-    case(
-        "ids for the queries alone",
-        MaskError,
+    "ids for the queries alone": (
         "key_ids|(2, 5) or (5,)|got (2, 3)",
         lambda x: x.attend(mask=ats.Documents(x.ints(2, 3))),
     ),
-    case(
-        "ids of halves",
-        MaskError,
-        "query_ids|whole numbers|0.5",
-        lambda x: x.square(mask=ats.Documents([0.0, 0.5, 1.0, 1.0])),
-    ),
-    case(
-        "ids as text",
-        MaskError,
-        "query_ids|whole numbers|str",
-        lambda x: x.square(mask=ats.Documents(["a", "a", "b", "b"])),
-    ),
-    case(
-        "neighbours of another number of queries",
-        MaskError,
+    "ids of halves": ("query_ids|whole numbers|0.5", lambda x: x.square(mask=ats.Documents([0.0, 0.5, 1.0, 1.0]))),
+    "ids as text": ("query_ids|whole numbers|str", lambda x: x.square(mask=ats.Documents(["a", "a", "b", "b"]))),
+    "neighbours of another number of queries": (
         "indptr|shape (query + 1,) = (5,)|got (3,)",
         lambda x: x.square(mask=ats.Neighbours([0, 1, 2], [0, 1])),
     ),
-    case(
-        "neighbours that begin behind 0",
-        MaskError,
+    "neighbours that begin behind 0": (
         "indptr|from 0|got [1, 1, 1, 1, 1]|Hint|cumsum",
         lambda x: x.square(mask=ats.Neighbours([1] * 5, [0])),
     ),
-    case(
-        "neighbours that are not all in a row",
-        MaskError,
+    "neighbours that are not all in a row": (
         "indptr|a last entry of 3, the number of indices|got 2",
         lambda x: x.square(mask=ats.Neighbours([0, 1, 1, 1, 2], [0, 1, 2])),
     ),
-    case(
-        "a neighbour past the keys",
-        MaskError,
+    "a neighbour past the keys": (
         "indices|keys from 0 to 3|got 4",
         lambda x: x.square(mask=ats.Neighbours([0, 1, 1, 1, 2], [0, 4])),
     ),
-    case(
-        "a neighbour before the keys",
-        MaskError,
+    "a neighbour before the keys": (
         "indices|keys from 0 to 3|got -1",
         lambda x: x.square(mask=ats.Neighbours([0, 1, 1, 1, 2], [0, -1])),
     ),
-    case(
-        "a neighbour twice",
-        MaskError,
+    "a neighbour twice": (
         "indices|each key once in a row|key 2 twice for query 3|Hint|unique",
         lambda x: x.square(mask=ats.Neighbours([0, 1, 1, 1, 4], [0, 2, 1, 2])),
     ),
-    case(
-        "half a neighbour",
-        MaskError,
+    "half a neighbour": (
         "indices|whole numbers|got [0.5]",
         lambda x: x.square(mask=ats.Neighbours([0, 1, 1, 1, 1], [0.5])),
     ),
-    case(
-        "neighbours in a matrix",
-        MaskError,
+    "neighbours in a matrix": (
         "indices|shape (edges,)|got (1, 1)",
         lambda x: x.square(mask=ats.Neighbours([0, 1, 1, 1, 1], [[0]])),
     ),
-    case(
-        "cumulative lengths that begin behind 0",
-        MaskError,
+    "cumulative lengths that begin behind 0": (
         "cu_query|from 0|got [1, 3]|Hint|cumsum",
         lambda x: x.attend(mask=ats.Packed([1, 3], [0, 5])),
     ),
-    case(
-        "cumulative lengths that fall",
-        MaskError,
+    "cumulative lengths that fall": (
         "cu_key|none below the one before|got [0, 4, 3]",
         lambda x: x.attend(mask=ats.Packed([0, 1, 3], [0, 4, 3])),
     ),
-    case(
-        "cumulative lengths past the end",
-        MaskError,
-        "cu_query|up to 3|got 4",
-        lambda x: x.attend(mask=ats.Packed([0, 4], [0, 5])),
-    ),
-    case(
-        "cumulative lengths of no sequence",
-        MaskError,
+    "cumulative lengths past the end": ("cu_query|up to 3|got 4", lambda x: x.attend(mask=ats.Packed([0, 4], [0, 5]))),
+    "cumulative lengths of no sequence": (
         "cu_query|the ends of at least one sequence|the start alone|numpy.cumsum([0, *lengths])",
         lambda x: x.attend(mask=ats.Packed([0])),
     ),
-    case(
-        "cumulative lengths of queries past the keys",
-        MaskError,
+    "cumulative lengths of queries past the keys": (
         "cu_query|up to 4|got 5",
         lambda x: x.square(mask=ats.Packed([0, 5])),
     ),
-    case(
-        "cumulative lengths of other sequences",
-        MaskError,
+    "cumulative lengths of other sequences": (
         "cu_key|(sequences + 1,) = (3,)|got (2,)",
         lambda x: x.attend(mask=ats.Packed([0, 1, 3], [0, 5])),
     ),
-    case(
-        "lengths for cumulative lengths",
-        MaskError,
+    "lengths for cumulative lengths": (
         "cu_query|shape (sequences + 1,)|got (0,)",
         lambda x: x.attend(mask=ats.Packed([])),
     ),
-    case(
-        "cumulative lengths of halves",
-        MaskError,
-        "cu_query|whole numbers|0.5",
-        lambda x: x.square(mask=ats.Packed([0, 0.5, 4])),
-    ),
-    case(
-        "which diagonal of each sequence",
-        MaskError,
+    "cumulative lengths of halves": ("cu_query|whole numbers|0.5", lambda x: x.square(mask=ats.Packed([0, 0.5, 4]))),
+    "which diagonal of each sequence": (
         "align|2 queries and 1 keys in sequence 0|align='top_left'|align='bottom_right'",
         lambda x: x.attend(mask=ats.Packed([0, 2, 3], [0, 1, 3]).causal()),
     ),
-    case(
-        "which diagonal of a window in each sequence",
-        MaskError,
+    "which diagonal of a window in each sequence": (
         "align|1 queries and 2 keys in sequence 1|align='top_left'|align='bottom_right'",
         lambda x: x.attend(mask=ats.Packed([0, 2, 3], [0, 2, 4]).window(left=1)),
     ),
-    case(
-        "an unknown alignment of sequences",
-        MaskError,
+    "an unknown alignment of sequences": (
         "align|'top_left'|'bottom_right'|got 'left'",
         lambda x: x.square(mask=ats.Packed([0, 4]).causal("left")),
     ),
-    case(
-        "a window of a half in sequences",
-        MaskError,
+    "a window of a half in sequences": (
         "left|a whole number of keys|got 0.5",
         lambda x: x.square(mask=ats.Packed([0, 4]).window(0.5)),
     ),
-    case(
-        "mask of a softmax",
-        MaskError,
-        "mask|(..., query, key) = (2, 3, 5)|got (3, 4)",
-        lambda x: x.softmax(mask=x.bools(3, 4)),
-    ),
-    case(
-        "additive mask of a softmax",
-        MaskError,
-        "mask|a boolean array|float32|Hint",
-        lambda x: x.softmax(mask=x.floats(3, 5)),
-    ),
-    case(
-        "the class in a softmax",
-        MaskError,
+    "mask of a softmax": ("mask|(..., query, key) = (2, 3, 5)|got (3, 4)", lambda x: x.softmax(mask=x.bools(3, 4))),
+    "additive mask of a softmax": ("mask|a boolean array|float32|Hint", lambda x: x.softmax(mask=x.floats(3, 5))),
+    "the class in a softmax": (
         "mask|a mask object or a boolean array|Hint: Causal() makes a mask",
         lambda x: x.softmax(mask=ats.Causal),
     ),
-    case(
-        "text in a softmax",
-        MaskError,
-        "mask|a mask object or a boolean array|'causal'",
-        lambda x: x.softmax(mask="causal"),
-    ),
-    case(
-        "both readings, in a softmax",
-        MaskError,
+    "text in a softmax": ("mask|a mask object or a boolean array|'causal'", lambda x: x.softmax(mask="causal")),
+    "both readings, in a softmax": (
         "mask|both (batch, key) and (query, key)|Hint|KeyPadding|Dense",
         lambda x: x.softmax(2, 2, 5, mask=x.bools(2, 5)),
     ),
-    case(
-        "a softmax without alignment",
-        MaskError,
+    "a softmax without alignment": (
         "Causal()|3 queries and 5 keys|top_left|bottom_right",
         lambda x: x.softmax(mask=ats.Causal()),
     ),
-    case(
-        "materialize of a mask that does not fit",
-        MaskError,
+    "materialize of a mask that does not fit": (
         "valid_lens|from 0 to 3|got 4",
         lambda x: ats.ValidLens(4).materialize(2, 3),
     ),
-)
+}
 
-_COMPOSITION = (
-    case(
-        "mask & array",
-        MaskError,
-        "mask|a mask object on both sides of & or ||Hint|Dense(array)",
-        lambda x: ats.Causal() & x.bools(3, 3),
-        same=False,
-    ),
-    case(
-        "array & mask",
-        MaskError,
-        "mask|a mask object on both sides of & or ||Hint|Dense(array)",
-        lambda x: x.bools(3, 3) & ats.Causal(),
-        same=False,
-        but="tensorflow",
-    ),
-    case("mask | number", MaskError, "mask|a mask object on both sides|int", lambda x: ats.Causal() | 1),
-    case("number | mask", MaskError, "mask|a mask object on both sides|int", lambda x: 1 | ats.Causal()),
-    case("mask & None", MaskError, "mask|a mask object on both sides|NoneType", lambda x: ats.Causal() & None),
-    case(
-        "mask & class",
-        MaskError,
+_COMPOSITION: Rows = {
+    "mask | number": ("mask|a mask object on both sides|int", lambda x: ats.Causal() | 1),
+    "number | mask": ("mask|a mask object on both sides|int", lambda x: 1 | ats.Causal()),
+    "mask & None": ("mask|a mask object on both sides|NoneType", lambda x: ats.Causal() & None),
+    "mask & class": (
         "mask|a mask object on both sides|Hint: Causal() makes a mask",
         lambda x: ats.ValidLens(1) & ats.Causal,
     ),
-    case("mask and mask", MaskError, "mask|truth value|Hint|& | ~", lambda x: ats.Causal() and ats.ValidLens(1)),
-    case("not mask", MaskError, "mask|truth value|Hint|& | ~", lambda x: not ats.Causal()),
-)
+    "mask and mask": ("mask|truth value|Hint|& | ~", lambda x: ats.Causal() and ats.ValidLens(1)),
+    "not mask": ("mask|truth value|Hint|& | ~", lambda x: not ats.Causal()),
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -558,18 +339,16 @@ class _Custom(ats.Mask):
         pass
 
 
-def _wherever_it_is_read(name: str, mask: _Custom, words: str) -> Iterator[Case]:
+def _wherever_it_is_read(name: str, mask: _Custom, words: str) -> Rows:
     """Rows of a custom mask: in every kernel, composed, for weights and in a softmax."""
-    words = f"of _Custom: expected |{words}"
-    other = ats.Dense([[True, False, True, False, True]])
-    for where, call in {
+    calls: dict[str, Callable[[Any], Any]] = {
         **{k: lambda x, k=k: x.attend(mask=mask, kernel=k) for k in ("auto", "streaming", "dense")},
-        "&": lambda x: x.attend(mask=other & mask),
-        "|": lambda x: x.attend(mask=mask | other),
+        "&": lambda x: x.attend(mask=ats.Dense([[True, False, True, False, True]]) & mask),
+        "|": lambda x: x.attend(mask=mask | ats.Dense([[True, False, True, False, True]])),
         "~": lambda x: x.attend(mask=~mask, valid_lens=[5, 3]),
         "weights": lambda x: x.weights(mask=mask),
-    }.items():
-        yield case(f"custom mask, {name}, {where}", MaskError, words, call)
+    }
+    return {f"custom mask, {name}, {where}": (f"of _Custom: expected |{words}", call) for where, call in calls.items()}
 
 
 def _ends(start: Any, stop: Any) -> _Custom:
@@ -603,11 +382,16 @@ _INSIDE = "0 <= start <= stop <= key_len = 5|got start"
 _BOOLEAN = "visible|a boolean array that broadcasts to (*batch, kv head, group, query, key)|"
 _WHOLE = "intervals|as a NumPy array of whole numbers, shape (1, 3) or (2, 3)|got "
 _ORDER = "interval_set|in order, none touching the next, the empty ones behind|got start"
-_CUSTOM = (
-    *_wherever_it_is_read("a stop past the keys", _ends(0, 6), f"intervals|{_INSIDE} 0 and stop 6 for query 0|Hint: "),
-    *_wherever_it_is_read("a stop far past the keys", _ends(0, 2**62), f"intervals|{_INSIDE} 0 and stop {2**62}"),
-    *(
-        case(f"custom mask, {name}", MaskError, words, lambda x, mask=mask: x.attend(mask=mask))
+_CUSTOM: Rows = {
+    **_wherever_it_is_read("a stop past the keys", _ends(0, 6), f"intervals|{_INSIDE} 0 and stop 6 for query 0|Hint: "),
+    **_wherever_it_is_read("a stop far past the keys", _ends(0, 2**62), f"intervals|{_INSIDE} 0 and stop {2**62}"),
+    **_wherever_it_is_read(
+        "whole numbers of rows",
+        _Custom(lambda rows, cols: rows % 2),
+        "visible|a boolean array that broadcasts to|got dtype int64|Hint: compare it: x > 0",
+    ),
+    **{
+        f"custom mask, {name}": (words, lambda x, mask=mask: x.attend(mask=mask))
         for name, mask, words in (
             ("a start below 0", _ends(-1, 3), f"intervals|{_INSIDE} -1 and stop 3"),
             ("a start above its stop", _ends(np.array([0, 1, 4]), 3), f"intervals|{_INSIDE} 4 and stop 3 for query 2"),
@@ -645,9 +429,9 @@ _CUSTOM = (
             ("pieces that touch", _parts((0, 2), (2, 5)), f"{_ORDER} [0, 2], stop [2, 5]"),
             ("an empty piece in front", _parts((5, 5), (2, 3)), f"{_ORDER} [5, 2], stop [5, 3]"),
         )
-    ),
-    *(
-        case(f"custom ends, {name}, {kernel}", MaskError, words, lambda x, m=mask, k=kernel: x.attend(mask=m, kernel=k))
+    },
+    **{
+        f"custom ends, {name}, {kernel}": (words, lambda x, m=mask, k=kernel: x.attend(mask=m, kernel=k))
         for kernel in ("auto", "dense")
         for name, mask, words in (
             ("none", _Interval(lambda rows: None), "ends of _Interval: expected start and stop, got None"),
@@ -666,16 +450,9 @@ _CUSTOM = (
                 f"{_END} = (2, 3), got shape (3, 1)",
             ),
         )
-    ),
-    *_wherever_it_is_read(
-        "whole numbers of rows",
-        _Custom(lambda rows, cols: rows % 2),
-        "visible|a boolean array that broadcasts to|got dtype int64|Hint: compare it: x > 0",
-    ),
-    *(
-        case(
-            f"custom mask, {name}, {kernel}",
-            MaskError,
+    },
+    **{
+        f"custom mask, {name}, {kernel}": (
             words,
             lambda x, mask=_Custom(seen), kernel=kernel: x.attend(mask=mask, kernel=kernel),
         )
@@ -700,26 +477,35 @@ _CUSTOM = (
                 f"{_BOOLEAN}= (2, 1, 1, 3, 5), got shape (1, 1, 1, 1, 1, 1)",
             ),
         )
-    ),
-    case(
-        "custom mask, three batch rows, auto",
-        MaskError,
-        "visible|a boolean array|shape (3, 1, 1, 1, 1)",
-        lambda x: x.attend(mask=_Custom(lambda rows, cols: np.ones((3, 1, 1, 1, 1), bool))),
-        same=False,
-    ),
-    case(
-        "custom mask, whole numbers, materialize",
-        MaskError,
+    },
+    "custom mask, whole numbers, materialize": (
         "visible|a boolean array|dtype int64",
         lambda x: _Custom(lambda rows, cols: rows * cols).materialize(3, 5, batch=2),
     ),
-    case(
-        "custom mask, whole numbers, softmax",
-        MaskError,
+    "custom mask, whole numbers, softmax": (
         "visible|a boolean array|dtype int64",
         lambda x: x.softmax(mask=_Custom(lambda rows, cols: rows * cols)),
     ),
-)
+}
+_OWN_WORDS: Rows = {
+    "mask & array": (
+        "mask|a mask object on both sides of & or ||Hint|Dense(array)",
+        lambda x: ats.Causal() & x.bools(3, 3),
+    ),
+    "custom mask, three batch rows, auto": (
+        "visible|a boolean array|shape (3, 1, 1, 1, 1)",
+        lambda x: x.attend(mask=_Custom(lambda rows, cols: np.ones((3, 1, 1, 1, 1), bool))),
+    ),
+}
+_ON_THE_LEFT: Rows = {
+    "array & mask": (
+        "mask|a mask object on both sides of & or ||Hint|Dense(array)",
+        lambda x: x.bools(3, 3) & ats.Causal(),
+    ),
+}
 
-CASES = (*_LENGTHS, *_ALIGNMENT, *_ARRAYS, *_COMPOSITION, *_CUSTOM)
+CASES = (
+    *cases({MaskError: _LENGTHS | _ALIGNMENT | _ARRAYS | _COMPOSITION | _CUSTOM}),
+    *cases({MaskError: _OWN_WORDS}, same=False),
+    *cases({MaskError: _ON_THE_LEFT}, same=False, but="tensorflow"),
+)

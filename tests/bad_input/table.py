@@ -160,15 +160,16 @@ class Case:
     """The one framework that says something else, because its own operator or limit comes first."""
 
 
-def case(
-    name: str,
-    error: type[ats.AttnscoreError],
-    words: str,
-    call: Callable[[Maker], Any],
-    *,
-    only: str = "",
-    same: bool = True,
-    but: str = "",
-) -> Case:
-    """A row; `words` are separated by ``|``."""
-    return Case(name, error, tuple(words.split("|")), call, only, same, but)
+Rows = dict[str, tuple[str, Callable[[Maker], Any]]]
+"""Mistakes by name: the words of the message, separated by ``|``, and the call."""
+Errors = dict[type[ats.AttnscoreError], Rows]
+"""Mistakes by the class of their error."""
+
+
+def cases(errors: Errors, *, only: str = "", same: bool = True, but: str = "") -> tuple[Case, ...]:
+    """A case for each mistake."""
+    return tuple(
+        Case(name, error, tuple(words.split("|")), call, only, same, but)
+        for error, rows in errors.items()
+        for name, (words, call) in rows.items()
+    )
