@@ -6,7 +6,7 @@ Names: ``out``, the statistics, and ``grad.query``, ``grad.score.W_q`` and so on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -478,3 +478,63 @@ def directions_traced(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> list[str]
 def assert_each_close(found: Iterable[Any], wanted: Iterable[Any], atol: float) -> None:
     for got, exact in zip(found, wanted, strict=True):
         np.testing.assert_allclose(got, exact, rtol=0, atol=atol)
+
+
+def attend_on(call: Call, leaves: Mapping[str, Any], **options: Any) -> Any:
+    """What `attend` returns for a call with the leaves, of any framework, as its arrays; masks stay NumPy's."""
+    own = {name: leaves[f"score.{name}"] for name in call.arrays}
+    extras = {name: leaves[name] for name in ("bias", "sink") if name in leaves}
+    arrays = leaves["query"], leaves["key"], leaves["value"]
+    return ats.attend(*arrays, score=call.score.make(**own), **call.arguments, **extras, **options)
+
+
+def pullback_of(
+    framework: str, arrays: Sequence[np.ndarray], score: Callable[..., Any] | None = None, **options: Any
+) -> tuple[np.ndarray, Callable[[Any], list[np.ndarray]]]:
+    """Return the output of `attend`, and a function from its cotangent to the gradients of all arrays.
+
+    The arrays are query, key and value, and behind them those of which `score` makes the score. "jax.jit" is a program.
+    """
+
+    def attend(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        own = {"score": score(*rest)} if score else {}
+        return ats.attend(query, key, value, **own, **options)
+
+    if framework == "numpy":
+        own = {"score": score(*arrays[3:])} if score else {}
+        out, pullback = ats.attend_vjp(*arrays[:3], **own, **options)
+
+        def pull(grad: Any) -> list[np.ndarray]:
+            grads = pullback(grad)
+            return [grads.query, grads.key, grads.value, *grads.score.values()]
+
+    elif framework == "torch":
+        leaves = [torch.tensor(x, requires_grad=True) for x in arrays]
+        result = attend(*leaves)
+        out = array(result)
+
+        def pull(grad: Any) -> list[np.ndarray]:
+            return [array(x) for x in torch.autograd.grad(result, leaves, torch.tensor(grad), retain_graph=True)]
+
+    elif framework == "tensorflow":
+        import tensorflow as tf  # costs seconds
+
+        constants = [tf.constant(x) for x in arrays]
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(constants)
+            result = attend(*constants)
+        out = np.asarray(result)
+
+        def pull(grad: Any) -> list[np.ndarray]:
+            return [np.asarray(x) for x in tape.gradient(result, constants, tf.constant(grad))]
+
+    else:
+        import jax  # a quick run has none
+
+        result, vjp = jax.vjp(jax.jit(attend) if framework == "jax.jit" else attend, *map(jax.numpy.asarray, arrays))
+        out = np.asarray(result)
+
+        def pull(grad: Any) -> list[np.ndarray]:
+            return [np.asarray(x) for x in vjp(jax.numpy.asarray(grad))]
+
+    return out, pull

@@ -21,6 +21,7 @@ import attnscore.parallel
 import covering
 from attnscore.masks import function as mask_functions
 from attnscore.masks.closures import snapshot
+from harness import pullback_of
 
 BATCH, HEADS, LENGTH = 2, 2, 6
 Arrays = tuple[Any, ...]
@@ -89,38 +90,13 @@ def inputs() -> list[np.ndarray]:
     return [rng.normal(size=(BATCH, HEADS, LENGTH, 4)) for _ in "qkv"]
 
 
-def numpy_gradients(query: Any, key: Any, value: Any, **options: Any) -> tuple[Any, Callable[[], list[Any]]]:
-    out, pullback = ats.attend_vjp(query, key, value, **options)
-    return out, lambda: list(pullback(np.ones_like(out))[:3])
+FRAMEWORKS = ("numpy", "torch", "tensorflow", "jax", "jax.jit")
 
 
-def torch_gradients(*arrays: Any, **options: Any) -> tuple[Any, Callable[[], list[Any]]]:
-    leaves = [torch.tensor(x, requires_grad=True) for x in arrays]
-    out = ats.attend(*leaves, **options)
-    return out.detach(), lambda: list(torch.autograd.grad(out.sum(), leaves))
-
-
-def tf_gradients(*arrays: Any, **options: Any) -> tuple[Any, Callable[[], list[Any]]]:
-    leaves = [tf.constant(x) for x in arrays]
-    with tf.GradientTape() as tape:
-        tape.watch(leaves)
-        out = ats.attend(*leaves, **options)
-        total = tf.reduce_sum(out)
-    return out, lambda: tape.gradient(total, leaves)
-
-
-def jax_gradients(*arrays: Any, **options: Any) -> tuple[Any, Callable[[], list[Any]]]:
-    out, vjp = jax.vjp(lambda *x: ats.attend(*x, **options), *map(jnp.asarray, arrays))
-    return out, lambda: list(vjp(jnp.ones_like(out)))
-
-
-def jit_gradients(*arrays: Any, **options: Any) -> tuple[Any, Callable[[], list[Any]]]:
-    out, vjp = jax.vjp(jax.jit(lambda *x: ats.attend(*x, **options)), *map(jnp.asarray, arrays))
-    return out, lambda: list(vjp(jnp.ones_like(out)))
-
-
-FRAMEWORKS = {"numpy": numpy_gradients, "torch": torch_gradients, "tensorflow": tf_gradients, "jax": jax_gradients,
-              "jit": jit_gradients}  # fmt: skip
+def gradients(framework: str, mask: Any, **options: Any) -> tuple[np.ndarray, Callable[[], list[np.ndarray]]]:
+    """The output under a mask, and a function that runs the backward."""
+    out, pull = pullback_of(framework, inputs(), mask=mask, **options)
+    return out, lambda: pull(np.ones_like(out))
 
 
 def writable(arrays: Arrays, make: Callable[[Any], Any] = np.array) -> list[Any]:
@@ -132,28 +108,18 @@ def write(arrays: list[Any], values: Arrays) -> None:
         x[...] = new if isinstance(x, np.ndarray) else torch.tensor(new)
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    with jax.enable_x64(True):
-        yield
-
-
-@covering.each(case=CASES, gradients=FRAMEWORKS, kernel=KERNELS)
-def test_arrays_of_numpy(case: Case, gradients: Callable[..., Any], kernel: str) -> None:
+@covering.each(case=CASES, framework=FRAMEWORKS, kernel=KERNELS)
+def test_arrays_of_numpy(case: Case, framework: str, kernel: str) -> None:
     make, before, after = case
     arrays = writable(before)
     mask = make(*arrays)
-    out, pull = gradients(*inputs(), mask=mask, kernel=kernel)
+    first = gradients(framework, mask, kernel=kernel)
     write(arrays, after)
-    expected_out, expected_pull = gradients(*inputs(), mask=make(*writable(before)), kernel=kernel)
-    np.testing.assert_array_equal(out, expected_out)
-    for x, y in zip(pull(), expected_pull(), strict=True):
-        np.testing.assert_array_equal(x, y)
-    out, pull = gradients(*inputs(), mask=mask, kernel=kernel)
-    expected_out, expected_pull = gradients(*inputs(), mask=make(*writable(after)), kernel=kernel)
-    np.testing.assert_array_equal(out, expected_out)
-    for x, y in zip(pull(), expected_pull(), strict=True):
-        np.testing.assert_array_equal(x, y)
+    for (out, pull), values in ((first, before), (gradients(framework, mask, kernel=kernel), after)):
+        expected, expected_pull = gradients(framework, make(*writable(values)), kernel=kernel)
+        np.testing.assert_array_equal(out, expected)
+        for x, y in zip(pull(), expected_pull(), strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 @covering.each(case=CASES, inference=(False, True), kernel=KERNELS)
@@ -163,8 +129,8 @@ def test_tensors(case: Case, inference: bool, kernel: str) -> None:
     with torch.inference_mode(inference):
         arrays = writable(before, torch.tensor)
     mask = make(*arrays)
-    _, pull = torch_gradients(*inputs(), mask=mask, kernel=kernel)
-    _, expected = torch_gradients(*inputs(), mask=make(*writable(before)), kernel=kernel)
+    _, pull = gradients("torch", mask, kernel=kernel)
+    _, expected = gradients("torch", make(*writable(before)), kernel=kernel)
     with torch.inference_mode(inference):
         write(arrays, after)
     try:
@@ -172,13 +138,10 @@ def test_tensors(case: Case, inference: bool, kernel: str) -> None:
     except RuntimeError as error:
         assert not inference and "modified by an inplace operation" in str(error)
     else:
-        for x, y in zip(found, expected(), strict=True):
-            torch.testing.assert_close(x, y)
-    out, pull = torch_gradients(*inputs(), mask=mask, kernel=kernel)
-    expected_out, expected = torch_gradients(*inputs(), mask=make(*writable(after)), kernel=kernel)
-    torch.testing.assert_close(out, expected_out)
-    for x, y in zip(pull(), expected(), strict=True):
-        torch.testing.assert_close(x, y)
+        torch.testing.assert_close(found, expected())
+    out, pull = gradients("torch", mask, kernel=kernel)
+    expected_out, expected = gradients("torch", make(*writable(after)), kernel=kernel)
+    torch.testing.assert_close([out, *pull()], [expected_out, *expected()])
 
 
 def _held(mask: Any) -> list[tuple[str, int]]:
@@ -193,8 +156,8 @@ def test_a_mask_is_as_it_was_before_a_call() -> None:
         if not isinstance(mask := make(*writable(arrays)), ats.masks.Mask):
             continue
         held = _held(mask)
-        for gradients in (numpy_gradients, torch_gradients):
-            gradients(*inputs(), mask=mask)[1]()
+        for framework in ("numpy", "torch"):
+            gradients(framework, mask)[1]()
         mask.materialize(LENGTH, LENGTH, BATCH)
         ats.parallel.shard_mask(mask, shard, shard, LENGTH, LENGTH).interval_set(LENGTH, LENGTH, BATCH)
         assert _held(mask) == held, name

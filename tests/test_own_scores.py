@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-import tensorflow as tf
 import torch
 
 import attnscore as ats
+from harness import pullback_of
 from own_scores import OwnSquare
 
 
@@ -56,41 +55,7 @@ class Module(torch.nn.Module):
         return self.factor * _products(ops, query, key)
 
 
-def _by_torch(loss: Callable[..., Any], inputs: list[np.ndarray]) -> list[np.ndarray]:
-    leaves = [torch.tensor(x, requires_grad=True) for x in inputs]
-    return [x.numpy() for x in torch.autograd.grad(loss(*leaves), leaves)]
-
-
-def _by_jax(loss: Callable[..., Any], inputs: list[np.ndarray]) -> list[np.ndarray]:
-    with jax.enable_x64(True):
-        found = jax.grad(loss, tuple(range(len(inputs))))(*map(jax.numpy.asarray, inputs))
-        return [*map(np.asarray, found)]
-
-
-def _by_tensorflow(loss: Callable[..., Any], inputs: list[np.ndarray]) -> list[np.ndarray]:
-    leaves = [tf.Variable(x) for x in inputs]
-    with tf.GradientTape() as tape:
-        found = loss(*(tf.convert_to_tensor(x) for x in leaves))
-    return [x.numpy() for x in tape.gradient(found, leaves)]
-
-
-def _by_numpy(loss: Callable[..., Any], inputs: list[np.ndarray]) -> list[np.ndarray]:
-    """By `attend_vjp`, which takes the place of `attend` in the loss."""
-    calls: list[Any] = []
-
-    def attend(*arrays: Any, score: Any) -> np.ndarray:
-        out, pullback = ats.attend_vjp(*arrays, score=score)
-        calls.append(pullback(2 * out))
-        return out
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ats, "attend", attend)
-        loss(*inputs)
-    (grads,) = calls
-    return [grads.query, grads.key, grads.value, *grads.score.values()]
-
-
-FRAMEWORKS = {"numpy": _by_numpy, "torch": _by_torch, "jax": _by_jax, "tensorflow": _by_tensorflow}
+FRAMEWORKS = ("numpy", "torch", "jax", "tensorflow")
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, ats.SoftCap, ats.Temperature], ids=["alone", "capped", "divided"])
@@ -100,17 +65,14 @@ def test_gradients_reach_wrapped_scores_and_tuples(framework: str, wrap: Callabl
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal((2, n, 3)) for n in (5, 7, 7)] + [np.array(x) for x in (1.5, 0.5, -2.0)]
 
-    def loss(query: Any, key: Any, value: Any, scale: Any, *rates: Any) -> Any:
-        out = ats.attend(query, key, value, score=_wrapped(wrap, Around(ats.ScaledDot(scale), rates)))
-        return (out * out).sum() if framework != "tensorflow" else tf.reduce_sum(out * out)
+    def score(scale: Any, *rates: Any) -> Any:
+        return _wrapped(wrap, Around(ats.ScaledDot(scale), rates))
 
-    def reference(query: Any, key: Any, value: Any, scale: Any, *rates: Any) -> Any:
-        """The same with the reference kernel, through which PyTorch differentiates by itself."""
-        score = _wrapped(wrap, Around(ats.ScaledDot(scale), rates))
-        return ats.attend(query, key, value, score=score, kernel="dense").square().sum()
-
-    found = FRAMEWORKS[framework](loss, inputs)
-    for x, wanted in zip(found, _by_torch(reference, inputs), strict=True):
+    out, pull = pullback_of(framework, inputs, score)
+    # Through the reference kernel PyTorch differentiates by itself.
+    exact, pull_exact = pullback_of("torch", inputs, score, kernel="dense")
+    found = pull(2 * out)
+    for x, wanted in zip(found, pull_exact(2 * exact), strict=True):
         np.testing.assert_allclose(x, wanted, rtol=1e-9, atol=1e-12)
     assert all(np.abs(x).max() > 1e-3 for x in found)
 
@@ -126,16 +88,11 @@ def test_a_batch_that_only_the_values_have(framework: str) -> None:
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal(shape) for shape in ((1, 9, 2), (1, 9, 2), (3, 9, 2))]
 
-    def loss(query: Any, key: Any, value: Any) -> Any:
-        out = ats.attend(query, key, value, score=Bounded())
-        return (out * out).sum() if framework != "tensorflow" else tf.reduce_sum(out * out)
-
-    def reference(query: Any, key: Any, value: Any) -> Any:
-        return ((query @ key.mT).tanh().softmax(-1) @ value).square().sum()
-
-    wanted = _by_torch(reference, inputs)
-    for x, exact in zip(FRAMEWORKS[framework](loss, inputs), wanted, strict=True):
-        np.testing.assert_allclose(x, exact, rtol=1e-9, atol=1e-12)
+    out, pull = pullback_of(framework, inputs, score=Bounded)
+    query, key, value = leaves = [torch.tensor(x, requires_grad=True) for x in inputs]
+    exact = (query @ key.mT).tanh().softmax(-1) @ value
+    for x, wanted in zip(pull(2 * out), torch.autograd.grad(exact.square().sum(), leaves), strict=True):
+        np.testing.assert_allclose(x, wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("make", [lambda: NoDataclass(torch.tensor(2.0, requires_grad=True)), Module])
