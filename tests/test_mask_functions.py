@@ -216,11 +216,9 @@ def test_what_cannot_be_compared_is_evaluated_at_each_call() -> None:
 @needs_native
 def test_native_kernels_take_what_is_intervals() -> None:
     given = arrays(queries=40, keys=40)
-    assert ats.explain(*given, mask=ats.MaskFunction(window)).kernel == AUTOMATIC
-    assert ats.explain(*given, mask=ats.MaskFunction(sinks)).kernel == AUTOMATIC
-    assert ats.explain(*given, mask=ats.MaskFunction(window) & ats.KeyPadding(np.ones((2, 40)) > 0)).kernel == AUTOMATIC
-    assert ats.explain(*given, mask=ats.MaskFunction(scattered)).kernel == AUTOMATIC
-    assert ats.explain(*given, mask=ats.MaskFunction(per_head)).kernel == AUTOMATIC
+    masks = [ats.MaskFunction(function) for function in (window, sinks, scattered, per_head)]
+    for mask in (*masks, masks[0] & ats.KeyPadding(np.ones((2, 40)) > 0)):
+        assert ats.explain(*given, mask=mask).kernel == AUTOMATIC
     assert isinstance(build_problem(*given, mask=ats.MaskFunction(window))[0].mask, CachedMask)
 
 

@@ -290,27 +290,24 @@ def test_saturation_shrinks_the_jacobian(make: Make) -> None:
     assert traces[1] < traces[0] / 7
 
 
-@pytest.mark.parametrize("dim", [4, 64, 256])
-def test_the_variance_of_the_scores_grows_with_dim(make: Make, dim: int) -> None:
-    """Var(q . k) = d for zero means and unit variances; after the scale it is 1, whatever d."""
-    query, key = make(normal(1500, dim)), make(normal(1500, dim, seed=1))
-    for score, expected in (("dot", dim), ("scaled_dot", 1.0)):
-        _, stats = ats.attend(query, key, key, score=score, return_stats=("mean_score", "var_score"))
-        mean, within = host(stats.mean_score), host(stats.var_score)
-        assert abs((within.mean() + mean.var()) / expected - 1) < 0.05
-
-
-def test_the_variance_of_the_scores_with_means(make: Make) -> None:
-    """Mean 1, d = 64: d (Var q Var k + mean^2 (Var q + Var k)) = 192."""
-    query, key = make(1 + normal(1500, 64)), make(1 + normal(1500, 64, seed=1))
-    _, stats = ats.attend(query, key, key, score="dot", return_stats=("mean_score", "var_score"))
-    mean, within = host(stats.mean_score), host(stats.var_score)
-    assert abs((within.mean() + mean.var()) / 192 - 1) < 0.05
-    assert abs(mean.mean() - 64) < 1.5
-
-
-def test_other_variances_multiply(make: Make) -> None:
-    """Var(q . k) = d Var(q) Var(k)."""
-    query, key = make(3 * normal(1500, 16)), make(0.5 * normal(1500, 16, seed=1))
-    scores = host(ats.attention_scores(query, key, score="dot"))
-    assert abs(scores.var() / (16 * 9 * 0.25) - 1) < 0.05
+@pytest.mark.parametrize(
+    ("score", "dim", "mean", "deviations", "expected"),
+    [
+        # Zero means and unit variances: d, and 1 after the scale, whatever d.
+        *(("dot", dim, 0, (1, 1), dim) for dim in (4, 64, 256)),
+        *(("scaled_dot", dim, 0, (1, 1), 1) for dim in (4, 64, 256)),
+        # With means: 64 (1 * 1 + 1^2 (1 + 1)) = 192.
+        ("dot", 64, 1, (1, 1), 192),
+        # Other variances multiply: 16 * 9 * 0.25 = 36.
+        ("dot", 16, 0, (3, 0.5), 36),
+    ],
+)
+def test_the_variance_of_the_scores(
+    make: Make, score: str, dim: int, mean: float, deviations: tuple[float, float], expected: float
+) -> None:
+    """Var(q . k) = d (Var q Var k + mean^2 (Var q + Var k)), by the statistics of each row."""
+    query, key = (make(mean + x * normal(1500, dim, seed=i)) for i, x in enumerate(deviations))
+    _, stats = ats.attend(query, key, key, score=score, return_stats=("mean_score", "var_score"))
+    means, within = host(stats.mean_score), host(stats.var_score)
+    assert abs((within.mean() + means.var()) / expected - 1) < 0.05
+    assert abs(means.mean() - dim * mean**2) < 1.5
