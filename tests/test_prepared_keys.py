@@ -272,52 +272,44 @@ KEY = np.ones((2, 7, 5))
 ADDITIVE = ats.Additive(np.ones(3), np.ones((3, 4)), np.ones((3, 5)))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (
-            lambda p: ats.attend(KEY, p, KEY, score="dot"),
-            ats.ArgumentError,
-            r"score: expected nothing, as the keys are prepared for Additive\(.*, got 'dot'\. Hint: leave score= out",
+HEADS = ats.Additive(np.ones((2, 3)), *np.ones((2, 2, 3, 4)))
+# By the class of the error and its words: the call, given keys that are prepared for ADDITIVE.
+ERRORS: dict[type[Exception], dict[str, Callable[[Any], Any]]] = {
+    ats.ArgumentError: {
+        r"score: expected nothing, as the keys are prepared for Additive\(.*, got 'dot'\. Hint: leave score= out": (
+            lambda p: ats.attend(KEY, p, KEY, score="dot")
         ),
-        (
-            lambda p: ats.attention_weights(KEY, p, score=ADDITIVE),
-            ats.ArgumentError,
-            "score: expected nothing, as the keys",
+        "score: expected nothing, as the keys": lambda p: ats.attention_weights(KEY, p, score=ADDITIVE),
+        "these keys are prepared already": lambda p: ats.prepare_keys(ADDITIVE, p),
+        "score: expected one of": lambda p: ats.prepare_keys("nope", KEY),
+        "head_axis: expected": lambda p: ats.prepare_keys("dot", KEY, head_axis=1),
+        "unit_keys: expected True or": lambda p: ats.prepare_keys(ats.Cosine(unit_keys=1), KEY),
+    },
+    ats.ShapeError: {
+        r"W_k: expected \(h, dim_k\) = \(3, 3\), got": lambda p: ats.prepare_keys(ADDITIVE, KEY[..., :3]),
+        "W_k: expected an array, or key": lambda p: ats.prepare_keys(ats.Additive(np.ones(3)), KEY),
+        "w_v: expected": lambda p: ats.prepare_keys(ats.Additive(None), KEY),
+        r"W: expected .*\(4, 6\)": lambda p: ats.prepare_keys(ats.Bilinear(np.ones((4, 6))), KEY),
+        "W: expected .*float": lambda p: ats.prepare_keys(ats.Bilinear(3.0), KEY),
+        "key: expected 2 axes": lambda p: ats.prepare_keys("dot", KEY[0, 0]),
+        "prepare_keys of _Shorter: expected 7 keys": lambda p: ats.prepare_keys(_Shorter(1.0), KEY),
+        r"W: expected 2 axes, with \(2,\) heads in front or not": (
+            lambda p: ats.prepare_keys(ats.Bilinear(np.ones((3, 4, 5))), np.ones((2, 2, 7, 5)))
         ),
-        (lambda p: ats.prepare_keys(ADDITIVE, p), ats.ArgumentError, "these keys are prepared already"),
-        (
-            lambda p: ats.prepare_keys(ADDITIVE, KEY[..., :3]),
-            ats.ShapeError,
-            r"W_k: expected \(h, dim_k\) = \(3, 3\), got",
+        "score: expected parameters without an axis of heads, as the key has none, got those of 2 heads": (
+            lambda p: ats.prepare_keys(HEADS, np.ones((1, 5, 4)))
         ),
-        (lambda p: ats.prepare_keys(ats.Additive(np.ones(3)), KEY), ats.ShapeError, "W_k: expected an array, or key"),
-        (lambda p: ats.prepare_keys(ats.Additive(None), KEY), ats.ShapeError, "w_v: expected"),
-        (lambda p: ats.prepare_keys(ats.Bilinear(np.ones((4, 6))), KEY), ats.ShapeError, "W: expected"),
-        (lambda p: ats.prepare_keys(ats.Bilinear(3.0), KEY), ats.ShapeError, "W: expected"),
-        (lambda p: ats.prepare_keys("nope", KEY), ats.ArgumentError, "score: expected one of"),
-        (lambda p: ats.prepare_keys("dot", KEY.astype(int)), ats.DtypeError, "key: expected"),
-        (lambda p: ats.prepare_keys("dot", KEY[0, 0]), ats.ShapeError, "key: expected 2 axes"),
-        (lambda p: ats.prepare_keys("dot", [1.0]), ats.FrameworkError, "key"),
-        (lambda p: ats.prepare_keys("dot", KEY, head_axis=1), ats.ArgumentError, "head_axis: expected"),
-        (lambda p: ats.prepare_keys(_Shorter(1.0), KEY), ats.ShapeError, "prepare_keys of _Shorter: expected 7 keys"),
-        (
-            lambda p: ats.prepare_keys(ats.Bilinear(np.ones((3, 4, 5))), np.ones((2, 2, 7, 5))),
-            ats.ShapeError,
-            r"W: expected 2 axes, with \(2,\) heads in front or not",
-        ),
-        (
-            lambda p: ats.prepare_keys(ats.Additive(np.ones((2, 3)), *np.ones((2, 2, 3, 4))), np.ones((1, 5, 4))),
-            ats.ShapeError,
-            "score: expected parameters without an axis of heads, as the key has none, got those of 2 heads",
-        ),
-        (lambda p: ats.attend(KEY[..., :3], p, KEY), ats.ShapeError, r"W_q: expected .*; shapes: query \(.* 3\), key"),
-        (lambda p: ats.prepare_keys(ats.Cosine(unit_keys=1), KEY), ats.ArgumentError, "unit_keys: expected True or"),
-    ],
-)
-def test_errors(call: Any, error: type, words: str) -> None:
+        r"W_q: expected .*; shapes: query \(.* 3\), key": lambda p: ats.attend(KEY[..., :3], p, KEY),
+    },
+    ats.DtypeError: {"key: expected": lambda p: ats.prepare_keys("dot", KEY.astype(int))},
+    ats.FrameworkError: {"key": lambda p: ats.prepare_keys("dot", [1.0])},
+}
+
+
+@pytest.mark.parametrize(("error", "words"), [(error, words) for error, rows in ERRORS.items() for words in rows])
+def test_errors(error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        call(ats.prepare_keys(ADDITIVE, KEY))
+        ERRORS[error][words](ats.prepare_keys(ADDITIVE, KEY))
 
 
 # Writes that change all keys to 0; PyTorch counts the first of its own alone.

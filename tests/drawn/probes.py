@@ -25,6 +25,13 @@ def tolerance_of(case: Case, call: Call, results: Any, name: str = "out") -> flo
     return factor * EPS[case.dtype] * scales(replace(call, seeds={}), results, np.random.default_rng(0))[name] + 1e-30
 
 
+def against(
+    label: str, x: Any, framework: Any, case: Case, call: Call, results: Any, name: str = "out", slack: float = 1.0
+) -> tuple[str, Any, Any, float]:
+    """Return the check of a result of the framework against one of the reference."""
+    return label, framework.host(x), results[name], slack * tolerance_of(case, call, results, name)
+
+
 def no_value(case: Case, framework: Any) -> tuple[Call, Any, Named, Named]:
     """Return call, reference, arrays, and the arguments of functions of query and key."""
     call = replace(case.call, seeds={}, normalizer="softmax")
@@ -138,14 +145,8 @@ def merge(case: Case, framework: Any, c: Choice) -> Checks:
         outs, sums = [*outs, out], [*sums, stats.log_sum_exp]
     out, lse = ats.merge(outs, sums)
     results = evaluate(call)
-    tolerance = tolerance_of(case, call, results)
-    yield f"merge{ends}", framework.host(out), results["out"], 2 * tolerance
-    yield (
-        f"merge{ends}: lse",
-        framework.host(lse),
-        results["log_sum_exp"],
-        2 * tolerance_of(case, call, results, "log_sum_exp"),
-    )
+    yield against(f"merge{ends}", out, framework, case, call, results, slack=2)
+    yield against(f"merge{ends}: lse", lse, framework, case, call, results, "log_sum_exp", slack=2)
 
 
 def prepared(case: Case, framework: Any, c: Choice) -> Checks:
@@ -159,18 +160,8 @@ def prepared(case: Case, framework: Any, c: Choice) -> Checks:
     for again in range(2):
         found = ats.attend(names["query"], keys, names["value"], **given, **options_of(case))
         slack = 64 if case.dtype in ("float16", "bfloat16") else 2  # the prepared keys are rounded to the dtype
-        yield (
-            f"prepared, call {again}",
-            framework.host(found[0]),
-            results["out"],
-            slack * tolerance_of(case, call, results),
-        )
-        yield (
-            "prepared: weights",
-            framework.host(found[1]),
-            results["weights"],
-            slack * tolerance_of(case, call, results, "weights"),
-        )
+        yield against(f"prepared, call {again}", found[0], framework, case, call, results, slack=slack)
+        yield against("prepared: weights", found[1], framework, case, call, results, "weights", slack)
 
 
 def cache(case: Case, framework: Any, c: Choice) -> Checks:
@@ -387,7 +378,7 @@ def threads(case: Case, framework: Any, c: Choice) -> Checks:
         if isinstance(outs[t], Exception):
             raise outs[t]
         results = evaluate(one)
-        yield f"thread {t}", framework.host(outs[t]), results["out"], tolerance_of(case, one, results)
+        yield against(f"thread {t}", outs[t], framework, case, one, results)
 
 
 PROBES: dict[str, Callable[[Case, Any, Choice], Checks]] = {
