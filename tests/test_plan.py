@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -228,14 +228,8 @@ def test_what_raises_has_no_hash_or_no_key_is_not_remembered() -> None:
     for expected in ("0", "1"):
         with pytest.raises(ValueError, match=expected):
             memory.get_or_compute("key", fails)
-    assert [memory.get_or_compute(key, lambda: next(answers)) for key in (None, None, [], [], "key", "key")] == [
-        2,
-        3,
-        4,
-        5,
-        6,
-        6,
-    ]
+    keys = (None, None, [], [], "key", "key")
+    assert [memory.get_or_compute(key, lambda: next(answers)) for key in keys] == [2, 3, 4, 5, 6, 6]
 
 
 @pytest.mark.parametrize(
@@ -444,59 +438,55 @@ def _views() -> dict[str, list[torch.Tensor]]:
         {"mask": ~ats.SlidingWindow(1, 1, "top_left")},
         {"return_weights": True},
         {"return_weights": True, "mask": ats.Causal(align="bottom_right")},
+        {"score": "additive"},
+        {"score": "additive by head"},
     ],
     ids=str,
 )
 def test_a_plain_call_is_prepared_once(
     framework: str, arrays: list[Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other numbers that lie in memory alike go to the kernel at once, and give what the checked path gives."""
-    if framework == "numpy":
-        if arrays[0].dtype == torch.bfloat16:
-            pytest.skip("NumPy has no bfloat16")
-        arrays = [x.numpy() for x in arrays]
+    """Other numbers that lie in memory alike go to the kernel at once, and give what the checked path gives.
+
+    Other weights too. Where a copy of the arrays is computed on, the checked path stays.
+    """
+    if framework == "numpy" and arrays[0].dtype == torch.bfloat16:
+        pytest.skip("NumPy has no bfloat16")
+    given = torch.Tensor.numpy if framework == "numpy" else lambda x: x
+    others = options
+    if is_additive := "additive" in str(options.get("score")):
+        w_v = _additive_weights(arrays, options)
+        options, others = ({"score": ats.Additive(given(x), activation="leaky_relu")} for x in (w_v, -w_v))
+    arrays = [given(x) for x in arrays]
     for _ in range(2):  # the first call of all loads the framework
         ats.attend(*arrays, **options)
-    wanted = ats.attend(*[-x for x in arrays], **options, kernel="streaming")
+    wanted = ats.attend(*[-x for x in arrays], **others, kernel="streaming")
     for x in {id(x): x for x in arrays}.values():
         own = x[0, 0] if framework == "torch" and 0 in x.stride() else x  # torch writes to no memory twice
         own *= -1
     with monkeypatch.context() as patch:
-        _build_nothing(patch)
-        found = ats.attend(*arrays, **options)
-    for x, y in zip(_several(found), _several(wanted), strict=True):
-        assert type(x) is type(y)
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        tolerance = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in str(x.dtype) else {"rtol": 1e-5, "atol": 1e-5}
-        torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), **tolerance)
+        if not (is_additive and arrays[0].dtype == torch.bfloat16):
+            _build_nothing(patch)
+        found = ats.attend(*arrays, **others)
+    _close(_several(found), _several(wanted), atol=1e-5)
+
+
+def _additive_weights(arrays: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+    """Weights of an additive score, of each head if the options say so."""
+    heads = arrays[0].shape[1:2] if options["score"] == "additive by head" and arrays[0].ndim == 4 else ()
+    return torch.randn(*heads, 8, dtype=arrays[0].dtype)
 
 
 def _several(found: Any) -> tuple[Any, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-@pytest.mark.parametrize("framework", ["torch", "numpy"])
-@pytest.mark.parametrize("by_head", [False, True])
-@pytest.mark.parametrize("arrays", _views().values(), ids=_views())
-def test_a_plain_additive_call_is_prepared_once(
-    framework: str, by_head: bool, arrays: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other weights too go to the kernel at once; where a copy of the arrays is computed on, the checked path stays."""
-    if framework == "numpy" and arrays[0].dtype == torch.bfloat16:
-        pytest.skip("NumPy has no bfloat16")
-    w_v = torch.randn(*arrays[0].shape[1:2] if by_head and arrays[0].ndim == 4 else (), 8, dtype=arrays[0].dtype)
-    wanted = ats.attend(*arrays, score=ats.Additive(-w_v, activation="leaky_relu"), kernel="dense")
-    if framework == "numpy":
-        arrays, w_v = [x.numpy() for x in arrays], w_v.numpy()
-    for _ in range(2):
-        ats.attend(*arrays, score=ats.Additive(w_v, activation="leaky_relu"))
-    w_v = -w_v
-    with monkeypatch.context() as patch:
-        if arrays[0].dtype != torch.bfloat16:
-            _build_nothing(patch)
-        found = ats.attend(*arrays, score=ats.Additive(w_v, activation="leaky_relu"))
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in str(found.dtype) else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), **tolerance)
+def _close(found: Iterable[Any], wanted: Iterable[Any], *, rtol: float | None = None, atol: float = 2e-5) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        assert (type(x), x.dtype, x.shape) == (type(y), y.dtype, y.shape)
+        of_bfloat16 = {"rtol": 2e-2, "atol": 2e-2} if rtol is None and "bfloat16" in str(x.dtype) else {}
+        tolerance = {"rtol": rtol or 1e-5, "atol": atol} | of_bfloat16
+        torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), **tolerance)
 
 
 def test_additive_scores_that_differ_have_plans_of_their_own() -> None:
@@ -576,23 +566,32 @@ def test_a_score_that_is_lowered_is_prepared_once(framework: str, name: str, mon
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", _LOWERED)
+# The bandwidth may be of another dtype than the queries.
+_LEARNED: dict[str, Callable[..., Any]] = {
+    **_LOWERED,
+    "bandwidth": lambda x: ats.Gaussian(x[2]),
+    "bandwidth of float32": lambda x: ats.Gaussian(x[3]),
+}
+
+
+@pytest.mark.parametrize("name", _LEARNED)
 def test_gradients_of_a_score_that_is_lowered(name: str) -> None:
     """The second call, by plans, has the gradients of the first one, and they have gradients."""
     torch.manual_seed(0)
     inputs = [x.double().requires_grad_() for x in _inputs()]
     parameters = [torch.randn(5, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    parameters += [torch.tensor(1.5, dtype=x, requires_grad=True) for x in (torch.float64, torch.float32)]
     leaves = [*inputs, *parameters]
 
-    def gradients(kernel: str) -> list[Any]:
-        out = ats.attend(*inputs, score=_LOWERED[name](parameters), valid_lens=[3, 2], kernel=kernel)
-        grads = torch.autograd.grad((out**2).sum(), leaves, create_graph=True, allow_unused=True)
+    def gradients(kernel: str, twice: bool = True) -> list[Any]:
+        out = ats.attend(*inputs, score=_LEARNED[name](parameters), valid_lens=[3, 2], kernel=kernel)
+        grads = torch.autograd.grad((out**2).sum(), leaves, create_graph=twice, allow_unused=True)
         norm = sum((x**2).sum() for x in grads if x is not None)
-        return [out, *grads, *torch.autograd.grad(norm, leaves, allow_unused=True)]
+        return [out, *grads, *(torch.autograd.grad(norm, leaves, allow_unused=True) if twice else ())]
 
     wanted = gradients("dense")
-    for _ in range(2):
-        for x, y in zip(gradients("auto"), wanted, strict=True):
+    for twice in (True, True, False):
+        for x, y in zip(gradients("auto", twice), wanted[: None if twice else 1 + len(leaves)], strict=True):
             assert (x is None) == (y is None)
             if x is not None:
                 torch.testing.assert_close(x, y)
@@ -617,27 +616,6 @@ def test_a_learned_bandwidth_is_read_at_each_call(framework: str, dtype: str, mo
             bandwidths[0][...] = bad
             with pytest.raises(ats.ArgumentError, match="bandwidth"):
                 ats.attend(*inputs, score=ats.Gaussian(bandwidths[0]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_of_a_learned_bandwidth(dtype: torch.dtype) -> None:
-    """Of a planned call too, and they have gradients; the bandwidth may be of another dtype than the queries."""
-    inputs = [x.double().requires_grad_() for x in _inputs()]
-    bandwidth = torch.tensor(1.5, dtype=dtype, requires_grad=True)
-    leaves = [*inputs, bandwidth]
-
-    def gradients(kernel: str) -> list[Any]:
-        out = ats.attend(*inputs, score=ats.Gaussian(bandwidth), valid_lens=[3, 2], kernel=kernel)
-        grads = torch.autograd.grad((out**2).sum(), leaves, create_graph=True)
-        return [out, *grads, *torch.autograd.grad(sum((x**2).sum() for x in grads), leaves)]
-
-    wanted = gradients("dense")
-    for _ in range(2):
-        torch.testing.assert_close(gradients("auto"), wanted)
-    once = torch.autograd.grad(
-        (ats.attend(*inputs, score=ats.Gaussian(bandwidth), valid_lens=[3, 2]) ** 2).sum(), leaves
-    )
-    torch.testing.assert_close(list(once), wanted[1:5])
 
 
 def test_memory_that_stands_for_its_negative_is_read_so() -> None:
@@ -766,8 +744,7 @@ def test_a_plain_call_on_a_tape_is_prepared_once(
     arrays = [leaves[id(x)] for x in arrays]
     checked = False
     if "additive" in str(options.get("score")):
-        heads = arrays[0].shape[1:2] if options["score"] == "additive by head" and arrays[0].ndim == 4 else ()
-        options = {**options, "score": ats.Additive(torch.randn(*heads, 8, dtype=arrays[0].dtype).requires_grad_())}
+        options = {**options, "score": ats.Additive(_additive_weights(arrays, options).requires_grad_())}
         checked = arrays[0].dtype == torch.bfloat16
     for x in leaves.values():
         x.requires_grad_()
@@ -782,10 +759,7 @@ def test_a_plain_call_on_a_tape_is_prepared_once(
         if not checked:
             _build_nothing(patch)
         found = _gradients(arrays, options)
-    for x, y in zip(found, wanted, strict=True):
-        assert x.dtype == y.dtype
-        tolerance = {"rtol": 2e-2, "atol": 2e-2} if x.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-        torch.testing.assert_close(x, y, **tolerance)
+    _close(found, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -1088,13 +1062,6 @@ def _attend(arrays: dict[str, Any], options: dict[str, Any]) -> list[Any]:
     for x in _several(ats.attend(**given, **score, **options)):
         found += [s for s in x if s is not None] if isinstance(x, ats.AttentionStats) else [x]
     return found
-
-
-def _close(found: list[Any], wanted: list[Any], **tolerance: float) -> None:
-    for x, y in zip(found, wanted, strict=True):
-        assert (type(x), x.dtype, x.shape) == (type(y), y.dtype, y.shape)
-        loose = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in str(x.dtype) else {"rtol": 1e-5, "atol": 2e-5}
-        torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), equal_nan=True, **(tolerance or loose))
 
 
 @pytest.mark.parametrize("framework", ["torch", "numpy"])
