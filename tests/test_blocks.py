@@ -11,7 +11,7 @@ import torch
 import attnscore as ats
 from cases import FRAMEWORKS, MASKS, SCORES, SOME_SCORES
 from covering import pairs
-from harness import EPS, WIDE, Call, array, make_call, tensor
+from harness import EPS, WIDE, Call, array, attend_on, make_call, tensor
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -32,9 +32,9 @@ INDICES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def given(call: Call, framework: str) -> tuple[tuple[Any, Any], dict[str, Any]]:
+def given(call: Call, framework: str, leaves: dict[str, Any] | None = None) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """Query and key, and the keywords of attention_weights."""
-    leaves = {n: tensor(x) if framework == "torch" else x for n, x in call.leaves.items()}
+    leaves = leaves or {n: tensor(x) if framework == "torch" else x for n, x in call.leaves.items()}
     score = call.score.make(**{name: leaves[f"score.{name}"] for name in call.arrays})
     extras = {name: leaves[name] for name in ("bias", "sink") if name in leaves}
     return (leaves["query"], leaves["key"]), {"score": score, **call.arguments, **extras}
@@ -148,13 +148,11 @@ def test_gradients_of_weights_and_scores(score: str, mask: str, what: str) -> No
         torch.where(finite, target, 0.0), list(plain.values()), seed, allow_unused=True, materialize_grads=True
     )
     leaves = {name: tensor(x, requires_grad=True) for name, x in call.leaves.items()}
-    made = call.score.make(**{name: leaves[f"score.{name}"] for name in call.arrays})
-    extras = {name: leaves[name] for name in ("bias", "sink") if name in leaves}
-    keywords = {"score": made, **call.arguments, **extras}
     if what == "return_weights":
-        found = ats.attend(leaves["query"], leaves["key"], leaves["value"], **keywords, return_weights=True)[1]
+        found = attend_on(call, leaves, return_weights=True)[1]
     else:
-        found = getattr(ats, what)(leaves["query"], leaves["key"], **keywords)
+        arrays, keywords = given(call, "torch", leaves)
+        found = getattr(ats, what)(*arrays, **keywords)
     found = torch.where(torch.isfinite(found), found, 0.0)
     grads = torch.autograd.grad(found, list(leaves.values()), seed, allow_unused=True, materialize_grads=True)
     for name, x, y in zip(leaves, grads, wanted, strict=True):
