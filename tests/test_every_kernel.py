@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import attnscore as ats
-from attnscore import ArgumentError, KernelUnavailable
+from attnscore import KernelUnavailable
 from attnscore.testing import check_kernel
 from cases import (
     AUTOMATIC,
@@ -152,23 +152,6 @@ def test_a_window_wider_than_a_tile(kernel: str, small_tiles: None) -> None:
     for mask in (ats.SlidingWindow(left=9), ats.SlidingWindow(left=7, right=6)):
         found, wanted = (ats.attend(*x, mask=mask, kernel=name) for name in (kernel, "dense"))
         np.testing.assert_allclose(found, wanted, atol=1e-12)
-
-
-def _arrays(call: Call, framework: str) -> list[Any]:
-    return [tensor(x) if framework == "torch" else x for x in (call.query, call.key, call.value)]
-
-
-@frameworks
-def test_an_unknown_kernel(framework: str) -> None:
-    with pytest.raises(ArgumentError, match=r"kernel: expected one of auto, .*'fast'"):
-        ats.attend(*_arrays(make_call("dot"), framework), kernel="fast")
-
-
-def test_the_dense_kernel_has_no_gradient_in_numpy() -> None:
-    with pytest.raises(KernelUnavailable, match="dense"):
-        call = make_call("dot")
-        out, pullback = ats.attend_vjp(call.query, call.key, call.value, kernel="dense")
-        pullback(out)
 
 
 @frameworks

@@ -25,11 +25,9 @@ from oracle import ACTIVATIONS
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "one_thread")
 frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
-scores = pytest.mark.parametrize("score", [score.name for score in SCORES])
 some_scores = pytest.mark.parametrize("score", [score.name for score in SOME_SCORES])
 NONFINITE = {"nan": np.nan, "inf": np.inf, "minus-inf": -np.inf}
 SCORE_NAMES, SOME_NAMES = tuple(score.name for score in SCORES), tuple(score.name for score in SOME_SCORES)
-each_nonfinite = pytest.mark.parametrize("nonfinite", NONFINITE.values(), ids=NONFINITE)
 
 # Masks that leave something hidden from everybody: keys that no query of a group sees, queries that see nothing.
 HIDING = (
@@ -172,12 +170,13 @@ def test_masked_infinity_and_second_derivatives(activation: str, kernel: str, th
             torch.testing.assert_close(x, want)
 
 
-def _check_masked_entries(call: Call, nonfinite: float, framework: str) -> None:
+def _check_masked_entries(call: Call, nonfinite: float, framework: str, **options: Any) -> None:
+    """Nothing of what is hidden from all is read."""
     where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
     where["seed_out"] = where["query"]
     assert any(index.any() for index in where.values())
     dirty = with_nonfinite(call, nonfinite, **where)
-    check_untouched(call, dirty.run(framework), call.run(framework), where)
+    check_untouched(call, dirty.run(framework, **options), call.run(framework, **options), where)
 
 
 @pairs(
@@ -211,20 +210,14 @@ def test_in_every_dtype(score: str, dtype: str, nonfinite: float, framework: str
 
 @pairs(score=SOME_NAMES, kernel=("auto", "streaming", "dense"), framework=FRAMEWORKS)
 def test_in_every_kernel(score: str, kernel: str, framework: str) -> None:
-    call = make_call(score, "ValidLens-query_lens", "float32")
-    where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
-    dirty = with_nonfinite(call, np.nan, **where)
-    check_untouched(call, dirty.run(framework, kernel=kernel), call.run(framework, kernel=kernel), where)
+    _check_masked_entries(make_call(score, "ValidLens-query_lens", "float32"), np.nan, framework, kernel=kernel)
 
 
 @frameworks
 @pytest.mark.parametrize("score", [score.name for score in SCORES if score.magnitude != "own"])
 def test_huge_numbers_in_hidden_places(score: str, framework: str) -> None:
     """Finite entries whose scores overflow are no better than infinity; a user's score answers for its own."""
-    call = make_call(score, "ValidLens-query_lens", "float32")
-    where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
-    dirty = with_nonfinite(call, 3e38, **where, seed_out=hidden_rows(call))
-    check_untouched(call, dirty.run(framework), call.run(framework), where)
+    _check_masked_entries(make_call(score, "ValidLens-query_lens", "float32"), 3e38, framework)
 
 
 @pairs(
@@ -235,9 +228,7 @@ def test_huge_numbers_in_hidden_places(score: str, framework: str) -> None:
 def test_huge_numbers_in_hidden_places_beside_wider_arrays(score: str, kernel: str, framework: str) -> None:
     """What is finite in the float64 of a score's arrays may overflow in the float32 of the sums."""
     call = make_call(score, "ValidLens-query_lens", "float32").with_extras_in("float64")
-    where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
-    dirty = with_nonfinite(call, 3e38, **where)
-    check_untouched(call, dirty.run(framework, kernel=kernel), call.run(framework, kernel=kernel), where)
+    _check_masked_entries(call, 3e38, framework, kernel=kernel)
 
 
 # ---------------------------------------------------------------- the bias
@@ -264,10 +255,8 @@ def test_a_bias_of_minus_infinity_hides_like_a_mask(score: str, framework: str) 
     bias[0, :, :, 6:] = -np.inf
     bias[1, :, 2:4] = -np.inf
     call = dataclasses.replace(call, bias=bias)
-    where = {"key": hidden_keys(call), "value": hidden_keys(call), "query": hidden_rows(call)}
-    assert where["key"].any() and where["query"].any()
-    dirty = with_nonfinite(call, np.nan, **where)
-    check_untouched(call, dirty.run(framework), call.run(framework), where)
+    assert hidden_keys(call).any() and hidden_rows(call).any()
+    _check_masked_entries(call, np.nan, framework)
     call.check(call.run(framework))
 
 

@@ -142,27 +142,6 @@ def test_a_summary_needs_values() -> None:
 
 
 @frameworks
-def test_functions_ask_for_what_they_need(framework: str) -> None:
-    stats = statistics_of(framework, np.zeros((2, 3)), asked=("max_weight",))
-    assert array(stats.saturated(0.3)).all()
-    for call in (stats.jacobian_trace, stats.effective_keys, stats.summary):
-        with pytest.raises(ArgumentError, match="return_stats"):
-            call()
-    with pytest.raises(ArgumentError, match="threshold"):
-        stats.saturated(1.5)
-
-
-@frameworks
-def test_the_variance_is_over_the_visible_keys(framework: str) -> None:
-    scores = np.array([[1.0, 5.0, 100.0], [2.0, 2.0, -50.0]])
-    stats = statistics_of(framework, scores, valid_lens=2)
-    np.testing.assert_allclose(array(stats.mean_score), [3, 2])
-    np.testing.assert_allclose(array(stats.var_score), [4, 0])
-    np.testing.assert_allclose(array(stats.max_score), [5, 2])
-    np.testing.assert_allclose(array(stats.min_score), [1, 2])
-
-
-@frameworks
 @pytest.mark.parametrize("kernel", ["dense", "streaming", pytest.param("native", marks=needs_native), "auto"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("keys", [1, 2, 7, 63, 64, 65, 300])
@@ -220,17 +199,6 @@ def test_the_first_key_of_split_keys(threads: int) -> None:
         ats.set_num_threads(before)
     np.testing.assert_array_equal(stats.argmax_key, scores.argmax(-1))
     np.testing.assert_array_equal(stats.min_score, scores.min(-1))
-
-
-def test_statistics_of_dropout_are_those_before_it() -> None:
-    call = make_call("scaled_dot", "nested", "float64")
-    arrays = call.query, call.key, call.value
-    _, weights, stats = ats.attend(
-        *arrays, **call.arguments, dropout=0.5, seed=1, return_weights=True, return_stats=True
-    )
-    np.testing.assert_allclose(weights, call.weights.astype(float), atol=1e-12)
-    for name in NUMBERS:
-        np.testing.assert_allclose(getattr(stats, name), call.reference[name].astype(float), atol=1e-10, err_msg=name)
 
 
 @frameworks
