@@ -95,18 +95,19 @@ def test_the_page_lists_the_operations() -> None:
     assert set(listed.split()) == set(_RULES) - operators - aliases | composed
 
 
-@pytest.mark.parametrize("case", _CASES)
-def test_the_gradient_is_that_of_autograd(case: str) -> None:
-    function, arrays = _CASES[case][0], _arrays(case)
-    out, pullback = vjp(NUMPY, function, arrays)
-    grad = np.asarray(np.random.default_rng(1).standard_normal(out.shape))
-    with torch.no_grad():
-        exact, torch_pullback = vjp(TORCH, function, [torch.tensor(x) for x in arrays])
-        wanted = [x.numpy() for x in torch_pullback(torch.tensor(grad))]
-    np.testing.assert_allclose(out, exact.numpy(), rtol=1e-12, atol=1e-14)
-    for x, y in zip(pullback(grad), wanted, strict=True):
-        assert x.shape == y.shape
-        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
+def test_the_gradient_is_that_of_autograd() -> None:
+    """Of every rule in one test: the default run leaves out rows of a long table."""
+    for case, (function, _) in _CASES.items():
+        arrays = _arrays(case)
+        out, pullback = vjp(NUMPY, function, arrays)
+        grad = np.asarray(np.random.default_rng(1).standard_normal(out.shape))
+        with torch.no_grad():
+            exact, torch_pullback = vjp(TORCH, function, [torch.tensor(x) for x in arrays])
+            wanted = [x.numpy() for x in torch_pullback(torch.tensor(grad))]
+        np.testing.assert_allclose(out, exact.numpy(), rtol=1e-12, atol=1e-14, err_msg=case)
+        for x, y in zip(pullback(grad), wanted, strict=True):
+            assert x.shape == y.shape, case
+            np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12, err_msg=case)
 
 
 @pytest.mark.parametrize("case", [case for case in _CASES if case != "astype"])

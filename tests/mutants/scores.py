@@ -77,7 +77,7 @@ FAULTS: list[Fault] = [
         "_getitem.vjp",
         "all(isinstance(A, (int, slice, type(None), type(...))) for A in B)",
         "True",
-        "tests/test_tape.py -k repeated",
+        "tests/test_tape.py -k autograd",
         "rows that are taken twice get the gradient of one",
     ),
     Fault(
