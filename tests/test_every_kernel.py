@@ -154,6 +154,13 @@ def test_a_window_wider_than_a_tile(kernel: str, small_tiles: None) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-12)
 
 
+def test_the_dense_kernel_has_no_gradient_in_numpy() -> None:
+    """In a default run too, which leaves out the row of bad_input."""
+    call = make_call("dot")
+    with pytest.raises(KernelUnavailable, match="dense"):
+        ats.attend_vjp(call.query, call.key, call.value, kernel="dense")
+
+
 @frameworks
 def test_auto_never_takes_the_matrix(framework: str) -> None:
     """Quadratic memory is for whoever asks for it by name."""
