@@ -14,66 +14,12 @@ from attnscore.layers.torch import (
     AdditiveAttention,
     BilinearAttention,
     DotProductAttention,
-    GaussianAttention,
     MultiHeadAttention,
 )
-from constructor_cases import check_constructors, check_older_call, every_older_call
+from constructor_cases import check_constructors, check_older_call, check_wrong_call, every_older_call, every_wrong_call
 
 X = torch.randn(2, 3, 6)
 WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
-    (
-        "score",
-        lambda: MultiHeadAttention(8, 2, score="soft"),
-        ats.ArgumentError,
-        "score: expected one of dot, .*'soft'",
-    ),
-    ("heads", lambda: MultiHeadAttention(8, 3), ats.ShapeError, r"num_hiddens: .*multiple of num_heads \(3\), got 8"),
-    (
-        "KV heads",
-        lambda: MultiHeadAttention(8, 4, num_key_value_heads=3),
-        ats.ShapeError,
-        r"num_key_value_heads: expected a number that divides num_heads \(4\), got 3",
-    ),
-    (
-        "hiddens",
-        lambda: MultiHeadAttention(8, 4, score_hiddens=3),
-        ats.ArgumentError,
-        "score_hiddens: expected None for score='scaled_dot', got 3",
-    ),
-    (
-        "wrapped",
-        lambda: MultiHeadAttention(8, 2, score=ats.SoftCap("sum", 2.0)),
-        ats.ArgumentError,
-        r"score: expected one of dot, .*, got 'sum'. Hint: these names have parameters in the layer; any other score "
-        r"is an object, such as attnscore.Sum\(\)$",
-    ),
-    (
-        "a class",
-        lambda: MultiHeadAttention(8, 2, score=ats.Dot),
-        ats.ArgumentError,
-        "score: expected one of dot, .*, got ",
-    ),
-    (
-        "twice",
-        lambda: MultiHeadAttention(8, 2, score=ats.Combination(("gaussian", "gaussian"), (1.0, 1.0))),
-        ats.ArgumentError,
-        "score: expected each name once, got 'gaussian' 2 times",
-    ),
-    ("sink", lambda: MultiHeadAttention(8, 2, sink=1), ats.ArgumentError, "sink: expected True or False, got 1"),
-    (
-        "normalizer",
-        lambda: BilinearAttention(normalizer="hardmax"),
-        ats.ArgumentError,
-        r"normalizer: expected one of softmax, sigmoid, .* or Entmax\(alpha\), got 'hardmax'",
-    ),
-    (
-        "normalizer without a sink",
-        lambda: MultiHeadAttention(8, 2, sink=True, normalizer="sigmoid"),
-        ats.ArgumentError,
-        "sink: expected False, as the normalizer is not the softmax, got True",
-    ),
-    ("norm", lambda: MultiHeadAttention(8, 2, qk_norm="rms"), ats.ArgumentError, "qk_norm: expected True or False"),
-    ("rotary", lambda: MultiHeadAttention(8, 2, rotary=True), ats.ArgumentError, "rotary: expected a function of"),
     (
         "rotary gives other shapes",
         lambda: MultiHeadAttention(8, 2, rotary=lambda q, k, _: (q, k[:, 1:]))(X, X, X),
@@ -110,53 +56,11 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         ats.errors.UnknownArgument,
         r"MultiHeadAttention\(\) got an unexpected keyword argument .embed_dim.\. Hint: num_hiddens=8",
     ),
-    ("no heads", lambda: MultiHeadAttention(8, 0), ats.ArgumentError, "num_heads: .*above 0, got 0"),
-    ("hidden", lambda: AdditiveAttention(2.5), ats.ArgumentError, "num_hiddens: .*a whole number above 0, got 2.5"),
-    ("size", lambda: AdditiveAttention(2, key_size=-1), ats.ArgumentError, "key_size: .*above 0 or None, got -1"),
-    ("size, too", lambda: BilinearAttention(query_size=0), ats.ArgumentError, "query_size: .* got 0"),
-    (
-        "dropout",
-        lambda: DotProductAttention(1.0),
-        ats.ArgumentError,
-        r"dropout: expected a number in \[0, 1\), got 1.0",
-    ),
-    (
-        "bandwidth",
-        lambda: GaussianAttention(0),
-        ats.ArgumentError,
-        "bandwidth: expected a finite number above 0, got 0",
-    ),
-    ("axes", lambda: DotProductAttention()(X[0], X, X), ats.ShapeError, r"queries: expected 3 axes .*got 2; shapes: "),
-    (
-        "positions",
-        lambda: DotProductAttention()(X, X, X[:, :2]),
-        ats.ShapeError,
-        r"values: expected as many positions as keys \(3\), got 2; shapes: queries \(2, 3, 6\)",
-    ),
-    (
-        "batch",
-        lambda: DotProductAttention()(X, X[[0, 0, 0]], X),
-        ats.ShapeError,
-        r"one batch size, or 1, got \[2, 3, 2\]",
-    ),
-    ("lengths", lambda: DotProductAttention()(X, X[..., :4], X), ats.ShapeError, r"\(6\) for the scaled dot .*got 4"),
-    (
-        "features",
-        lambda: AdditiveAttention(8, key_size=6, query_size=5)(X, X, X),
-        ats.ShapeError,
-        "queries: expected vectors of length 5, which W_q takes, got 6",
-    ),
     (
         "features of a matrix",
         lambda: BilinearAttention(key_size=5)(X, X, X),
         ats.ShapeError,
         "keys: expected vectors of length 5, which W.weight takes, got 6",
-    ),
-    (
-        "features of values",
-        lambda: MultiHeadAttention(8, 2, value_size=5)(X, X, X),
-        ats.ShapeError,
-        "values: expected vectors of length 5, which W_v takes, got 6",
     ),
     (
         "dtype",
@@ -206,7 +110,6 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         ats.FrameworkError,
         r"keys: expected a dense array, got a sparse tensor \(torch.sparse_coo\)",
     ),
-    ("lens", lambda: DotProductAttention()(X, X, X, [1, 7]), ats.MaskError, "valid_lens: .*from 0 to 3, got 7"),
     ("mask", lambda: DotProductAttention()(X, X, X, None, "causal"), ats.MaskError, "mask: .*got 'causal'"),
 )
 
@@ -215,6 +118,11 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
 def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+@every_wrong_call
+def test_errors_that_all_frameworks_share(name: str) -> None:
+    check_wrong_call(name, layers, X)
 
 
 @every_older_call

@@ -27,6 +27,7 @@ from attnscore.layers.flax import (
     GaussianAttention,
     MultiHeadAttention,
 )
+from constructor_cases import check_wrong_call, every_wrong_call
 from flax_cases import ALIKE, called, inputs, make, to_jax, to_torch, two_layers
 from layer_cases import LAYERS, Case, TextbookAdditive, TextbookMultiHead, close
 
@@ -266,84 +267,16 @@ class TestMultiHeadMasks:
         assert jnp.array_equal(layer.attention_weights > 0, np.broadcast_to(self.mask[None], (2, 2, 3, 3)))
 
 
-# Words and classes match the PyTorch layers (test_layers_errors.py).
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "score": (
-        lambda: MultiHeadAttention(8, 2, score="soft", rngs=RNGS),
-        ats.ArgumentError,
-        "score: expected one of dot, .*'soft'",
-    ),
-    "heads": (
-        lambda: MultiHeadAttention(8, 3, rngs=RNGS),
-        ats.ShapeError,
-        r"num_hiddens: .*multiple of num_heads \(3\), got 8",
-    ),
-    "KV heads": (
-        lambda: MultiHeadAttention(8, 4, num_key_value_heads=3, rngs=RNGS),
-        ats.ShapeError,
-        r"num_key_value_heads: expected a number that divides num_heads \(4\), got 3",
-    ),
-    "hiddens": (
-        lambda: MultiHeadAttention(8, 4, score_hiddens=3, rngs=RNGS),
-        ats.ArgumentError,
-        "score_hiddens: expected None for score='scaled_dot', got 3",
-    ),
-    "hidden": (
-        lambda: AdditiveAttention(2.5, rngs=RNGS),  # type: ignore[arg-type]
-        ats.ArgumentError,
-        "num_hiddens: .*a whole number above 0, got 2.5",
-    ),
-    "size": (
-        lambda: AdditiveAttention(2, key_size=-1, rngs=RNGS),
-        ats.ArgumentError,
-        "key_size: .*above 0 or None, got -1",
-    ),
-    "size, too": (lambda: BilinearAttention(query_size=0, rngs=RNGS), ats.ArgumentError, "query_size: .* got 0"),
-    "dropout": (
-        lambda: DotProductAttention(1.0),
-        ats.ArgumentError,
-        r"dropout: expected a number in \[0, 1\), got 1.0",
-    ),
-    "bandwidth": (
-        lambda: GaussianAttention(0),
-        ats.ArgumentError,
-        "bandwidth: expected a finite number above 0, got 0",
-    ),
     "no stream": (
         lambda: DotProductAttention(0.5)(X, X, X),
         ats.ArgumentError,
         r"rngs: expected an nnx.Rngs, .* got None. Hint: layer.eval\(\) or deterministic=True",
     ),
-    "axes": (lambda: DotProductAttention()(X[0], X, X), ats.ShapeError, r"queries: expected 3 axes .*got 2; shapes: "),
-    "positions": (
-        lambda: DotProductAttention()(X, X, X[:, :2]),
-        ats.ShapeError,
-        r"values: expected as many positions as keys \(3\), got 2; shapes: queries \(2, 3, 6\)",
-    ),
-    "batch": (
-        lambda: DotProductAttention()(X, jnp.ones((3, 3, 6)), X),
-        ats.ShapeError,
-        r"one batch size, or 1, got \[2, 3, 2\]",
-    ),
-    "lengths": (
-        lambda: DotProductAttention()(X, X[..., :4], X),
-        ats.ShapeError,
-        r"\(6\) for the scaled dot .*got 4",
-    ),
-    "features": (
-        lambda: AdditiveAttention(8, key_size=6, query_size=5, rngs=RNGS)(X, X, X),
-        ats.ShapeError,
-        "queries: expected vectors of length 5, which W_q takes, got 6",
-    ),
     "features of a matrix": (
         lambda: BilinearAttention(key_size=5, rngs=RNGS)(X, X, X),
         ats.ShapeError,
         "keys: expected vectors of length 5, which W takes, got 6",
-    ),
-    "features of values": (
-        lambda: MultiHeadAttention(8, 2, value_size=5, rngs=RNGS)(X, X, X),
-        ats.ShapeError,
-        "values: expected vectors of length 5, which W_v takes, got 6",
     ),
     "features, in jit": (
         lambda: nnx.jit(lambda layer: layer(X, X[..., :4], X))(DotProductAttention()),
@@ -365,7 +298,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ats.FrameworkError,
         r"keys: expected a jax.Array, got list. Hint: jnp.asarray\(x\)",
     ),
-    "lens": (lambda: DotProductAttention()(X, X, X, [1, 7]), ats.MaskError, "valid_lens: .*from 0 to 3, got 7"),
     "mask": (lambda: DotProductAttention()(X, X, X, None, "causal"), ats.MaskError, "mask: .*got 'causal'"),
     "mask of heads": (
         lambda: MultiHeadAttention(8, 2, rngs=RNGS)(X, X, X, mask=jnp.ones((3, 3, 3), bool)),
@@ -379,3 +311,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+@every_wrong_call
+def test_errors_that_all_frameworks_share(name: str) -> None:
+    check_wrong_call(name, flax, X, rngs=RNGS)
