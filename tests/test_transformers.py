@@ -12,80 +12,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 import attnscore as ats
 from attnscore.integrations.transformers import AttentionCall, attention_forward, attention_mask, register
+from transformers_cases import IDS, LEFT_PADDED, make
 
 NAME = register()
-COMMON = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-IDS = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
-LEFT_PADDED = torch.ones(2, 9, dtype=torch.long)
-LEFT_PADDED[0, :3] = 0
-
-
-def logits(model, implementation, **inputs):
-    model.set_attn_implementation(implementation)
-    with torch.no_grad():
-        return model(**inputs).logits
-
-
-def test_gradients_and_dropout():
-    torch.manual_seed(2)
-    config = transformers.LlamaConfig(**COMMON, attention_dropout=0.5)
-    model = transformers.LlamaForCausalLM(config)
-
-    def gradient(implementation, training):
-        model.set_attn_implementation(implementation)
-        model.train(training).zero_grad()
-        torch.manual_seed(3)
-        model(input_ids=IDS, labels=IDS).loss.backward()
-        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
-
-    assert (gradient("eager", False) - gradient(NAME, False)).abs().max() < 1e-6
-    assert (gradient(NAME, True) - gradient(NAME, False)).abs().max() > 1e-4, "dropout acts in training"
-
-
-def test_encoder_and_cross_attention():
-    torch.manual_seed(4)
-    config = transformers.BartConfig(
-        vocab_size=50,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        max_position_embeddings=32,
-    )
-    model = transformers.BartForConditionalGeneration(config).eval()
-    right_padded = LEFT_PADDED.flip(1)
-    inputs = {"input_ids": IDS, "attention_mask": right_padded, "decoder_input_ids": IDS[:, :5]}
-    assert (logits(model, "eager", **inputs) - logits(model, NAME, **inputs)).abs().max() < 2e-6
-
-
-def test_packed_sequences_do_not_see_each_other():
-    torch.manual_seed(5)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON)).eval()
-    packed = {"input_ids": IDS[:1], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), "use_cache": False}
-    assert (logits(model, "eager", **packed) - logits(model, NAME, **packed)).abs().max() < 2e-6
-    alone = logits(model, NAME, input_ids=IDS[:1, 4:])
-    assert (logits(model, NAME, **packed)[:, 4:] - alone).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("by", ["position ids", "lengths", "both"])
 def test_a_flattened_batch_is_the_padded_one(by):
     """Each token's logits, and the gradients, of what transformers' collator flattens; without one array of n x n."""
-    torch.manual_seed(8)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON))
+    model = make("llama")
     model.set_attn_implementation(NAME)
     lengths = [9, 1, 4]
     sequences = [IDS[0], IDS[1, :1], IDS[1, 2:6]]
@@ -144,14 +79,8 @@ def test_position_ids_become_cumulative_lengths():
     assert repr(attention_mask(1, 6, 6, mask_function=pattern).structure).startswith("Documents(")
 
 
-def bert():
-    torch.manual_seed(6)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).eval()
-
-
 def test_four_axis_masks_of_the_caller():
-    model = bert()
+    model = make("bert")
     seen = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(7)) > 0.3
     seen |= torch.eye(9, dtype=torch.bool)
     added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
@@ -166,7 +95,7 @@ def test_four_axis_masks_of_the_caller():
 
 def test_without_its_mask_function_padding_would_be_seen():
     """Why register() registers two functions: transformers drops masks of a name that has none, silently."""
-    model, padded = bert(), LEFT_PADDED.flip(1)
+    model, padded = make("bert"), LEFT_PADDED.flip(1)
     AttentionInterface.register("only_attention", AttentionInterface._global_mapping[NAME])
     try:
         states = {}
@@ -181,7 +110,7 @@ def test_without_its_mask_function_padding_would_be_seen():
 
 
 def test_observer_gets_statistics_of_the_same_pass_and_weights_on_request():
-    model = bert()
+    model = make("bert")
     calls: list[AttentionCall] = []
     register("attnscore_observed", observer=calls.append)
     padded = LEFT_PADDED.flip(1)
