@@ -8,11 +8,7 @@ and exported; gradients come from one tape and from two.
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -371,29 +367,6 @@ def _functions(here: Any) -> list[str]:
             if name in op.node_def.attr and op.node_def.attr[name].func.name:
                 found.append(op.node_def.attr[name].func.name)
     return [name for name in found if here._get_function(name) is not None]
-
-
-@pytest.mark.slow
-def test_an_exported_model_runs_without_attnscore(tmp_path: Path) -> None:
-    class Model(tf.Module):
-        @tf.function(input_signature=[tf.TensorSpec([None, None, 4], tf.float32), tf.TensorSpec([None], tf.int32)])
-        def attend(self, x: Any, lens: Any) -> Any:
-            return ats.attend(x, x, x, valid_lens=lens)
-
-    x, lens = tf.constant(RNG.standard_normal((3, 7, 4)), tf.float32), tf.constant([7, 0, 2])
-    tf.saved_model.save(Model(), str(tmp_path))
-    np.save(tmp_path / "x.npy", x.numpy())
-    code = (
-        "import sys, json, numpy, tensorflow as tf\n"
-        "sys.modules['attnscore'] = None\n"
-        "x = tf.constant(numpy.load(sys.argv[1] + '/x.npy'))\n"
-        "model = tf.saved_model.load(sys.argv[1])\n"
-        "print(json.dumps(model.attend(x, tf.constant([7, 0, 2])).numpy().tolist()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = np.array(json.loads(done.stdout.splitlines()[-1]))
-    np.testing.assert_allclose(found, ats.attend(x, x, x, valid_lens=lens), atol=1e-6)
 
 
 # ------------------------------------------------------------------- gradients
