@@ -196,8 +196,7 @@ def test_a_bias_is_added_to_the_scores(case: Case) -> None:
     close(layer.attention_weights, wanted)
     leaves = [q, k, v, bias, *layer.parameters()]
     grads = [torch.autograd.grad(x.square().sum(), leaves) for x in (out, wanted @ v)]
-    for found, expected in zip(*grads, strict=True):
-        close(found, expected)
+    close(*grads)
 
 
 def test_a_cache_needs_heads() -> None:

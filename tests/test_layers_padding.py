@@ -70,8 +70,7 @@ def test_results_and_gradients_are_those_of_the_definition(case: Case, lens: lis
         assert len(packed) == (seed + 1) * (2 if case.head_count else 1)
         close(out, wanted)
         leaves = [*inputs, *layer.parameters()]
-        for grad, expected in zip(gradients(out, leaves), gradients(wanted, leaves), strict=True):
-            close(grad, expected)
+        close(gradients(out, leaves), gradients(wanted, leaves))
         for b, n in enumerate(lens):
             assert not gradients(layer(*inputs, given), inputs[1:2])[0][b, n:].any()
             packed[-2 if case.head_count else -1 :] = []
@@ -106,8 +105,7 @@ def test_a_real_key_that_is_not_finite_gives_what_it_gave(case: Case) -> None:
         with scope():
             out = layer(*inputs, lens)
             found.append((out, layer.attention_weights, *gradients(out, leaves)))
-    for got, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(got, wanted, equal_nan=True)
+    torch.testing.assert_close(*found, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["additive", "heads, dot, bias", "heads, additive, 3 hidden", "heads, norms, sink"])
@@ -148,8 +146,7 @@ def test_layouts(name: str, layout: Callable[[Tensor], Tensor], packed: list[int
     close(out, wanted)
     close(layer.attention_weights, weights)
     leaves = [q, k, v, *layer.parameters()]
-    for grad, expected in zip(gradients(out, leaves), gradients(wanted, leaves), strict=True):
-        close(grad, expected)
+    close(gradients(out, leaves), gradients(wanted, leaves))
 
 
 def test_one_tensor_for_queries_keys_and_values(packed: list[int]) -> None:
@@ -161,8 +158,7 @@ def test_one_tensor_for_queries_keys_and_values(packed: list[int]) -> None:
             out = layer(x, x, x, lens)
             found.append((out, *gradients(out, [x, *layer.parameters()])))
     assert len(packed) == 2
-    for got, wanted in zip(*found, strict=True):
-        close(got, wanted)
+    close(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -176,9 +172,8 @@ def test_narrow_dtypes(name: str, dtype: torch.dtype, packed: list[int]) -> None
             out = layer(*inputs, lens)
             found.append((out, layer.attention_weights, *gradients(out, [*inputs, *layer.parameters()])))
     assert packed
-    for got, wanted in zip(*found, strict=True):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got, wanted)
+    assert all(x.dtype == dtype for x in found[0])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("keep_last", [False, True])
