@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import doctest
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,24 @@ def parameters(layer: Any) -> dict[str, Any]:
     return dict(layer._collect_params_with_prefix())
 
 
+def with_gradients(layer: Any, call: Callable[[], Any]) -> list[onp.ndarray]:
+    """The output of a call, and the gradient of the sum of its squares for each parameter."""
+    with autograd.record():
+        out = call()
+        loss = (out**2).sum()
+    loss.backward()
+    return [out.asnumpy(), *(x.grad().asnumpy().copy() for x in parameters(layer).values())]
+
+
+def all_close(found: list[onp.ndarray], wanted: list[onp.ndarray], atol: float) -> None:
+    for got, expected in zip(found, wanted, strict=True):
+        assert onp.allclose(got, expected, atol=atol)
+
+
 def test_doctests() -> None:
-    for module in (layers,):
-        found = doctest.testmod(module)
-        assert found.attempted > 20
-        assert not found.failed
+    found = doctest.testmod(layers)
+    assert found.attempted > 20
+    assert not found.failed
 
 
 def test_the_numbers_of_the_textbook() -> None:
@@ -154,21 +168,14 @@ def test_what_replaces_w_v_is_called() -> None:
     layer.w_v = Adapted()
     layer.w_v.initialize(mx.init.Normal(0.4))
     layer.w_v.adapter.bias.set_data(np.ones(1))
-    found = []
-    for is_ours in (True, False):
-        with autograd.record():
-            if is_ours:
-                out = layer(queries, keys, values)
-            else:
-                hidden = np.tanh(layer.W_q(queries)[:, :, None] + layer.W_k(keys)[:, None])
-                out = np.matmul(mx.npx.softmax(layer.w_v(hidden)[..., 0], axis=-1), values)
-            loss = (out**2).sum()
-        loss.backward()
-        grads = [x.grad().asnumpy().copy() for x in parameters(layer).values()]
-        found.append((out.asnumpy(), *grads))
-    assert len(grads) == 6
-    for got, wanted in zip(*found, strict=True):
-        assert onp.allclose(got, wanted, atol=1e-5)
+
+    def plain() -> Any:
+        hidden = np.tanh(layer.W_q(queries)[:, :, None] + layer.W_k(keys)[:, None])
+        return np.matmul(mx.npx.softmax(layer.w_v(hidden)[..., 0], axis=-1), values)
+
+    found = with_gradients(layer, lambda: layer(queries, keys, values))
+    assert len(found) == 7
+    all_close(found, with_gradients(layer, plain), 1e-5)
 
 
 def test_prepared_keys() -> None:
@@ -181,15 +188,8 @@ def test_prepared_keys() -> None:
     features = random(3, 7, 6, seed=3)
     wanted = ats.attend(layer.W_q(queries), prepared.key + features, values, score=prepared.score)
     assert onp.allclose(layer(queries, prepared + features, values).asnumpy(), wanted.asnumpy(), atol=1e-6)
-    with autograd.record():
-        loss = (layer(queries, layer.prepare_keys(keys), values) ** 2).sum()
-    loss.backward()
-    found = {name: x.grad().asnumpy().copy() for name, x in parameters(layer).items()}
-    with autograd.record():
-        loss = (layer(queries, keys, values) ** 2).sum()
-    loss.backward()
-    for name, x in parameters(layer).items():
-        assert onp.allclose(found[name], x.grad().asnumpy(), atol=1e-5), name
+    found = with_gradients(layer, lambda: layer(queries, layer.prepare_keys(keys), values))
+    all_close(found, with_gradients(layer, lambda: layer(queries, keys, values)), 1e-5)
     with pytest.raises(ats.ShapeError, match="keys: expected vectors of length 4, which W_k takes, got 3"):
         layer.prepare_keys(keys[..., :3])
 
@@ -280,13 +280,9 @@ def test_nan_in_the_padding_reaches_no_parameter(name: str) -> None:
     for nonfinite in (0.0, onp.nan):
         keys[1, 3:] = values[1, 3:] = nonfinite
         keys[2] = values[2] = nonfinite
-        with autograd.record():
-            loss = (layer(queries, keys, values, np.array([7, 3, 0])) ** 2).sum()
-        loss.backward()
-        found.append([loss.item(), *(x.grad().asnumpy().copy() for x in parameters(layer).values())])
-    for clean, dirty in zip(*found, strict=True):
-        assert onp.isfinite(dirty).all()
-        assert onp.allclose(clean, dirty, atol=1e-6)
+        found.append(with_gradients(layer, lambda: layer(queries, keys, values, np.array([7, 3, 0]))))
+    assert all(onp.isfinite(x).all() for x in found[1])
+    all_close(*found, 1e-6)
 
 
 @every_layer_that_learns
@@ -567,14 +563,7 @@ def test_steps_with_a_cache_are_one_pass(name: str, window: int | None) -> None:
         return np.concatenate(outs, 1)
 
     layer(x, x, x)
-    found = []
-    for call in (decoded, lambda: layer(x, x, x, mask=mask)):
-        with autograd.record():
-            loss = ((out := call()) ** 2).sum()
-        loss.backward()
-        grads = [p.grad().asnumpy().copy() for p in layer.collect_params().values()]
-        found.append([out.asnumpy(), *grads])
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*(with_gradients(layer, f) for f in (decoded, lambda: layer(x, x, x, mask=mask))), strict=True):
         onp.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     out, cache = layer(x, x, x, np.array([2, 9]), cache=ats.KeyValueCache(head_axis=-2, capacity=9))
     wanted = layer(x, x, x, mask=ats.Causal() & ats.ValidLens([2, 9], [2, 9]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import mxnet as mx
@@ -28,6 +29,16 @@ def grown(*arrays: Any) -> tuple[Any, ...]:
     for x in arrays:
         x.attach_grad()
     return arrays
+
+
+def squares(call: Callable[[], Any], *arrays: Any) -> list[onp.ndarray]:
+    """The gradients of the sum of the squares of a call's output."""
+    for x in arrays:
+        x.attach_grad()
+    with autograd.record():
+        loss = (call() ** 2).sum()
+    loss.backward()
+    return [x.grad.asnumpy() for x in arrays]
 
 
 def three(dtype: str = "float32") -> tuple[Any, ...]:
@@ -197,18 +208,10 @@ def test_axes_of_length_zero(kernel: str) -> None:
 
 @pytest.mark.parametrize("which", range(3))
 def test_an_input_that_wants_no_gradient_takes_none_from_the_others(which: int) -> None:
-    arrays = three("float64")
-    grown(*arrays)
-    with autograd.record():
-        loss = (ats.attend(*arrays, score="gaussian") ** 2).sum()
-    loss.backward()
-    wanted = arrays[which].grad.asnumpy()
-    alone = [random(*x.shape, dtype="float64", seed=i) for i, x in enumerate(arrays)]
-    alone[which].attach_grad()
-    with autograd.record():
-        loss = (ats.attend(*alone, score="gaussian") ** 2).sum()
-    loss.backward()
-    assert onp.allclose(alone[which].grad.asnumpy(), wanted, atol=1e-12)
+    arrays, alone = three("float64"), three("float64")
+    wanted = squares(lambda: ats.attend(*arrays, score="gaussian"), *arrays)[which]
+    (found,) = squares(lambda: ats.attend(*alone, score="gaussian"), alone[which])
+    assert onp.allclose(found, wanted, atol=1e-12)
     assert wanted.any()
 
 
@@ -253,13 +256,12 @@ def test_recorded_calls_share_a_plan_that_holds_no_array(score: str) -> None:
     def gradients_of(seed: int) -> list[onp.ndarray]:
         arrays = [random(2, *shape, seed=seed + i) for i, shape in enumerate(((5, 3), (7, 3), (7, 2), (3, 3)))]
         lens = np.array([seed % 7 + 1, 4], dtype="int32")
-        for x in arrays:
-            x.attach_grad()
-        with autograd.record():
+
+        def call() -> Any:
             chosen: Any = ats.Bilinear(arrays[3][0]) if score == "bilinear" else score
-            loss = (ats.attend(*arrays[:3], score=chosen, valid_lens=lens) ** 2).sum()
-        loss.backward()
-        return [x.grad.asnumpy() for x in arrays]
+            return ats.attend(*arrays[:3], score=chosen, valid_lens=lens)
+
+        return squares(call, *arrays)
 
     plans.PLANS.clear()
     wanted = {seed: gradients_of(seed) for seed in (0, 10)}
@@ -272,12 +274,8 @@ def test_recorded_calls_share_a_plan_that_holds_no_array(score: str) -> None:
 def test_one_array_in_three_places() -> None:
     x = random(2, 6, 4, dtype="float64")
     parts = [x.copy() for _ in range(3)]
-    grown(x, *parts)
-    with autograd.record():
-        one, other = (ats.attend(x, x, x) ** 2).sum(), (ats.attend(*parts) ** 2).sum()
-    one.backward()
-    other.backward()
-    assert onp.allclose(x.grad.asnumpy(), sum(p.grad.asnumpy() for p in parts), atol=1e-12)
+    (found,) = squares(lambda: ats.attend(x, x, x), x)
+    assert onp.allclose(found, sum(squares(lambda: ats.attend(*parts), *parts)), atol=1e-12)
 
 
 def test_statistics_carry_gradients_and_the_rest_none() -> None:
