@@ -8,7 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
 
 _CODE = """
 import importlib, pkgutil, sys
@@ -42,3 +46,22 @@ def run_without(framework: str, names: Sequence[str], calls: str) -> None:
         assert name in listed
         listed = listed.replace(name, "", 1)
     assert f"{framework}." not in listed
+
+
+def replace_names(source: str, names: Sequence[str]) -> str:
+    """The text of a module of private names with names that no release has."""
+    for name in names:
+        source = source.replace(f'"{name}"', f'"{name}_of_another_release"')
+    return source
+
+
+def take_away(private: types.ModuleType, names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a module of private names what it has with a release of the framework without some of them."""
+    path = Path(str(private.__file__))
+    module = types.ModuleType(path.stem)
+    exec(compile(replace_names(path.read_text(encoding="utf-8"), names), path, "exec"), vars(module))
+    for name, value in vars(module).items():
+        if not name.startswith("__"):
+            monkeypatch.setattr(private, name, value)
+    assert set(module.FALLBACKS) == {f"{name}_of_another_release" for name in names}
+    assert all(module.FALLBACKS.values())

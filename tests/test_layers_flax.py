@@ -69,10 +69,7 @@ layers_and_masks = pytest.mark.parametrize(
     "*array (query, key)",
     "heads, entmax-*",
     "heads, [!b]*composed, and lens",
-)
-@pytest.mark.slow_rows("heads, additive, 3 hidden-lens (batch,)")
-@pytest.mark.slow_rows(
-    "heads, additive, 3 hidden-lens (batch, query), some 0",
+    "heads, additive, 3 hidden-lens (batch*",
     "additive-lens (batch,)",
     "scaled dot-composed, and lens",
     "heads, bilinear-composed, and lens",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import tensorflow as tf
 
 import attnscore as ats
 from attnscore.backends.tensorflow import graphs, private
-from renamed import run_without
+from renamed import run_without, take_away
 
 FILE = Path(private.__file__)
 SOURCE = FILE.read_text(encoding="utf-8")
@@ -29,16 +28,7 @@ Arrays = list[tf.Tensor]
 @pytest.fixture(params=[*(pytest.param([name], marks=pytest.mark.slow) for name in NAMES), NAMES], ids=[*NAMES, "all"])
 def missing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names that a release of TensorFlow does not have, with their replacements in the module."""
-    source = SOURCE
-    for name in request.param:
-        source = source.replace(f'"{name}"', f'"{name}_of_another_release"')
-    module = types.ModuleType("private")
-    exec(compile(source, FILE, "exec"), vars(module))
-    for name, value in vars(module).items():
-        if not name.startswith("__"):
-            monkeypatch.setattr(private, name, value)
-    assert set(module.FALLBACKS) == {f"{name}_of_another_release" for name in request.param}
-    assert all(module.FALLBACKS.values())
+    take_away(private, request.param, monkeypatch)
     return list(request.param)
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import attnscore as ats
 from attnscore.backends import torch_private as private
 from attnscore.diagnostics import watch
 from attnscore.layers.torch import AdditiveAttention
-from renamed import run_without
+from renamed import replace_names, run_without, take_away
 
 FILE = Path(private.__file__)
 SOURCE = FILE.read_text(encoding="utf-8")
@@ -28,24 +27,10 @@ NAMES = sorted(set(re.findall(r'"(torch\.[\w.]+)"', SOURCE)))
 ALLOWED = {"_make_wrapper_subclass", "_version", "_modules", "_parameters", "_compiled_call_impl"}
 
 
-def without(names: list[str]) -> types.ModuleType:
-    """The module as it is with a release of PyTorch that has none of these names."""
-    source = SOURCE
-    for name in names:
-        source = source.replace(f'"{name}"', f'"{name}_of_another_release"')
-    module = types.ModuleType("torch_private")
-    exec(compile(source, FILE, "exec"), vars(module))
-    return module
-
-
 @pytest.fixture(params=[*(pytest.param([name], marks=pytest.mark.slow) for name in NAMES), NAMES], ids=[*NAMES, "all"])
 def missing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    module = without(request.param)
-    for name, value in vars(module).items():
-        if not name.startswith("__"):
-            monkeypatch.setattr(private, name, value)
-    assert set(module.FALLBACKS) == {f"{name}_of_another_release" for name in request.param}
-    assert all(module.FALLBACKS.values())
+    """The names that a release of PyTorch does not have, with their replacements in the module."""
+    take_away(private, request.param, monkeypatch)
     return list(request.param)
 
 
@@ -114,10 +99,7 @@ def test_a_missing_name_leaves_no_call_unwatched(missing: list[str]) -> None:
 @pytest.mark.slow
 def test_a_release_without_any_of_the_names_is_imported(tmp_path: Path) -> None:
     """With the backend made from the fallbacks alone, in a new process, calls are compiled too, by graph breaks."""
-    edited = SOURCE
-    for name in NAMES:
-        edited = edited.replace(f'"{name}"', f'"{name}_of_another_release"')
-    (tmp_path / "edited.py").write_text(edited)
+    (tmp_path / "edited.py").write_text(replace_names(SOURCE, NAMES))
     code = """
 import importlib.util, sys, torch
 spec = importlib.util.spec_from_file_location("attnscore.backends.torch_private", "edited.py")

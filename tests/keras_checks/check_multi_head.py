@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from together import BACKEND, SHOWN, arrays, close, counterparts, gradients, named_gradients, quick, slow_on_jax
+from together import BACKEND, SHOWN, arrays, close, compare_gradients, counterparts, quick, slow_on_jax
 
 import attnscore as ats
 from attnscore.layers.keras import MultiHeadAttention
@@ -51,22 +51,10 @@ def _torch_rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> 
 def test_numbers_and_gradients_are_pytorchs(case: Case, shape: tuple[int, ...]) -> None:
     """Gradients of every parameter, with a bias."""
     theirs, ours = counterparts(case)
-    bias = np.random.default_rng(1).normal(size=shape)
+    bias = np.random.default_rng(1).normal(size=shape).astype("float32")
     leaves = [x.requires_grad_() for x in case.inputs()]
-    wanted_out = theirs(*leaves, bias=torch.tensor(bias))
-    grad = torch.randn(wanted_out.shape, generator=torch.Generator().manual_seed(1))
-    wanted = torch.autograd.grad((wanted_out * grad).sum(), [*leaves, *theirs.parameters()])
-    single = tuple(x.astype("float32") for x in arrays(*leaves))
-    out, into_inputs, into_variables = gradients(ours, single, grad.numpy(), bias=bias.astype("float32"))
-    close(out, wanted_out.detach())
-    for got, want in zip(into_inputs, wanted[:3], strict=True):
-        close(got, want, times=64)
-    named = named_gradients(ours, into_variables)
-    assert len(named) == len(ours.trainable_variables)
-    for (name, _), want in zip(theirs.named_parameters(), wanted[3:], strict=True):
-        close(named[name], want, times=64)
-    ours(*single, bias=bias.astype("float32"))
-    theirs(*leaves, bias=torch.tensor(bias))
+    compare_gradients(theirs, ours, leaves, {"bias": torch.tensor(bias)}, times=64)
+    ours(*(x.astype("float32") for x in arrays(*leaves)), bias=bias)
     close(ours.attention_weights, theirs.attention_weights)
 
 

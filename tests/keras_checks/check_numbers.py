@@ -17,9 +17,9 @@ from together import (
     arrays,
     as_given,
     close,
+    compare_gradients,
     counterparts,
     gradients,
-    named_gradients,
     quick,
     slow_on_jax,
 )
@@ -63,20 +63,8 @@ def test_masks(mask: str) -> None:
 @most_layers
 def test_gradients(case: Case) -> None:
     theirs, ours = counterparts(case)
-    inputs, (given, _) = case.inputs(), MASKS["lens (batch, query), some 0"]
-    leaves = [x.requires_grad_() for x in inputs]
-    wanted_out = theirs(*leaves, **given)
-    grad = torch.randn(wanted_out.shape, generator=torch.Generator().manual_seed(1))
-    wanted = torch.autograd.grad((wanted_out * grad).sum(), [*leaves, *theirs.parameters()])
-    single = tuple(x.detach().numpy().astype("float32") for x in inputs)
-    out, into_inputs, into_variables = gradients(ours, single, grad.numpy(), **as_given(given))
-    close(out, wanted_out.detach())
-    for got, want in zip(into_inputs, wanted[:3], strict=True):
-        close(got, want)
-    named = named_gradients(ours, into_variables)
-    assert len(named) == len(ours.trainable_variables)
-    for (name, _), want in zip(theirs.named_parameters(), wanted[3:], strict=True):
-        close(named[name], want)
+    leaves = [x.requires_grad_() for x in case.inputs()]
+    compare_gradients(theirs, ours, leaves, MASKS["lens (batch, query), some 0"][0])
 
 
 @pytest.mark.parametrize("case", quick(QUICK, among=LAYERS, on_jax=()))

@@ -115,6 +115,24 @@ def named_gradients(ours: Any, grads: list[np.ndarray]) -> dict[str, np.ndarray]
     }
 
 
+def compare_gradients(
+    theirs: Any, ours: Any, leaves: list[torch.Tensor], given: dict[str, Any], times: float = 32
+) -> None:
+    """Output and gradients of inputs and parameters; `given` are arguments of the PyTorch layer."""
+    wanted_out = theirs(*leaves, **given)
+    grad = torch.randn(wanted_out.shape, generator=torch.Generator().manual_seed(1))
+    wanted = torch.autograd.grad((wanted_out * grad).sum(), [*leaves, *theirs.parameters()])
+    single = tuple(x.astype("float32") for x in arrays(*leaves))
+    out, into_inputs, into_variables = gradients(ours, single, grad.numpy(), **as_given(given))
+    close(out, wanted_out.detach())
+    for got, want in zip(into_inputs, wanted[:3], strict=True):
+        close(got, want, times=times)
+    named = named_gradients(ours, into_variables)
+    assert len(named) == len(ours.trainable_variables)
+    for (name, _), want in zip(theirs.named_parameters(), wanted[3:], strict=True):
+        close(named[name], want, times=times)
+
+
 def close(got: Any, wanted: Any, dtype: str = "float32", *, times: float = 32) -> None:
     """Within some units of the dtype's precision, of the largest number."""
     got, wanted = (
