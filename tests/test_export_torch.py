@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ from layer_cases import LAYERS
 
 OPSETS = (18, 23)
 """Without the operator Attention, and with it."""
+UNSEEN = ((3, 9, 12), (2, 8, 3), (1, 1, 11), (4, 2, 1))
+"""Batch, queries and keys."""
+LONG = (2, 140, 200)
+Given = Callable[[int, int, int], list[Tensor]]
+"""Makes the arguments of a module for a batch, queries and keys."""
 BATCH, QUERIES, KEYS = torch.export.Dim("batch"), torch.export.Dim("queries"), torch.export.Dim("keys")
 # torch's own, at each export.
 pytestmark = [
@@ -71,6 +76,27 @@ def agree(got: Any, wanted: Any, names: Sequence[str] = ()) -> None:
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def compare(found: Callable[..., Any], module: nn.Module, given: Given, sizes: Any, names: Sequence[str] = ()) -> None:
+    for each in sizes:
+        other = given(*each)
+        agree(found(*other), module(*other), names)
+
+
+def check_onnx(
+    module: nn.Module,
+    given: Given,
+    dynamic: Any,
+    opset: int = OPSETS[-1],
+    seen: tuple[int, int, int] = (2, 5, 7),
+    **options: Any,
+) -> list[str]:
+    """Export a module at some sizes and compare it at others, or without dynamic axes at these; its operators."""
+    program = to_onnx(module, given(*seen), dynamic, opset)
+    sizes = options.pop("sizes", UNSEEN if dynamic else [seen])
+    compare(lambda *other: run(program, other), module, given, sizes, **options)
+    return operators(program)
+
+
 # ---------------------------------------------------------------- scores and masks
 
 
@@ -112,8 +138,6 @@ def inputs(batch: int, queries: int, keys: int, dim: int = 6) -> list[Tensor]:
 
 
 OF_ALL = ({0: BATCH, 2: QUERIES}, {0: BATCH, 2: KEYS}, {0: BATCH, 2: KEYS})
-UNSEEN = ((3, 9, 12), (2, 8, 3), (1, 1, 11), (4, 2, 1))
-"""Batch, queries and keys."""
 ANY_LENGTH = [score for score in SCORES if not {"n", "m", "B"} & {x for axes in score.arrays.values() for x in axes}]
 THESE_LENGTHS = [score for score in SCORES if score not in ANY_LENGTH]
 SOME = [score for score in ANY_LENGTH if score.name in ("scaled_dot-heads", "additive-tanh-bias", "own-tile")]
@@ -122,12 +146,8 @@ SOME = [score for score in ANY_LENGTH if score.name in ("scaled_dot-heads", "add
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", OPSETS)
 def test_some_scores(opset: int) -> None:
-    module = Scores(SOME, Sizes())
-    program = to_onnx(module, inputs(2, 5, 7), OF_ALL, opset)
-    assert operators(program).count("Attention") == (opset >= 23)
-    for sizes in UNSEEN:
-        other = inputs(*sizes)
-        agree(run(program, other), module(*other), [score.name for score in SOME])
+    found = check_onnx(Scores(SOME, Sizes()), inputs, OF_ALL, opset, names=[score.name for score in SOME])
+    assert found.count("Attention") == (opset >= 23)
 
 
 @pytest.mark.slow
@@ -135,25 +155,18 @@ def test_some_scores(opset: int) -> None:
 def test_every_score(opset: int) -> None:
     # Of the variants of a score, which follow each other, one in each.
     some = part(ANY_LENGTH[OPSETS.index(opset) :: len(OPSETS)])
-    module = Scores(some, Sizes())
-    program = to_onnx(module, inputs(2, 5, 7), OF_ALL, opset)
-    for sizes in UNSEEN:
-        other = inputs(*sizes)
-        agree(run(program, other), module(*other), [score.name for score in some])
+    check_onnx(Scores(some, Sizes()), inputs, OF_ALL, opset, names=[score.name for score in some])
 
 
 @pytest.mark.slow
 def test_scores_with_an_array_for_each_position() -> None:
     module = Scores(THESE_LENGTHS, Sizes(queries=5, keys=7))
-    program, other = to_onnx(module, inputs(2, 5, 7), None, OPSETS[-1]), inputs(2, 5, 7)
-    agree(run(program, other), module(*other), [score.name for score in THESE_LENGTHS])
+    check_onnx(module, inputs, None, names=[score.name for score in THESE_LENGTHS])
 
 
 @pytest.mark.slow
 def test_every_mask() -> None:
-    module = Masks()
-    program, other = to_onnx(module, inputs(2, 11, 12), None, OPSETS[-1]), inputs(2, 11, 12)
-    agree(run(program, other), module(*other), [case.name for case in part(MASKS)])
+    check_onnx(Masks(), inputs, None, seen=(2, 11, 12), names=[case.name for case in part(MASKS)])
 
 
 class Arguments(nn.Module):
@@ -190,11 +203,7 @@ OF_GIVEN = (*OF_ALL, {0: BATCH, 2: QUERIES, 3: KEYS}, {0: BATCH}, {1: QUERIES, 2
 
 @pytest.mark.slow
 def test_every_argument() -> None:
-    module = Arguments()
-    program = to_onnx(module, given(2, 5, 7), OF_GIVEN, OPSETS[-1])
-    for sizes in UNSEEN:
-        other = given(*sizes)
-        agree(run(program, other), module(*other))
+    check_onnx(Arguments(), given, OF_GIVEN)
 
 
 class Biased(nn.Module):
@@ -236,21 +245,14 @@ class Positions(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", OPSETS)
 def test_a_bias_by_relative_position(opset: int) -> None:
-    module = Positions()
-    program = to_onnx(module, inputs(2, 5, 7), OF_ALL, opset)
-    assert operators(program).count("Attention") == 2 * (opset >= 23)
-    for sizes in (*UNSEEN, (2, 140, 200)):
-        other = inputs(*sizes)
-        agree(run(program, other), module(*other))
+    found = check_onnx(Positions(), inputs, OF_ALL, opset, sizes=(*UNSEEN, LONG))
+    assert found.count("Attention") == 2 * (opset >= 23)
 
 
 @pytest.mark.slow
 def test_a_bias_by_relative_position_in_primitive_operators() -> None:
     module = Positions()
-    program = primitive(module, inputs(2, 5, 7), OF_ALL).module()
-    for sizes in (*UNSEEN[:2], (2, 140, 200)):
-        other = inputs(*sizes)
-        agree(program(*other), module(*other))
+    compare(primitive(module, inputs(2, 5, 7), OF_ALL).module(), module, inputs, (*UNSEEN[:2], LONG))
 
 
 @pytest.mark.slow
@@ -281,12 +283,7 @@ def with_lengths(batch: int, queries: int, keys: int) -> list[Tensor]:
 
 @pytest.mark.slow
 def test_normalizers() -> None:
-    module = Normalizers()
-    program = to_onnx(module, with_lengths(2, 5, 7), OF_LENGTHS, OPSETS[-1])
-    assert "Attention" not in operators(program)
-    for sizes in (*UNSEEN, (2, 140, 200)):
-        other = with_lengths(*sizes)
-        agree(run(program, other), module(*other))
+    assert "Attention" not in check_onnx(Normalizers(), with_lengths, OF_LENGTHS, sizes=(*UNSEEN, LONG))
 
 
 # ---------------------------------------------------------------- layers
@@ -318,11 +315,7 @@ OF_FEATURES = ({0: BATCH, 1: QUERIES}, {0: BATCH, 1: KEYS}, {0: BATCH, 1: KEYS},
 
 @pytest.mark.slow
 def test_every_layer() -> None:
-    module = Layers()
-    program = to_onnx(module, features(2, 5, 7), OF_FEATURES, OPSETS[-1])
-    for sizes in UNSEEN:
-        other = features(*sizes)
-        agree(run(program, other), module(*other), [case.name for case in part(LAYERS)])
+    check_onnx(Layers(), features, OF_FEATURES, names=[case.name for case in part(LAYERS)])
 
 
 class DropIns(nn.Module):
@@ -354,11 +347,7 @@ OF_WORDS = ({0: BATCH, 1: QUERIES}, {0: BATCH, 1: KEYS}, {0: BATCH, 1: KEYS})
 
 @pytest.mark.slow
 def test_drop_ins() -> None:
-    module = DropIns()
-    program = to_onnx(module, words(2, 5, 7), OF_WORDS, OPSETS[-1])
-    for sizes in UNSEEN:
-        other = words(*sizes)
-        agree(run(program, other), module(*other))
+    check_onnx(DropIns(), words, OF_WORDS)
 
 
 # ---------------------------------------------------------------- what cannot be exported
@@ -401,10 +390,7 @@ def primitive(module: nn.Module, arguments: Sequence[Tensor], dynamic: Any) -> t
 @pytest.mark.slow
 def test_a_layer_in_primitive_operators() -> None:
     layer = AdditiveAttention(8, query_size=20, key_size=7)
-    program = primitive(layer, features(2, 5, 7), OF_FEATURES).module()
-    for sizes in LARGER:
-        other = features(*sizes)
-        agree(program(*other), layer(*other))
+    compare(primitive(layer, features(2, 5, 7), OF_FEATURES).module(), layer, features, LARGER)
 
 
 @pytest.mark.slow
@@ -414,7 +400,4 @@ def test_aot_inductor(name: str, tmp_path: Path) -> None:
     module = make()
     program = primitive(module, arguments(2, 5, 7), dynamic)
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "program.pt2"))
-    compiled = torch._inductor.aoti_load_package(package)
-    for sizes in LARGER:
-        other = arguments(*sizes)
-        agree(compiled(*other), module(*other))
+    compare(torch._inductor.aoti_load_package(package), module, arguments, LARGER)
