@@ -37,6 +37,20 @@ def close(ours: Tensor, theirs: Tensor, atol: float | None = None) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=atol or TOLERANCE[ours.dtype], equal_nan=True)
 
 
+def all_close(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None], atol: float | None = None) -> None:
+    """Each result, or None where the original gives None."""
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert (found is None) == (wanted is None)
+        if found is not None:
+            close(found, wanted, atol)
+
+
+def seeded(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The result with torch's generator set, for what is dropped."""
+    torch.manual_seed(3)
+    return function(*arguments, **options)
+
+
 def same_parameters(ours: Any, theirs: Any) -> None:
     """Names, order, defaults and kinds of the arguments; ours may add `strict`."""
     found = inspect.signature(ours).parameters
@@ -68,6 +82,7 @@ def all_but(query: int) -> Tensor:
     return (torch.arange(QUERIES)[:, None] != query).expand(QUERIES, KEYS)
 
 
+STRICT = functools.partial(compat.scaled_dot_product_attention, strict=True)
 B, H, L, S = BATCH, HEADS, QUERIES, KEYS
 SDPA: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[[], dict[str, Any]]]] = {
     "plain": (((B, H),), dict),
@@ -114,8 +129,7 @@ def test_sdpa_and_its_gradients_are_those_of_the_original(name: str) -> None:
         leaves = [x.clone().requires_grad_() for x in given]
         out = function(*leaves, **options)
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    for ours, theirs in zip(*results, strict=True):
-        close(ours, theirs, 2e-5)
+    all_close(*results, 2e-5)
 
 
 def test_the_gradient_of_a_float_mask() -> None:
@@ -153,23 +167,14 @@ def test_sdpa_drops_the_share_that_is_asked_for() -> None:
     out = compat.scaled_dot_product_attention(query, key, torch.eye(50)[None, None], dropout_p=0.25)
     assert abs((out == 0).float().mean().item() - 0.25) < 0.03
     close(out[out != 0], torch.full_like(out[out != 0], 1 / 50 / 0.75))
-    torch.manual_seed(3)
-    first = compat.scaled_dot_product_attention(query, key, key, dropout_p=0.5)
-    torch.manual_seed(3)
-    close(compat.scaled_dot_product_attention(query, key, key, dropout_p=0.5), first)
+    close(*(seeded(compat.scaled_dot_product_attention, query, key, key, dropout_p=0.5) for _ in range(2)))
 
 
 @pytest.mark.parametrize("name", ["plain", "boolean mask", "causal", "grouped heads, fewer of value"])
 def test_strict_drops_the_weights_that_the_original_drops(name: str) -> None:
     leads, make = SDPA[name]
-    given, options, found = arrays(*leads), make(), []
-    for function, more in (
-        (compat.scaled_dot_product_attention, {"strict": True}),
-        (F.scaled_dot_product_attention, {}),
-    ):
-        torch.manual_seed(3)
-        found.append(function(*given, dropout_p=0.5, **options, **more))
-    close(*found)
+    given, options = arrays(*leads), make() | {"dropout_p": 0.5}
+    close(*(seeded(function, *given, **options) for function in (STRICT, F.scaled_dot_product_attention)))
 
 
 def test_a_masked_value_of_nan_reaches_no_query() -> None:
@@ -246,15 +251,6 @@ def test_fewer_heads_without_enable_gqa_are_told_of_it() -> None:
         compat.scaled_dot_product_attention(query, key[:, :2], value[:, :2])
 
 
-def test_sdpa_takes_jagged_tensors() -> None:
-    x = torch.nested.nested_tensor([torch.randn(n, H, DIM) for n in (2, 5)], layout=torch.jagged).transpose(1, 2)
-    for is_causal in (False, True):
-        found = compat.scaled_dot_product_attention(x, x, x, is_causal=is_causal)
-        assert found.is_nested
-        for ours, each in zip(found.unbind(), x.unbind(), strict=True):
-            close(ours, F.scaled_dot_product_attention(each, each, each, is_causal=is_causal))
-
-
 def jagged(heads: int, lengths: Sequence[int] = (2, 5)) -> torch.Tensor:
     """A jagged tensor (batch, heads, length, dim)."""
     sequences = [torch.randn(n, heads, DIM) for n in lengths]
@@ -269,16 +265,13 @@ def test_sdpa_drops_what_torch_drops_of_jagged_tensors(p: float) -> None:
     value = torch.nested.nested_tensor_from_jagged(torch.randn_like(key.transpose(1, 2).values()), key.offsets())
     value = value.transpose(1, 2)
     found = []
-    ours_strict = functools.partial(compat.scaled_dot_product_attention, strict=True)
-    for function in (ours_strict, F.scaled_dot_product_attention):
-        torch.manual_seed(3)
+    for function in (STRICT, F.scaled_dot_product_attention):
         x = query.detach().requires_grad_()
-        out = function(x, key, value, dropout_p=p)
+        out = seeded(function, x, key, value, dropout_p=p)
         values = out.transpose(1, 2).values()
         values.sum().backward()
         found.append((values.detach(), x.grad.transpose(1, 2).values()))
-    for ours, theirs in zip(*found, strict=True):
-        close(ours, theirs)
+    all_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
@@ -297,24 +290,33 @@ def test_heads_of_jagged_tensors_that_differ_are_refused() -> None:
         close(ours, F.scaled_dot_product_attention(q[None], x[None], x[None], enable_gqa=True)[0])
 
 
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_sdpa_takes_nested_tensors(layout: torch.layout) -> None:
-    """Of different lengths in the older layout, of different numbers of heads in the newer."""
-    shapes = [(H, n, DIM) if layout == torch.strided else (n, L, DIM) for n in (2, 5)]
+def nested(shapes: Sequence[tuple[int, ...]], layout: torch.layout) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        x = torch.nested.nested_tensor([torch.randn(shape) for shape in shapes], layout=layout)
-    found = compat.scaled_dot_product_attention(x, x, x, is_causal=True)
-    assert found.layout == layout
+        return torch.nested.nested_tensor([torch.randn(shape) for shape in shapes], layout=layout)
+
+
+NESTED: dict[str, Callable[[], torch.Tensor]] = {
+    "lengths, older layout": lambda: nested([(H, n, DIM) for n in (2, 5)], torch.strided),
+    "lengths": lambda: jagged(H),
+    "numbers of heads": lambda: nested([(n, L, DIM) for n in (2, 5)], torch.jagged),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", NESTED)
+def test_sdpa_takes_nested_tensors(name: str, is_causal: bool) -> None:
+    """Those whose sequences differ in length, or in their number of heads."""
+    x = NESTED[name]()
+    found = compat.scaled_dot_product_attention(x, x, x, is_causal=is_causal)
+    assert found.is_nested and found.layout == x.layout
     for ours, each in zip(found.unbind(), x.unbind(), strict=True):
-        close(ours, F.scaled_dot_product_attention(each, each, each, is_causal=True))
+        close(ours, F.scaled_dot_product_attention(each, each, each, is_causal=is_causal))
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_take_no_mask(layout: torch.layout) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        x = torch.nested.nested_tensor([torch.randn(n, H, DIM) for n in (2, 5)], layout=layout).transpose(1, 2)
+    x = nested([(n, H, DIM) for n in (2, 5)], layout).transpose(1, 2)
     for function in (compat.scaled_dot_product_attention, F.scaled_dot_product_attention):
         with pytest.raises(ValueError if layout == torch.jagged else RuntimeError):
             function(x, x, x, torch.ones(5, 5, dtype=torch.bool))
@@ -467,12 +469,7 @@ def test_every_dtype(dtype: torch.dtype) -> None:
     assert {x.dtype for x in ours.parameters()} == {dtype}
     given = inputs(ours, dtype=dtype)
     for need_weights in (True, False):
-        for found, wanted in zip(
-            ours(*given, need_weights=need_weights), theirs(*given, need_weights=need_weights), strict=True
-        ):
-            assert (found is None) == (wanted is None)
-            if found is not None:
-                close(found, wanted)
+        all_close(*(module(*given, need_weights=need_weights) for module in (ours, theirs)))
 
 
 def test_autocast() -> None:
@@ -492,35 +489,22 @@ def test_self_attention_in_evaluation() -> None:
         for masks in ({}, {"key_padding_mask": IGNORED}, {"attn_mask": torch.ones(S, S).triu(1).bool()}):
             for need_weights in (True, False):
                 with context():
-                    found, wanted = (m(x, x, x, need_weights=need_weights, **masks) for m in (ours, theirs))
-                close(found[0], wanted[0])
-                assert (found[1] is None) == (not need_weights)
-                if need_weights:
-                    close(found[1], wanted[1])
+                    all_close(*(m(x, x, x, need_weights=need_weights, **masks) for m in (ours, theirs)))
 
 
 def test_dropout_draws_as_the_original_where_weights_are_returned() -> None:
     ours, theirs = pair(dropout=0.5)
     given = inputs(ours)
-    found = []
-    for module in (ours, theirs):
-        torch.manual_seed(3)
-        found.append(module(*given, average_attn_weights=False))
+    found = [seeded(module, *given, average_attn_weights=False) for module in (ours, theirs)]
     assert (found[0][1] == 0).any()
-    for a, b in zip(*found, strict=True):
-        close(a, b)
+    all_close(*found)
     close(ours.eval()(*given)[0], theirs.eval()(*given)[0])
 
 
 def test_strict_dropout_without_weights_draws_as_the_original() -> None:
     ours, theirs = pair(dropout=0.5, strict=True)
-    given, found = inputs(ours), []
-    for module in (ours, theirs):
-        torch.manual_seed(3)
-        out, weights = module(*given, need_weights=False)
-        assert weights is None
-        found.append(out)
-    close(*found)
+    given = inputs(ours)
+    all_close(*(seeded(module, *given, need_weights=False) for module in (ours, theirs)))
 
 
 def test_dropout_without_weights() -> None:
@@ -557,18 +541,15 @@ def test_strict_gives_the_numbers_of_the_original(need_weights: bool, further: b
     given, nothing = inputs(ours), torch.tensor([[False] * S, [True] * S])
     for average in (True, False):
         options = {"key_padding_mask": nothing, "need_weights": need_weights, "average_attn_weights": average}
-        for found, wanted in zip(ours(*given, **options), theirs(*given, **options), strict=True):
-            assert (found is None) == (wanted is None)
-            if found is not None:
-                assert bool(wanted.isnan().any()) == (need_weights and not further)
-                close(found, wanted)
+        wanted = theirs(*given, **options)
+        assert all(x is None or bool(x.isnan().any()) == (need_weights and not further) for x in wanted)
+        all_close(ours(*given, **options), wanted)
 
 
 def test_strict_without_keys() -> None:
     ours, theirs = pair(strict=True)
     query, key, value = inputs(ours)
-    for found, wanted in zip(ours(query, key[:0], value[:0]), theirs(query, key[:0], value[:0]), strict=True):
-        close(found, wanted)
+    all_close(ours(query, key[:0], value[:0]), theirs(query, key[:0], value[:0]))
 
 
 # ---- parameters, serialisation, hooks
@@ -639,14 +620,10 @@ def test_hooks_run() -> None:
 
 def test_nested_tensors_are_taken_where_the_original_takes_them() -> None:
     ours, theirs = (module.eval() for module in pair(batch_first=True))
-    parts = [torch.randn(n, EMBED) for n in (2, 5)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        x = torch.nested.nested_tensor(parts)
+    x = nested([(n, EMBED) for n in (2, 5)], torch.strided)
     with torch.no_grad():
         found, wanted = (module(x, x, x, need_weights=False)[0] for module in (ours, theirs))
-    for a, b in zip(found.unbind(), wanted.unbind(), strict=True):
-        close(a, b)
+    all_close(found.unbind(), wanted.unbind())
     with pytest.raises(AssertionError, match="NestedTensor"):
         ours(x, x, x)
 
@@ -696,9 +673,7 @@ def test_need_weights_may_be_a_number() -> None:
     ours, theirs = pair()
     given = inputs(ours)
     for need_weights in (0, 1):
-        found, wanted = (module(*given, need_weights=need_weights) for module in (ours, theirs))
-        close(found[0], wanted[0])
-        assert (found[1] is None) == (wanted[1] is None) == (not need_weights)
+        all_close(*(module(*given, need_weights=need_weights) for module in (ours, theirs)))
 
 
 @pytest.mark.parametrize(("embed_dim", "num_heads"), [(0, 1), (4, 0), (5, 2)])
