@@ -44,6 +44,15 @@ class Call:
     options: Callable[..., dict[str, Any]]
     shapes: tuple[tuple[int, ...], ...] = ()
 
+    def leaves(self) -> list[Tensor]:
+        return [*inputs(), *(torch.randn(shape, requires_grad=True) for shape in self.shapes)]
+
+    def function(self) -> Callable[..., Any]:
+        def function(query: Tensor, key: Tensor, value: Tensor, *trained: Tensor) -> Any:
+            return ats.attend(query.sin(), key, value, **self.options(*trained))
+
+        return function
+
 
 def _keep(*shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel()).reshape(shape) % 3 != 1
@@ -79,6 +88,8 @@ CALLS = (
         "seed": 7}, ((DIM,),)),
 )
 # fmt: on
+# Compiling takes seconds: the others are marked slow.
+QUICK = ("defaults", "one array as scale and sink")
 
 
 def inputs(lengths: tuple[int, int] = (QUERIES, KEYS), **kind: Any) -> list[Tensor]:
@@ -106,28 +117,11 @@ def agree(got: Any, wanted: Any, leaves: list[Tensor]) -> None:
     torch.testing.assert_close(gradients(got, leaves), gradients(wanted, leaves))
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-@pytest.mark.slow_rows(
-    "additive, lengths",
-    "dense kernel",
-    "weights*",
-    "*dropout*",
-    "gaussian, window",
-    "scale per head",
-    "cosine*",
-    "sink*",
-    "bilinear*",
-    "cap, array, bias",
-    "statistics",
-    "sum, lengths in a tensor",
+@pytest.mark.parametrize(
+    "call", [pytest.param(x, id=x.name, marks=() if x.name in QUICK else pytest.mark.slow) for x in CALLS]
 )
 def test_one_graph_forward_and_backward(call: Call) -> None:
-    trained = [torch.randn(shape, requires_grad=True) for shape in call.shapes]
-    leaves = [*inputs(), *trained]
-
-    def function(query: Tensor, key: Tensor, value: Tensor, *trained: Tensor) -> Any:
-        return ats.attend(query.sin(), key, value, **call.options(*trained))
-
+    function, leaves = call.function(), call.leaves()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     agree(compiled(*leaves), function(*leaves), leaves)
 
@@ -184,8 +178,8 @@ MODULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.slow_rows("dot", "additive", "gaussian", "heads, additive", "heads", "bilinear")
 def test_layers_are_one_graph(name: str) -> None:
     layer: nn.Module = MODULES[name]()
     arrays = [torch.randn(BATCH, length, DIM, requires_grad=True) for length in (QUERIES, KEYS, KEYS)]
@@ -376,13 +370,8 @@ tracing = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ig
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_a_trace_computes_other_inputs_anew(call: Call) -> None:
     """A result that a kernel of ours writes is no constant of the trace."""
-    trained = [torch.randn(shape, requires_grad=True) for shape in call.shapes]
-
-    def function(query: Tensor, key: Tensor, value: Tensor, *trained: Tensor) -> Any:
-        return tuple(flat(ats.attend(query.sin(), key, value, **call.options(*trained))))
-
-    traced = torch.jit.trace(function, (*inputs(), *trained), check_trace=False)
-    leaves = [*inputs(), *trained]
+    function, leaves = call.function(), call.leaves()
+    traced = torch.jit.trace(lambda *x: tuple(flat(function(*x))), tuple(call.leaves()), check_trace=False)
     agree(traced(*leaves), function(*leaves), leaves)
 
 
@@ -504,10 +493,5 @@ def test_operators_are_what_torch_asks(head_axis: int, statistics: list[str], ma
     "call", [call for call in CALLS if call.name in ("defaults", "additive, lengths", "statistics")]
 )
 def test_inductor(call: Call) -> None:
-    trained = [torch.randn(shape, requires_grad=True) for shape in call.shapes]
-    leaves = [*inputs(), *trained]
-
-    def function(query: Tensor, key: Tensor, value: Tensor, *trained: Tensor) -> Any:
-        return ats.attend(query.sin(), key, value, **call.options(*trained))
-
+    function, leaves = call.function(), call.leaves()
     agree(torch.compile(function, fullgraph=True)(*leaves), function(*leaves), leaves)
