@@ -220,10 +220,14 @@ def compare(devices: int, given: tuple[jax.Array, ...], shards: Any, **options: 
         found = over(devices, local, *placed)
         return found if shards is None else join_rows(found, shards)
 
-    def with_gradients(function: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda *x: (function(*x) ** 2).sum(), (0, 1, 2)))(*given)
+    agree(divided, lambda *x: ats.attend(*x, **options), given)
 
-    found, wanted = with_gradients(divided), with_gradients(lambda *x: ats.attend(*x, **options))
+
+def agree(divided: Any, whole: Any, given: tuple[jax.Array, ...]) -> None:
+    """Output and gradients of two functions."""
+    found, wanted = (
+        jax.jit(jax.value_and_grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2)))(*given) for f in (divided, whole)
+    )
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
 
@@ -242,23 +246,21 @@ def test_traced_lengths_and_seeds(mode: str) -> None:
     given = tuple(split_rows(x, shards) for x in arrays(26))
     lens, seed = jnp.asarray([26, 9]), jax.random.key(5)
 
-    def local(query: Any, key: Any, value: Any, lens: Any, seed: Any) -> Any:
-        options = {"valid_lens": lens, "mask": ats.Causal(), "dropout": 0.4, "seed": seed}
-        return attend(query, key, value, axis_name="context", queries=shards, mode=mode, **options)
+    def options(lens: Any, seed: Any) -> dict[str, Any]:
+        return {"valid_lens": lens, "mask": ats.Causal(), "dropout": 0.4, "seed": seed}
 
-    specs = (ROWS, ROWS, ROWS, jax.P(), jax.P())
+    def local(*own: Any) -> Any:
+        return attend(*own[:3], axis_name="context", queries=shards, mode=mode, **options(*own[3:]))
 
-    def loss(*given: Any) -> Any:
+    def divided(*given: Any) -> Any:
+        specs = (ROWS, ROWS, ROWS, jax.P(), jax.P())
         found = jax.shard_map(local, mesh=mesh_of(4), in_specs=specs, out_specs=ROWS)(*given, lens, seed)
-        return (join_rows(found, shards) ** 2).sum()
+        return join_rows(found, shards)
 
     def whole(*given: Any) -> Any:
-        options = {"valid_lens": lens, "mask": ats.Causal(), "dropout": 0.4, "seed": seed}
-        return (ats.attend(*(join_rows(x, shards) for x in given), **options) ** 2).sum()
+        return ats.attend(*(join_rows(x, shards) for x in given), **options(lens, seed))
 
-    found, wanted = (jax.jit(jax.value_and_grad(x, (0, 1, 2)))(*given) for x in (loss, whole))
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
+    agree(divided, whole, given)
 
 
 @pytest.mark.slow
@@ -269,17 +271,22 @@ def test_devices_with_nothing_to_do(mode: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_mesh_of_two_axes() -> None:
-    """Batch entries on one axis, rows on the other, without `jit`."""
-    given = arrays(24)
-    kind = (jax.sharding.AxisType.Auto,) * 2
-    mesh, rows = jax.make_mesh((2, 4), ("batch", "context"), axis_types=kind), jax.P("batch", None, "context")
+@pytest.mark.parametrize(
+    ("axes", "rows", "mask"),
+    [("context", jax.P("x", None, "context"), ats.SlidingWindow(5, 0)),
+     (("x", "context"), jax.P(None, None, ("x", "context")), ats.Causal())],
+    ids=["batch entries and rows", "rows over both"],
+)  # fmt: skip
+def test_a_mesh_of_two_axes(axes: Any, rows: Any, mask: Any) -> None:
+    """Without `jit`."""
+    given, kind = arrays(24), (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("x", "context"), axis_types=kind)
 
     def local(*own: Any) -> Any:
-        return attend(*own, axis_name="context", mask=ats.SlidingWindow(5, 0))
+        return attend(*own, axis_name=axes, mask=mask)
 
     found = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)(*given)
-    np.testing.assert_allclose(found, ats.attend(*given, mask=ats.SlidingWindow(5, 0)), atol=1e-12)
+    np.testing.assert_allclose(found, ats.attend(*given, mask=mask), atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -297,19 +304,6 @@ def test_one_device_inside_an_eager_shard_map(transform: str) -> None:
     rows = jax.P("context")
     found = jax.shard_map(local, mesh=mesh_of(2), in_specs=rows, out_specs=rows)(*given)
     np.testing.assert_allclose(found, local(*given), rtol=0, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_rows_over_two_axes() -> None:
-    given = arrays(24)
-    kind = (jax.sharding.AxisType.Auto,) * 2
-    mesh, rows = jax.make_mesh((2, 4), ("x", "y"), axis_types=kind), jax.P(None, None, ("x", "y"))
-
-    def local(*own: Any) -> Any:
-        return attend(*own, axis_name=("x", "y"), mask=ats.Causal())
-
-    found = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)(*given)
-    np.testing.assert_allclose(found, ats.attend(*given, mask=ats.Causal()), atol=1e-12)
 
 
 @pytest.mark.slow
