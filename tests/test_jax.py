@@ -111,24 +111,16 @@ def test_jit_gives_what_a_plain_call_gives(score: str, mask: str, small_tiles: N
     close(got(arrays, made), wanted)
 
 
+@pytest.mark.slow
 @kernels
-@pytest.mark.parametrize("mask", ["causal", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mask", ["causal", "none"])
 @scores
-@pytest.mark.slow_rows("gaussian-causal-auto", "own, *", "scaled_dot-causal-auto", "additive-causal-auto")
-def test_grad_inside_jit(score: str, mask: str, kernel: str, small_tiles: None) -> None:
+def test_grad_inside_and_around_jit(score: str, mask: str, kernel: str, small_tiles: None) -> None:
     arrays, made = inputs(queries=8, keys=12), SCORES[score]()
     wanted = jax.jit(jax.value_and_grad(loss_of(score, mask, kernel="dense"), (0, 1)))(arrays, made)
     loss = loss_of(score, mask, kernel=kernel)
     close(jax.jit(jax.value_and_grad(loss, (0, 1)))(arrays, made), wanted)
-
-
-@pytest.mark.slow
-@kernels
-@pytest.mark.parametrize("score", SCORES)
-def test_grad_around_jit(score: str, kernel: str, small_tiles: None) -> None:
-    arrays, made = inputs(queries=8, keys=12), SCORES[score]()
-    wanted = jax.jit(jax.value_and_grad(loss_of(score, "causal", kernel="dense"), (0, 1)))(arrays, made)
-    close(jax.value_and_grad(jax.jit(loss_of(score, "causal", kernel=kernel)), (0, 1))(arrays, made), wanted)
+    close(jax.value_and_grad(jax.jit(loss), (0, 1))(arrays, made), wanted)
 
 
 @masks
@@ -143,26 +135,24 @@ def test_gradients_are_those_of_numpy(mask: str, dtype: str) -> None:
 THREE, GELU = ("auto", "streaming", "dense"), "additive-gelu-heads"
 
 
-@pytest.mark.slow
-@some(
-    "score,kernel",
-    [("scaled_dot-heads", "auto")],
-    [(score, kernel) for score in SCORES_WITH_ARRAYS for kernel in THREE],
-)
-def test_arrays_of_another_dtype(score: str, kernel: str) -> None:
-    call = make_call(score, "nested", "float32", "bias-sink").with_extras_in("float64")
-    call.check(call.jax(kernel=kernel))
+IN_JIT = ("scaled_dot-heads", "gaussian-heads", "own-tile", GELU)
 
 
 @pytest.mark.slow
 @some(
-    "score,kernel",
-    [("scaled_dot-heads", "auto"), ("gaussian-heads", "streaming"), ("own-tile", "auto"), (GELU, "dense")],
-    [(score, kernel) for score in ("scaled_dot-heads", "gaussian-heads", "own-tile", GELU) for kernel in THREE],
+    "score,kernel,jit",
+    [
+        *(("scaled_dot-heads", "auto", False), ("scaled_dot-heads", "auto", True)),
+        *(("gaussian-heads", "streaming", True), ("own-tile", "auto", True), (GELU, "dense", True)),
+    ],
+    [
+        *((score, kernel, False) for score in SCORES_WITH_ARRAYS for kernel in THREE),
+        *((score, kernel, True) for score in IN_JIT for kernel in THREE),
+    ],
 )
-def test_arrays_of_another_dtype_in_jit(score: str, kernel: str) -> None:
-    call = make_call(score, "none", "float32", "bias-sink").with_extras_in("float64")
-    call.check(call.jax(jit=True, kernel=kernel))
+def test_arrays_of_another_dtype(score: str, kernel: str, jit: bool) -> None:
+    call = make_call(score, "none" if jit else "nested", "float32", "bias-sink").with_extras_in("float64")
+    call.check(call.jax(jit=jit, kernel=kernel))
 
 
 @scores
