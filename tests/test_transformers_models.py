@@ -115,18 +115,10 @@ def generate(model: Any, implementation: str, **options: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_with_a_cache(name: str, cache: str) -> None:
-    """Greedy, from prompts padded on the left, past the width of every window."""
-    model = make(name)
-    options = {"input_ids": IDS, "attention_mask": LEFT_PADDED, "cache_implementation": cache}
-    assert torch.equal(generate(model, NAME, **options), generate(model, "eager", **options))
-
-
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_of_encoder_decoders(name: str, cache: str) -> None:
+    """Greedy, from prompts padded on the left, past the width of every window; pairs from padded or heard inputs."""
     model = make(name)
     given = {"input_features": SOUND} if name == "whisper" else {"input_ids": IDS, "attention_mask": padding_of(name)}
     options = given | {"cache_implementation": cache}
