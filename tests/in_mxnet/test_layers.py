@@ -563,7 +563,8 @@ def test_steps_with_a_cache_are_one_pass(name: str, window: int | None) -> None:
         return np.concatenate(outs, 1)
 
     layer(x, x, x)
-    for a, b in zip(*(with_gradients(layer, f) for f in (decoded, lambda: layer(x, x, x, mask=mask))), strict=True):
+    found = [with_gradients(layer, call) for call in (decoded, lambda: layer(x, x, x, mask=mask))]
+    for a, b in zip(*found, strict=True):
         onp.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     out, cache = layer(x, x, x, np.array([2, 9]), cache=ats.KeyValueCache(head_axis=-2, capacity=9))
     wanted = layer(x, x, x, mask=ats.Causal() & ats.ValidLens([2, 9], [2, 9]))
