@@ -20,7 +20,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
-from typing import NamedTuple, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import numpy as np
 
@@ -118,13 +118,8 @@ class Gather(Kernel):
             out, row_max, log_denom = (arrays[name] for name in saved)
             block_result = Result(out, row_max, log_denom, statistics, arrays.get("matrix"))
             block_grads = RowGradients(*(arrays.get(name) for name in (*output_grads, "grad_matrix")))
-            if isinstance(kernel, Native):
-                block_gradients = kernel.backward(
-                    subproblem, subtiles, block_result, block_grads, requested, memory.zeros
-                )
-            else:
-                block_gradients = kernel.backward(subproblem, subtiles, block_result, block_grads, requested)
-            gradients.append(block_gradients)
+            options: dict[str, Any] = {"zeros": memory.zeros} if isinstance(kernel, Native) else {}
+            gradients.append(kernel.backward(subproblem, subtiles, block_result, block_grads, requested, **options))
         return call.join_gradients({name: [x[name] for x in gradients] for name in requested}, memory)
 
     def _gather_call(self, problem: Problem) -> _GatheredCall:

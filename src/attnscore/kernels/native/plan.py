@@ -365,29 +365,18 @@ class NativePlan(Plan):
 
     def _build_forward(self, saves: bool) -> Forward:
         """Plan a forward, with the arrays for a backward if `saves`."""
-        names = ["out"]
-        if saves:
-            names += ["row_max", "log_denom"]
-        if saves and self.saves_scores:
-            names.append("saved_scores")
-        if self.returns_weights:
-            names.append("attention_weights")
-        names += self.statistics
-        plan = self.module.plan_forward(
-            self.spec,
-            self.inputs,
-            [self._example(name) if name in names else None for name in FILLED],
-        )
-        rows = self.layout.rows
+        saved_names = self.saved if saves else ()
+        examples = {name: self._example(name) for name in FILLED if name in (*self.returned, *saved_names)}
+        plan = self.module.plan_forward(self.spec, self.inputs, [examples.get(name) for name in FILLED])
+        rows, filled_names = self.layout.rows, tuple(examples)
         columns = {"out": (self.layout.value_dim,), **dict.fromkeys(PAIRS, (self.layout.score_shape.key_len,))}
-        filled_names = [name for name in FILLED if name in names]
-        filled = tuple(((*rows, *columns.get(name, ())), self._example(name).dtype) for name in filled_names)
+        filled = tuple(((*rows, *columns.get(name, ())), x.dtype) for name, x in examples.items())
         # Only `out` and the statistics go to the caller's axes: saved arrays stay inside, and weights always have the
         # heads in front of the queries.
         axes = {"out": -3, **dict.fromkeys(self.statistics, -2)} if self.layout.is_length_before_heads else {}
         dtypes = {"out": self.dtype}
         outputs = [Output(filled_names.index(x), dtypes.get(x, self.accumulator), axes.get(x)) for x in self.returned]
-        saved = tuple(filled_names.index(x) for x in self.saved if saves)
+        saved = tuple(map(filled_names.index, saved_names))
         forward = self._forwards[saves] = Forward(plan, filled, tuple(outputs), saved)
         return forward
 
