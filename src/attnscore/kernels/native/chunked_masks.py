@@ -14,14 +14,13 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from attnscore.backends.base import Array, Backend
 from attnscore.base import thresholds
-from attnscore.kernels.native.marshalling import ChunkDropout, MaskArrays, Shapes, gradient_shapes, output_shapes
+from attnscore.kernels.native.marshalling import ChunkDropout, MaskArrays, Shapes
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import Mask, lowering
 from attnscore.problem.problem import Problem
@@ -44,82 +43,61 @@ class Program(ABC):
         """Return zeros to which chunks are added, and the array operations for them."""
 
     @abstractmethod
-    def forward(self, problem: Problem, mask_arrays: MaskArrays, shapes: Shapes) -> dict[str, Array]:
-        """Run the forward; return the arrays of these shapes by name."""
-
-    @abstractmethod
-    def backward(
-        self, problem: Problem, mask_arrays: MaskArrays, inputs: dict[str, Array], shapes: Shapes
+    def run(
+        self, problem: Problem, mask_arrays: MaskArrays, shapes: Shapes, inputs: dict[str, Array] | None
     ) -> dict[str, Array]:
-        """Run the backward on `marshalling.backward_inputs`; return the gradients of these shapes by name."""
+        """Run the forward, or the backward on `inputs`; return the arrays of these shapes by name."""
 
     @abstractmethod
     def in_framework(self, problem: Problem, x: Array, dtype: str) -> Array:
         """Return an array that the module has filled as an array of the framework."""
 
 
-def forward(program: Program, problem: Problem, tiles: TilePlan, shapes: Shapes) -> dict[str, Array]:
-    """Return the arrays of these shapes, which a forward fills, by name; in chunks where a mask part is evaluated."""
-    mask_arrays, evaluated = _mask_arrays(program, problem, tiles)
-    if evaluated is None:
-        return program.forward(problem, mask_arrays, shapes)
-    chunks = _Chunks(program, problem, tiles, mask_arrays, evaluated)
-    ops, buffers = program.buffers(problem, shapes)
-
-    def add_chunk(buffers: dict[str, Array], start: Any, size: int) -> dict[str, Array]:
-        chunk_problem, chunk_masks = chunks.chunk(start, size)
-        outputs = program.forward(chunk_problem, chunk_masks, output_shapes(chunk_problem))
-        return {name: ops.add_at(x, -2, start, outputs[name]) for name, x in buffers.items()}
-
-    return chunks.fold(ops, add_chunk, buffers)
-
-
-def backward(
-    program: Program, problem: Problem, tiles: TilePlan, inputs: dict[str, Array], requested: frozenset[str]
+def run(
+    program: Program,
+    problem: Problem,
+    tiles: TilePlan,
+    shapes_of: Callable[[Problem], Shapes],
+    inputs: dict[str, Array] | None = None,
 ) -> dict[str, Array]:
-    """Return the gradients that a backward fills, by name; in chunks of queries where part of the mask is evaluated.
+    """Run the forward, or the backward on `inputs`, in chunks of queries where part of the mask is evaluated.
 
-    The gradients of a chunk are added to its rows of the buffers; gradients with an axis of keys, to all keys.
-    `inputs`: see `marshalling.backward_inputs`.
+    Returns the arrays of ``shapes_of(problem)`` by name. The results of a chunk are added to its rows of the buffers;
+    gradients with an axis of keys, to all keys. `inputs`: see `marshalling.backward_inputs`.
     """
-    mask_arrays, evaluated = _mask_arrays(program, problem, tiles)
-    shapes = gradient_shapes(problem, requested)
+    mask_arrays, evaluated = program.mask_arrays(problem, tiles)
+    ops, query_len = problem.ops, problem.score_shape.query_len
+    count = query_len if evaluated is None else chunk_size(problem, evaluated)
+    if evaluated is not None and 0 < query_len == count:
+        mask_arrays, evaluated = mask_arrays | {"mask": program.evaluate(problem, tiles, evaluated, 0, query_len)}, None
     if evaluated is None:
-        return program.backward(problem, mask_arrays, inputs, shapes)
-    chunks = _Chunks(program, problem, tiles, mask_arrays, evaluated)
-    ops, buffers = program.buffers(problem, shapes)
+        return program.run(problem, mask_arrays, shapes_of(problem), inputs)
+    mask = evaluated
+    array_ops, buffers = program.buffers(problem, shapes_of(problem))
 
     def add_chunk(buffers: dict[str, Array], start: Any, size: int) -> dict[str, Array]:
-        chunk_problem, chunk_masks = chunks.chunk(start, size)
-        rows = {name: chunks.rows(x, start, size) for name, x in inputs.items()}
-        gradients = program.backward(chunk_problem, chunk_masks, rows, gradient_shapes(chunk_problem, requested))
+        chunk = _chunk_of(problem, start, size)
+        chunk_masks = {name: _columns(ops, x, start, size, name) for name, x in mask_arrays.items()}
+        chunk_masks["mask"] = program.evaluate(problem, tiles, mask, start, size)
+        rows = None if inputs is None else {name: _rows(ops, x, start, size) for name, x in inputs.items()}
+        results = program.run(chunk, chunk_masks, shapes_of(chunk), rows)
 
         def add_to_buffer(name: str, x: Array) -> Array:
-            axis, first = -1, 0
+            axis, first = -2, start
+            if name in ("key", "value", "key_bias", "w_v", "sink", "scale") or (name == "bias" and x.shape[-2] == 1):
+                axis, first = -1, 0
             if name == "bias" and problem.has_relative_bias:
                 # Its axis is the key minus the query: the last queries have the first entries.
-                first = problem.score_shape.query_len - start - size
+                first = query_len - start - size
             elif name == "query_bias":
-                first = start
-            elif name == "query" or (name == "bias" and x.shape[-2] > 1):
-                axis, first = -2, start
-            return ops.add_at(x, axis, first, gradients[name])
+                axis = -1
+            return array_ops.add_at(x, axis, first, results[name])
 
         return {name: add_to_buffer(name, x) for name, x in buffers.items()}
 
-    return chunks.fold(ops, add_chunk, buffers)
-
-
-def _mask_arrays(program: Program, problem: Problem, tiles: TilePlan) -> tuple[MaskArrays, Mask | None]:
-    """Return the arrays of the mask, and the part of it that is evaluated in several chunks.
-
-    A part that one chunk serves is evaluated here, and is among the arrays.
-    """
-    mask_arrays, evaluated = program.mask_arrays(problem, tiles)
-    query_len = problem.score_shape.query_len
-    if evaluated is not None and 0 < query_len == chunk_size(problem, evaluated):
-        return mask_arrays | {"mask": program.evaluate(problem, tiles, evaluated, 0, query_len)}, None
-    return mask_arrays, evaluated
+    full, tail = divmod(query_len, max(1, count))
+    buffers = array_ops.loop(full, lambda i, x: add_chunk(x, i * count, count), buffers)
+    return add_chunk(buffers, full * count, tail) if tail else buffers
 
 
 def chunk_size(problem: Problem, mask: Mask) -> int:
@@ -133,62 +111,34 @@ def chunk_size(problem: Problem, mask: Mask) -> int:
     return problem.score_shape.query_len if height == 1 else min(count, problem.score_shape.query_len)
 
 
-@dataclass(frozen=True, eq=False)
-class _Chunks:
-    """A problem in chunks of queries."""
+def _chunk_of(problem: Problem, start: Any, size: int) -> Problem:
+    """Return the problem of a chunk of queries, without its mask."""
+    ops, dropout, bias, shape = problem.ops, problem.dropout, problem.bias, problem.score_shape
 
-    program: Program
-    problem: Problem
-    tiles: TilePlan
-    mask_arrays: MaskArrays
-    """Arrays of the parts of the mask that the module reads without evaluation."""
-    mask: Mask
-    """Part of the mask that has to be evaluated."""
+    def rows_of_operand(x: Array, role: Role) -> Array:
+        return _rows(ops, x, start, size) if role == "query" else x
 
-    def fold(
-        self, ops: Backend, add_chunk: Callable[[dict[str, Array], Any, int], dict[str, Array]], carry: dict[str, Array]
-    ) -> dict[str, Array]:
-        """Fold ``carry = add_chunk(carry, start, size)`` over the chunks."""
-        count = chunk_size(self.problem, self.mask)
-        full, tail = divmod(self.problem.score_shape.query_len, max(1, count))
-        carry = ops.loop(full, lambda i, carry: add_chunk(carry, i * count, count), carry)
-        return add_chunk(carry, full * count, tail) if tail else carry
+    if bias is not None and problem.has_relative_bias:
+        bias = ops.slice_axis(bias, -1, shape.query_len - start - size, size + shape.key_len - 1)
+    elif bias is not None:
+        bias = _rows(ops, bias, start, size)
+    if dropout is not None:
+        dropout = ChunkDropout(dropout.probability, dropout.seed, start, shape.query_len)
+    layout = dataclasses.replace(problem.layout, score_shape=dataclasses.replace(shape, query_len=size))
+    # `query` stays: the lowered form has it, and outside a gradient hook it may belong to another tape.
+    form = problem.form.part(rows_of_operand)
+    return dataclasses.replace(problem, layout=layout, form=form, bias=bias, mask=None, dropout=dropout)
 
-    def chunk(self, start: Any, size: int) -> tuple[Problem, MaskArrays]:
-        """Return the problem of a chunk, and the arrays of its mask."""
-        problem, ops, dropout = self.problem, self.problem.ops, self.problem.dropout
 
-        def rows_of_operand(x: Array, role: Role) -> Array:
-            return self.rows(x, start, size) if role == "query" else x
+def _rows(ops: Backend, x: Array, start: Any, size: int) -> Array:
+    """Return the rows of a chunk; an array that is broadcast over rows stays as it is."""
+    return x if x.shape[-2] == 1 else ops.slice_axis(x, -2, start, size)
 
-        def columns_of_mask(x: Array) -> Array:
-            # Intervals that the host knows have 64 bits, which the framework's own arrays may not have.
-            is_in_memory = isinstance(x, np.ndarray) and isinstance(start, int)
-            return x[..., start : start + size] if is_in_memory else ops.slice_axis(x, -1, start, size)
 
-        if dropout is not None:
-            dropout = ChunkDropout(dropout.probability, dropout.seed, start, problem.score_shape.query_len)
-        score_shape = dataclasses.replace(problem.score_shape, query_len=size)
-        # `query` stays: the lowered form has it, and outside a gradient hook it may belong to another tape.
-        chunk_problem = dataclasses.replace(
-            problem,
-            layout=dataclasses.replace(problem.layout, score_shape=score_shape),
-            form=problem.form.part(rows_of_operand),
-            bias=None if problem.bias is None else self._bias_of_chunk(problem.bias, start, size),
-            mask=None,
-            dropout=dropout,
-        )
-        mask_arrays = {name: x if name == "key_ids" else columns_of_mask(x) for name, x in self.mask_arrays.items()}
-        mask_arrays["mask"] = self.program.evaluate(problem, self.tiles, self.mask, start, size)
-        return chunk_problem, mask_arrays
-
-    def rows(self, x: Array, start: Any, size: int) -> Array:
-        """Return the rows of a chunk; an array that is broadcast over rows stays as it is."""
-        return x if x.shape[-2] == 1 else self.problem.ops.slice_axis(x, -2, start, size)
-
-    def _bias_of_chunk(self, x: Array, start: Any, size: int) -> Array:
-        """Return the bias of a chunk."""
-        if not self.problem.has_relative_bias:
-            return self.rows(x, start, size)
-        first = self.problem.score_shape.query_len - start - size
-        return self.problem.ops.slice_axis(x, -1, first, size + self.problem.score_shape.key_len - 1)
+def _columns(ops: Backend, x: Array, start: Any, size: int, name: str) -> Array:
+    """Return the entries of a chunk of an array of the mask: the ids of the keys stay as they are."""
+    if name == "key_ids":
+        return x
+    # Intervals that the host knows have 64 bits, which the framework's own arrays may not have.
+    is_in_memory = isinstance(x, np.ndarray) and isinstance(start, int)
+    return x[..., start : start + size] if is_in_memory else ops.slice_axis(x, -1, start, size)

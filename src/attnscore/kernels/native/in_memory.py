@@ -81,26 +81,25 @@ class InMemory(Program):
     def buffers(self, problem: Problem, shapes: Shapes) -> tuple[Backend, dict[str, Array]]:
         return backends.load("numpy"), _allocate(np.zeros, shapes)
 
-    def forward(self, problem: Problem, mask_arrays: MaskArrays, shapes: Shapes) -> dict[str, Array]:
-        outputs = _allocate(np.empty, shapes)
-        threads = thread_counter(_native, problem.ops)()
-        # The log-sum-exp is filled by execution plans alone.
-        _native.forward(*_marshal(problem, mask_arrays), [outputs.get(name) for name in FILLED], threads)
-        return outputs
-
-    def backward(
-        self, problem: Problem, mask_arrays: MaskArrays, inputs: dict[str, Array], shapes: Shapes
+    def run(
+        self, problem: Problem, mask_arrays: MaskArrays, shapes: Shapes, inputs: dict[str, Array] | None
     ) -> dict[str, Array]:
-        ops = problem.ops
+        ops, arguments = problem.ops, _marshal(problem, mask_arrays)
+        threads = thread_counter(_native, ops)()
+        if inputs is None:
+            outputs = _allocate(np.empty, shapes)
+            # The log-sum-exp is filled by execution plans alone.
+            _native.forward(*arguments, [outputs.get(name) for name in FILLED], threads)
+            return outputs
         memory = {name: ops.memory(x) for name, x in inputs.items()}
         memory |= {name: np.ascontiguousarray(x) for name, x in memory.items() if name not in _ANY_STRIDES}
         gradients = {name: self.zeros(name, *shape) for name, shape in shapes.items()}
         _native.backward(
-            *_marshal(problem, mask_arrays),
+            *arguments,
             [memory.get(name) for name in BACKWARD_INPUTS],
             ops.dtype(inputs["grad_out"]),
             [gradients.get(name) for name in GRADIENTS],
-            thread_counter(_native, ops)(),
+            threads,
         )
         return gradients
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import final
 
 from attnscore.backends.base import Array, HostArray
@@ -83,9 +83,10 @@ class Native(Kernel):
         if not isinstance(runner, Program):
             return runner.forward(problem, tiles)
         saves_scores = self.saves_scores and isinstance(runner, InMemory)
-        shapes = marshalling.output_shapes(problem, saves_scores=saves_scores)
-        outputs = chunked_masks.forward(runner, problem, tiles, shapes)
-        in_framework = {name: runner.in_framework(problem, x, shapes[name][1]) for name, x in outputs.items()}
+        shapes_of = partial(marshalling.output_shapes, saves_scores=saves_scores)
+        outputs = chunked_masks.run(runner, problem, tiles, shapes_of)
+        dtypes = dict.fromkeys(outputs, problem.accumulator) | {"out": problem.dtype}
+        in_framework = {name: runner.in_framework(problem, x, dtypes[name]) for name, x in outputs.items()}
         return marshalling.result_of(problem, in_framework)
 
     def backward(
@@ -106,7 +107,8 @@ class Native(Kernel):
         if zeros is not None and isinstance(runner, InMemory):
             runner = InMemory(zeros)
         inputs = marshalling.backward_inputs(problem, result, grads)
-        gradients = chunked_masks.backward(runner, problem, tiles, inputs, requested)
+        shapes_of = partial(marshalling.gradient_shapes, requested=requested)
+        gradients = chunked_masks.run(runner, problem, tiles, shapes_of, inputs)
         in_framework = {
             name: runner.in_framework(problem, x, problem.accumulator)
             for name, x in gradients.items()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from attnscore import backends
 from attnscore.backends import base
 from attnscore.backends.base import HALF_PRECISION, Array, HostArray, SeedHalves, sum_to
 from attnscore.base import thresholds
@@ -46,11 +47,14 @@ def allocate_aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype
     return buffer[start : start + size].view(dtype).reshape(shape)
 
 
-def arrays_of(problem: Problem) -> list[Array]:
-    """Return all arrays that a call reads: the operands, the arrays of the mask, a traced seed."""
+def arrays_of(problem: Problem, *, without_known: bool = False) -> list[Array]:
+    """Return all arrays that a call reads: the operands, the arrays of the mask, a traced seed.
+
+    `without_known`: without the arrays of the mask that the host can read.
+    """
     arrays = [*problem.operands().values()]
     if problem.mask is not None:
-        arrays += problem.mask.leaves()
+        arrays += [x for x in problem.mask.leaves() if not without_known or backends.host(x) is None]
     if problem.dropout is not None and isinstance(problem.dropout.seed, SeedHalves):
         arrays += problem.dropout.seed
     return arrays

@@ -59,12 +59,11 @@ class XlaCall(Program):
         ops = problem.ops
         return ops, {name: ops.zeros(shape, problem.value, dtype) for name, (shape, dtype) in shapes.items()}
 
-    def forward(self, problem: Problem, mask_arrays: MaskArrays, shapes: Shapes) -> dict[str, Array]:
-        return _call("forward", problem, mask_arrays, shapes, _FORWARD)
-
-    def backward(
-        self, problem: Problem, mask_arrays: MaskArrays, inputs: dict[str, Array], shapes: Shapes
+    def run(
+        self, problem: Problem, mask_arrays: MaskArrays, shapes: Shapes, inputs: dict[str, Array] | None
     ) -> dict[str, Array]:
+        if inputs is None:
+            return _call("forward", problem, mask_arrays, shapes, _FORWARD)
         return _call("backward", problem, mask_arrays | inputs, shapes, GRADIENTS)
 
     def in_framework(self, problem: Problem, x: Array, dtype: str) -> Array:

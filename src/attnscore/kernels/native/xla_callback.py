@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from attnscore.base.layout import AxisLayout, CanonicalLayout, broadcast, is_unk
 from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.native.marshalling import (
+    Shapes,
+    arrays_of,
     backward_inputs,
     output_shapes,
     outputs_of,
@@ -36,18 +38,8 @@ from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
 
 
-def _callback_arrays(problem: Problem) -> list[Array]:
-    """Return the arrays passed to the callback: the operands, unknown arrays of the mask, a traced seed."""
-    arrays = [*problem.operands().values()]
-    if problem.mask is not None:
-        arrays += [x for x in problem.mask.leaves() if backends.host(x) is None]
-    if problem.dropout is not None and isinstance(problem.dropout.seed, SeedHalves):
-        arrays += problem.dropout.seed
-    return arrays
-
-
 def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Problem]:
-    """Return a function that builds the problem from arrays in the order of `_callback_arrays`, for the backend `ops`.
+    """Return a function that builds the problem from arrays in the order of `arrays_of`, for the backend `ops`.
 
     On the host it checks the shapes of the mask against lengths that the graph did not know.
     """
@@ -127,19 +119,35 @@ class _Plans:
             return None
         return cls(kernel, rebuild, tuple(problem.operands()), has_lens, None if isinstance(seed, SeedHalves) else seed)
 
-    def bind(self, arrays: Sequence[HostArray]) -> BoundPlan | None:
-        """Return the plan for these layouts, bound to these arrays; None where the module cannot read such layouts."""
+    def run(
+        self, arrays: Sequence[HostArray], inputs: dict[str, HostArray], names: Collection[str]
+    ) -> dict[str, HostArray] | None:
+        """Run the forward, or the backward on `inputs`, which computes the gradients `names`; return results by name.
+
+        Statistics get the last axis of 1 that they have on the canonical axes. None where the module cannot read arrays
+        of these layouts.
+        """
         key = tuple((x.shape, x.strides) for x in arrays)
         plan = self._plans.get_or_compute(key, lambda: self._build(arrays))
         if plan is None:
             return None
         by_name, remaining = dict(zip(self.names, arrays, strict=False)), iter(arrays[len(self.names) :])
+        operand_names = [operand.name for operand in plan.operands]
+        operands = [by_name[name] for name in operand_names]
         bounds = plan.bounds_of(next(remaining)) if self.has_lens else None
         seed = self.seed
         if seed is None:
             low, high = remaining
             seed = int(low) | int(high) << 32
-        return BoundPlan(plan, [by_name[operand.name] for operand in plan.operands], bounds, seed % 2**63)
+        seed %= 2**63
+        if not inputs:
+            outputs, saved = plan.forward(operands, bounds, seed, saves=True)
+            filled = dict(zip((*plan.returned, *plan.saved), (*outputs, *saved), strict=True))
+            return {name: x if name in ("out", "attention_weights") else x[..., None] for name, x in filled.items()}
+        read = {**inputs, **{name: np.ascontiguousarray(inputs[name]) for name in plan.saved}}
+        is_requested = [name in names for name in operand_names]
+        gradients = plan.backward(operands, bounds, [*map(read.get, plan.backward_inputs)], seed, is_requested)
+        return {name: grad for name, grad in zip(operand_names, gradients, strict=True) if grad is not None}
 
     def _build(self, arrays: Sequence[HostArray]) -> NativePlan | None:
         """Build the plan for arrays of these layouts; None where the module cannot read them as they are."""
@@ -162,31 +170,6 @@ class _Plans:
         return None if plan is None else dataclasses.replace(plan, saves_scores=False)
 
 
-class BoundPlan(NamedTuple):
-    """Execution plan of a staged call, and the arrays of one run."""
-
-    plan: NativePlan
-    operands: list[HostArray]
-    bounds: tuple[HostArray, HostArray] | None
-    seed: int
-
-    def forward(self) -> dict[str, HostArray]:
-        """Return the outputs by name; statistics get the last axis of 1 that they have on the canonical axes."""
-        plan = self.plan
-        outputs, saved = plan.forward(self.operands, self.bounds, self.seed, saves=True)
-        by_name = dict(zip((*plan.returned, *plan.saved), (*outputs, *saved), strict=True))
-        return {name: x if name in ("out", "attention_weights") else x[..., None] for name, x in by_name.items()}
-
-    def backward(self, inputs: dict[str, HostArray], requested: Collection[str]) -> dict[str, HostArray]:
-        """Return the gradients by name, from `marshalling.backward_inputs`."""
-        saved = {name: np.ascontiguousarray(inputs[name]) for name in self.plan.saved}
-        names = [operand.name for operand in self.plan.operands]
-        is_requested = [name in requested for name in names]
-        arrays = [{**inputs, **saved}.get(name) for name in self.plan.backward_inputs]
-        gradients = self.plan.backward(self.operands, self.bounds, arrays, self.seed, is_requested)
-        return {name: grad for name, grad in zip(names, gradients, strict=True) if grad is not None}
-
-
 @dataclass(frozen=True)
 class HostCallback:
     """A kernel of eager calls, staged as a host callback."""
@@ -195,56 +178,43 @@ class HostCallback:
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         """Stage the forward."""
-        rebuild_on_host, rebuild_in_program = _host_rebuilder(problem), _rebuilder(problem, problem.ops)
-        plans, shapes = _Plans.of(self.kernel, problem, rebuild_on_host), output_shapes(problem)
-        # The functions hold no tensor, and sizes in shapes may be tensors.
-        names = tuple(shapes)
-
-        def forward_outputs(kernel: Kernel, rebuilt: Problem) -> tuple[Array, ...]:
-            by_name = outputs_of(rebuilt, kernel.forward(rebuilt, tiling.plan(rebuilt)))
-            return tuple(by_name[name] for name in names)
-
-        def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-            if plans is None or (bound_plan := plans.bind(arrays)) is None:
-                return forward_outputs(self.kernel, rebuild_on_host(arrays))
-            by_name = bound_plan.forward()
-            return tuple(by_name[name] for name in names)
-
-        def alternative(*arrays: Array) -> tuple[Array, ...]:
-            return forward_outputs(self.kernel.differentiable, rebuild_in_program(arrays))
-
-        arrays = problem.ops.host_callback(run, list(shapes.values()), _callback_arrays(problem), alternative)
-        return result_of(problem, dict(zip(shapes, arrays, strict=True)))
+        return result_of(problem, self._stage(problem, output_shapes(problem), {}))
 
     def backward(
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
         """Stage the backward."""
-        rebuild_on_host, rebuild_in_program = _host_rebuilder(problem), _rebuilder(problem, problem.ops)
-        plans, inputs = _Plans.of(self.kernel, problem, rebuild_on_host), backward_inputs(problem, result, grads)
-        shapes = {
-            name: (tuple(x.shape), problem.accumulator) for name, x in problem.operands().items() if name in requested
-        }
-        # As in `forward`.
-        input_names, names, count = tuple(inputs), tuple(shapes), len(inputs)
+        operands = problem.operands()
+        shapes = {name: (tuple(x.shape), problem.accumulator) for name, x in operands.items() if name in requested}
+        return self._stage(problem, shapes, backward_inputs(problem, result, grads))
 
-        def backward_gradients(kernel: Kernel, rebuilt: Problem, rows: Sequence[Array]) -> tuple[Array, ...]:
-            arguments = result_and_gradients(rebuilt, dict(zip(input_names, rows, strict=True)))
-            by_name = kernel.backward(rebuilt, tiling.plan(rebuilt), *arguments, frozenset(names))
-            return tuple(by_name[name] for name in names)
+    def _stage(self, problem: Problem, shapes: Shapes, inputs: dict[str, Array]) -> dict[str, Array]:
+        """Stage a forward, or with `inputs` a backward, and return its results of these shapes by name."""
+        rebuild_on_host, rebuild_in_program = _host_rebuilder(problem), _rebuilder(problem, problem.ops)
+        plans = _Plans.of(self.kernel, problem, rebuild_on_host)
+        # The functions hold no tensor, and sizes in shapes may be tensors.
+        names, input_names, count = tuple(shapes), tuple(inputs), len(inputs)
 
         def run(*arrays: HostArray) -> tuple[HostArray, ...]:
-            rows, others = arrays[:count], arrays[count:]
-            if plans is None or (bound_plan := plans.bind(others)) is None:
-                return backward_gradients(self.kernel, rebuild_on_host(others), rows)
-            by_name = bound_plan.backward(dict(zip(input_names, rows, strict=True)), names)
+            by_input, others = dict(zip(input_names, arrays, strict=False)), arrays[count:]
+            by_name = None if plans is None else plans.run(others, by_input, names)
+            if by_name is None:
+                by_name = _run(self.kernel, rebuild_on_host(others), by_input, names)
             return tuple(by_name[name] for name in names)
 
         def alternative(*arrays: Array) -> tuple[Array, ...]:
-            rows, others = arrays[:count], arrays[count:]
-            return backward_gradients(self.kernel.differentiable, rebuild_in_program(others), rows)
+            by_input, rebuilt = dict(zip(input_names, arrays, strict=False)), rebuild_in_program(arrays[count:])
+            by_name = _run(self.kernel.differentiable, rebuilt, by_input, names)
+            return tuple(by_name[name] for name in names)
 
-        arrays = problem.ops.host_callback(
-            run, list(shapes.values()), [*inputs.values(), *_callback_arrays(problem)], alternative
-        )
-        return dict(zip(shapes, arrays, strict=True))
+        arrays = [*inputs.values(), *arrays_of(problem, without_known=True)]
+        results = problem.ops.host_callback(run, list(shapes.values()), arrays, alternative)
+        return dict(zip(shapes, results, strict=True))
+
+
+def _run(kernel: Kernel, problem: Problem, inputs: dict[str, Array], names: Collection[str]) -> dict[str, Array]:
+    """Run the forward, or with `inputs` the backward, which computes the gradients `names`."""
+    tiles = tiling.plan(problem)
+    if not inputs:
+        return outputs_of(problem, kernel.forward(problem, tiles))
+    return kernel.backward(problem, tiles, *result_and_gradients(problem, inputs), frozenset(names))
