@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, cast
@@ -22,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from attnscore import api, backends, kernels, scores
 from attnscore.analysis import weights as blocks
-from attnscore.api import Gradients
 from attnscore.backends import torch_private as private
 from attnscore.backends.base import accumulator
 from attnscore.base.arguments import check_flag
@@ -30,7 +28,7 @@ from attnscore.errors import FrameworkError, message
 from attnscore.integrations import torch_export
 from attnscore.integrations.torch_expressions import SAVED, Slots, can_be_written, is_exporting, read
 from attnscore.kernels import SinglePlan, tiling
-from attnscore.problem.problem import Problem, build_problem, requested_statistics
+from attnscore.problem.problem import build_problem, requested_statistics
 from attnscore.problem.statistics import DIFFERENTIABLE, AttentionStats, in_returned_dtype
 from attnscore.scores.base import Pullback
 
@@ -40,52 +38,39 @@ _OPS = backends.load("torch")
 # ---------------------------------------------------------------- the operators
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _OperatorCall:
-    """Problem, kernel and score VJP of one call of an operator."""
+def _plan_of(
+    query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any], *, pullback: bool = False
+) -> tuple[SinglePlan, Pullback | None]:
+    """Return the plan of a call of an operator, and the VJP of its score, if `pullback`."""
+    kernel, seed = arguments.pop("kernel"), arguments.pop("seed")
+    arguments["seed"] = int(seed) if isinstance(seed, Tensor) else seed
+    problem, score_pullback = build_problem(query, key, value, **arguments, pullback=pullback)
+    chosen = kernels.choose(kernel, problem)
+    if pullback and not chosen.has_vjp:
+        chosen = kernels.table()["streaming"]
+    return SinglePlan(chosen, problem, tiling.plan(problem)), score_pullback
 
-    problem: Problem
-    run: SinglePlan
-    pullback: Pullback | None
 
-    @classmethod
-    def of(
-        cls, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any], *, pullback: bool = False
-    ) -> _OperatorCall:
-        kernel, seed = arguments.pop("kernel"), arguments.pop("seed")
-        arguments["seed"] = int(seed) if isinstance(seed, Tensor) else seed
-        problem, score_pullback = build_problem(query, key, value, **arguments, pullback=pullback)
-        chosen = kernels.choose(kernel, problem)
-        if pullback and not chosen.has_vjp:
-            chosen = kernels.table()["streaming"]
-        return cls(problem, SinglePlan(chosen, problem, tiling.plan(problem)), score_pullback)
+def _gradients(plan: SinglePlan, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[str, Any]:
+    """Return the gradients of the operands, without autograd, which an operator does not have."""
+    problem, names = plan.problem, (*SAVED, *plan.problem.statistics)
 
-    def row(self, x: Tensor) -> Tensor:
-        """Return one number for each query, on the caller's axes."""
-        numbers: Tensor = self.problem.layout.rows_from_canonical(_OPS, x[..., 0])
-        return numbers
+    def row(rows: Tensor | None, name: str) -> Any:
+        """Return one of the rows of an operator's second result, None where it has no such row."""
+        has_row = rows is not None and name in names
+        return blocks.row_gradient(problem, name, cast(Tensor, rows)[names.index(name)] if has_row else None)
 
-    def gradients(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: dict[str, Any]) -> Gradients:
-        """Compute the gradients without autograd, which an operator does not have."""
-        problem, names = self.problem, (*SAVED, *self.problem.statistics)
+    def canonical(arrays: Sequence[Tensor | None], denominator: str) -> list[Any]:
+        """Return an operator's results, or their gradients, on the canonical axes."""
+        out, rows, weights = arrays
+        entropies = [row(rows, "entropy")] if "entropy" in names else []
+        matrices = [] if problem.matrix is None else [blocks.row_gradient(problem, "grad_weights", weights)]
+        return [blocks.row_gradient(problem, "grad_out", out), row(rows, denominator), *entropies, *matrices]
 
-        def row(rows: Tensor | None, name: str) -> Any:
-            """Return one of the rows of an operator's second result, None where it has no such row."""
-            has_row = rows is not None and name in names
-            return blocks.row_gradient(problem, name, cast(Tensor, rows)[names.index(name)] if has_row else None)
-
-        def canonical(arrays: Sequence[Tensor | None], denominator: str) -> list[Any]:
-            """Return an operator's results, or their gradients, on the canonical axes."""
-            out, rows, weights = arrays
-            entropies = [row(rows, "entropy")] if "entropy" in names else []
-            matrices = [] if problem.matrix is None else [blocks.row_gradient(problem, "grad_weights", weights)]
-            return [blocks.row_gradient(problem, "grad_out", out), row(rows, denominator), *entropies, *matrices]
-
-        saved = (*canonical(outputs, "log_denom"), row(outputs[1], "row_max"))
-        operands = self.run.operands()
-        into_operands = self.run.backward(tuple(operands.values()), saved, canonical(grads, "log_sum_exp"))
-        gradients = dict(zip(operands, into_operands, strict=True))
-        return api.gradients(problem, cast(Pullback, self.pullback)(gradients), gradients, inputs)
+    saved = (*canonical(outputs, "log_denom"), row(outputs[1], "row_max"))
+    operands = plan.operands()
+    gradients = plan.backward(tuple(operands.values()), saved, canonical(grads, "log_sum_exp"))
+    return dict(zip(operands, gradients, strict=True))
 
 
 @torch.library.custom_op("attnscore::attend", mutates_args=())
@@ -98,14 +83,14 @@ def _attend(
     """
     arguments = read(expression, arrays=arrays, integers=integers)
     with _OPS.numeric_scope():
-        call = _OperatorCall.of(query, key, value, arguments)
-        result = call.run()
-        rows = [result.log_denom, result.row_max, *(result.statistics[name] for name in call.problem.statistics)]
-        out = call.problem.layout.from_canonical(_OPS, result.out.contiguous())
+        plan, _ = _plan_of(query, key, value, arguments)
+        result, layout = plan(), plan.problem.layout
+        rows = [result.log_denom, result.row_max, *(result.statistics[name] for name in plan.problem.statistics)]
+        out = layout.from_canonical(_OPS, result.out.contiguous())
         weights = rows[0].new_empty(0)
         if result.matrix is not None:
-            weights = call.problem.layout.scores_from_canonical(_OPS, result.matrix).contiguous()
-        return out, torch.stack([call.row(x) for x in rows]), weights
+            weights = layout.scores_from_canonical(_OPS, result.matrix).contiguous()
+        return out, torch.stack([layout.rows_from_canonical(_OPS, x[..., 0]) for x in rows]), weights
 
 
 @_attend.register_fake
@@ -153,10 +138,11 @@ def _attend_backward(
     arguments = read(expression, arrays=arrays, integers=integers)
     inputs = {"query": query, "key": key, "value": value, "bias": arguments["bias"], "sink": arguments["sink"]}
     with _OPS.numeric_scope():
-        call = _OperatorCall.of(query, key, value, arguments, pullback=True)
-        grads = call.gradients((out, rows, weights), (grad_out, grad_rows, grad_weights), inputs)
+        plan, pullback = _plan_of(query, key, value, arguments, pullback=True)
+        gradients = _gradients(plan, (out, rows, weights), (grad_out, grad_rows, grad_weights))
+        grads = api.gradients(plan.problem, cast(Pullback, pullback)(gradients), gradients, inputs)
     score_gradients = [(inputs["bias"], grads.bias), (inputs["sink"], grads.sink)]
-    score_gradients += [(x, grads.score[name]) for name, x in scores.arrays_of(call.problem.score).items()]
+    score_gradients += [(x, grads.score[name]) for name, x in scores.arrays_of(plan.problem.score).items()]
     array_gradients = [next((grad for x, grad in score_gradients if x is array), None) for array in arrays]
     pairs = zip((query, key, value, *arrays), (grads.query, grads.key, grads.value, *array_gradients), strict=True)
     return [
