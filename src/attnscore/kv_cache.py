@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,13 +230,16 @@ class KeyValueCache:
         ------
         ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
         """
-        ops = backends.of({"key": key, "value": value})
+        arrays = {"key": key, "value": value}
+        ops = backends.of(arrays)
         if ops.name not in STORAGE:
             raise FrameworkError(message("key", "an array of " + " or ".join(STORAGE), f"one of {ops.name}"))
         storage, signature = STORAGE[ops.name], (ops.array_signature(key), ops.array_signature(value))
         # The checks take a third of the time of a step, and an append like the last one passes them.
         if signature != self._checked:
-            self._check(ops, {"key": key, "value": value})
+            checks.check_pair(ops, arrays)
+            if self._keys is not None:
+                checks.check_like_buffer(ops, self.values, self._key_dim, self._length_axis, arrays)
         for kind in (KeyValueCache, type(self.score)):
             backends.register_pytree(kind)
         with storage.scope(ops):
@@ -592,12 +595,6 @@ class KeyValueCache:
         return self._ops.swap_axes(x, 1, 2) if self.head_axis == -2 else x
 
     # ------------------------------------------------------------------ an append
-
-    def _check(self, ops: Backend, arrays: Mapping[str, Array]) -> None:
-        """Raise unless key and value fit each other and the buffers."""
-        checks.check_pair(ops, arrays)
-        if self._keys is not None:
-            checks.check_like_buffer(ops, self.values, self._key_dim, self._length_axis, arrays)
 
     def _prepare_keys(self, key: Array, head_axis: int) -> tuple[Array, Any]:
         """Return keys as the score of the cache prepares them, and the score that is left."""

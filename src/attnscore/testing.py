@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import pickle
 import platform
@@ -338,12 +339,10 @@ def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Ge
     if kernel.has_vjp:
         result = kernel.forward(problem, run.tiles)
         of_rows = rows(result)
-        ends = np.cumsum([0, *(int(np.prod(x.shape)) for x in of_rows.values())])
-        weights = _fixed_weights((int(ends[-1]),))
-        seeds = {
-            name: _native(ops, weights[ends[i] : ends[i + 1]].reshape(tuple(x.shape)), x)
-            for i, (name, x) in enumerate(of_rows.items())
-        }
+        ends = np.cumsum([math.prod(x.shape) for x in of_rows.values()])
+        weights = np.split(_fixed_weights((int(ends[-1]),)), ends[:-1])
+        pairs = zip(of_rows.items(), weights, strict=True)
+        seeds = {name: _native(ops, part.reshape(tuple(x.shape)), x) for (name, x), part in pairs}
         gradients = kernel.backward(problem, run.tiles, result, RowGradients(**seeds), frozenset(operands))
     else:
         gradients = _vjp(ops, total, operands)
