@@ -28,8 +28,8 @@ from attnscore.masks.base import all_of
 from attnscore.masks.dynamic_intervals import traced_lens, traced_visibility
 from attnscore.problem.problem import Problem
 
-# Orders of operands and results. For each name there is a bit in the attributes `present_operands`, `transposed`
-# (operands that are passed transposed) and `requested_results`, see csrc/api/ffi.cc.
+# Orders of operands, and of all results that a call may have. For each name there is a bit in the attributes
+# `present_operands`, `transposed` (operands that are passed transposed) and `requested_results`, see csrc/api/ffi.cc.
 _OPERANDS = (*ORDER, "seed", *(name for name in BACKWARD_INPUTS if name != "saved_scores"))
 _FORWARD = tuple(name for name in FILLED if name not in ("saved_scores", "log_sum_exp"))
 _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
@@ -62,45 +62,33 @@ class XlaCall(Program):
     def run(
         self, problem: Problem, mask_arrays: MaskArrays, shapes: Shapes, inputs: dict[str, Array] | None
     ) -> dict[str, Array]:
-        if inputs is None:
-            return _call("forward", problem, mask_arrays, shapes, _FORWARD)
-        return _call("backward", problem, mask_arrays | inputs, shapes, GRADIENTS)
+        direction, results = ("forward", _FORWARD) if inputs is None else ("backward", GRADIENTS)
+        ops, dropout = problem.ops, problem.dropout
+        seed = None if dropout is None or not isinstance(dropout.seed, SeedHalves) else dropout.seed
+        (*score, _, _, _, probability, _, _, known_seed), arrays = score_spec(problem, mask_arrays | (inputs or {}))
+        if seed is not None:
+            arrays["seed"] = ops.concat([ops.reshape(half, (1,)) for half in seed], 0)
+        names = [name for name in _OPERANDS if name in arrays]
+        transposed = _transposed_names(problem)
+        for name in transposed.intersection(names):
+            # Back to the caller's order of axes: the compiler cancels both transpositions.
+            arrays[name] = ops.swap_axes(arrays[name], -4, -2)
+        attributes: dict[str, Any] = dict(zip(_SCORE, score, strict=True))
+        attributes |= {
+            "caps": tuple(number for cap in attributes["caps"] for number in cap),
+            "scale": float(attributes["scale"]),
+            "negative_slope": float(attributes["negative_slope"]),
+            "dropout": float(probability),
+            "seed": known_seed if seed is None else 0,
+            "present_operands": _bit_mask(_OPERANDS, names),
+            "transposed": _bit_mask(_OPERANDS, transposed.intersection(names)),
+            "requested_results": _bit_mask(results, shapes),
+        }
+        outputs = ops.custom_call(direction, list(shapes.values()), [arrays[name] for name in names], attributes)
+        return dict(zip(shapes, outputs, strict=True))
 
     def in_framework(self, problem: Problem, x: Array, dtype: str) -> Array:
         return x
-
-
-def _call(
-    direction: str, problem: Problem, others: dict[str, Array], shapes: Shapes, results: tuple[str, ...]
-) -> dict[str, Array]:
-    """Run the custom call "forward" or "backward", and return its results by name.
-
-    `others` are arrays in addition to the operands of the problem; `results` are the names of all results that a call
-    may have, in the order in which the module writes them.
-    """
-    ops, dropout = problem.ops, problem.dropout
-    seed = None if dropout is None or not isinstance(dropout.seed, SeedHalves) else dropout.seed
-    (*score, _, _, _, probability, _, _, known_seed), arrays = score_spec(problem, others)
-    if seed is not None:
-        arrays["seed"] = ops.concat([ops.reshape(half, (1,)) for half in seed], 0)
-    names = [name for name in _OPERANDS if name in arrays]
-    transposed = _transposed_names(problem)
-    for name in transposed.intersection(names):
-        # Back to the caller's order of axes: the compiler cancels both transpositions.
-        arrays[name] = ops.swap_axes(arrays[name], -4, -2)
-    attributes: dict[str, Any] = dict(zip(_SCORE, score, strict=True))
-    attributes |= {
-        "caps": tuple(number for cap in attributes["caps"] for number in cap),
-        "scale": float(attributes["scale"]),
-        "negative_slope": float(attributes["negative_slope"]),
-        "dropout": float(probability),
-        "seed": known_seed if seed is None else 0,
-        "present_operands": _bit_mask(_OPERANDS, names),
-        "transposed": _bit_mask(_OPERANDS, transposed.intersection(names)),
-        "requested_results": _bit_mask(results, shapes),
-    }
-    outputs = ops.custom_call(direction, list(shapes.values()), [arrays[name] for name in names], attributes)
-    return dict(zip(shapes, outputs, strict=True))
 
 
 def _transposed_names(problem: Problem) -> frozenset[str]:
