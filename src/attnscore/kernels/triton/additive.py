@@ -64,29 +64,15 @@ def gate(z, RATE: tl.constexpr):
 
 
 @triton.jit
-def activation(z, slope, ACTIVATION: tl.constexpr):
-    """Return act(z); for tanh 1 / (1 + exp(2 z)), of which it is a linear function (`level`)."""
-    if ACTIVATION == "tanh":
-        return gate(z, 2.0)
-    elif ACTIVATION == "sigmoid":
-        return gate(z, -1.0)
-    elif ACTIVATION == "relu":
-        return tl.where(z <= 0.0, 0.0, z)
-    elif ACTIVATION == "leaky_relu":
-        return tl.where(z > 0.0, z, z * slope)
-    elif ACTIVATION == "silu":
-        return z * gate(z, -1.0)
-    else:
-        return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
-
-
-@triton.jit
 def activation_and_slope(z, slope, ACTIVATION: tl.constexpr):
-    """Return `activation` and its derivative; for tanh, `activation` and a quarter of the derivative of tanh."""
-    if ACTIVATION == "relu" or ACTIVATION == "leaky_relu":
-        y = activation(z, slope, ACTIVATION)
-        below = slope if ACTIVATION == "leaky_relu" else 0.0
-        return y, tl.where(z > 0.0, 1.0, tl.where(z <= 0.0, below, z))
+    """Return act(z) and act'(z).
+
+    For tanh r = 1 / (1 + exp(2 z)), of which it is a linear function, and r (1 - r), a quarter of its derivative.
+    """
+    if ACTIVATION == "relu":
+        return tl.where(z <= 0.0, 0.0, z), tl.where(z > 0.0, 1.0, tl.where(z <= 0.0, 0.0, z))
+    elif ACTIVATION == "leaky_relu":
+        return tl.where(z > 0.0, z, z * slope), tl.where(z > 0.0, 1.0, tl.where(z <= 0.0, slope, z))
     elif ACTIVATION == "silu":
         r = gate(z, -1.0)
         # 1 - r loses its digits where the gate is almost 1.
@@ -95,7 +81,7 @@ def activation_and_slope(z, slope, ACTIVATION: tl.constexpr):
         below = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
         return z * below, tl.fma(z, 0.3989422804014327 * tl.exp2(z * z * (-0.5 * _LOG2E)), below)
     else:
-        r = activation(z, slope, ACTIVATION)
+        r = gate(z, 2.0 if ACTIVATION == "tanh" else -1.0)
         return r, tl.fma(-r, r, r)
 
 
@@ -126,9 +112,11 @@ def _ratio_scores(total, query, key, w_v, query_column, key_column, hidden, FOUR
 
 @triton.jit
 def _direct_scores(total, query, key, w_v, query_column, key_column, hidden, slope, ACTIVATION: tl.constexpr):
-    """Return total + sum_c w_c activation(a_c + b_c)."""
+    """Return total + sum_c w_c act(a_c + b_c)."""
     for _ in tl.range(0, hidden):
-        total += tl.load(w_v) * activation(tl.load(query) + tl.load(key), slope, ACTIVATION)
+        w = tl.load(w_v)
+        y, _ = activation_and_slope(tl.load(query) + tl.load(key), slope, ACTIVATION)
+        total += w * y
         query, key, w_v = query + query_column, key + key_column, w_v + 1
     return total
 

@@ -41,7 +41,7 @@ from attnscore.kernels.triton.tile import (
 from attnscore.kernels.triton.tiles import SUMS, padded_dim
 
 if TYPE_CHECKING:
-    from attnscore.kernels.triton.launch import Operands, Runner
+    from attnscore.kernels.triton.launch import Operands
 
 TILE = (SUMS, 64)
 """Positions and channels of the sums of a program: 8 numbers for each of 128 threads, so that many programs wait for
@@ -310,12 +310,7 @@ def value_gradient(
 
 
 def gradients(
-    operands: Operands,
-    grad_out: Operand,
-    rows: RowGrads,
-    grad_bias: Operand | None,
-    runner: Runner,
-    requested: frozenset[str],
+    operands: Operands, grad_out: Operand, rows: RowGrads, grad_bias: Operand | None, requested: frozenset[str]
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of query', key', w_v and value that are requested, in float32, of every (batch, head).
 
@@ -324,6 +319,7 @@ def gradients(
     """
     n_q, n_k, hidden, value_dim, heads, groups = operands.sizes
     sides: Any = operands.additive
+    runner = operands.runner
     intervals, tile, device = operands.interval_count, operands.tile("store_gradients"), grad_out.data.device
     block, channels = TILE if runner.architecture(grad_out.data) else INTERPRETED_TILE
     inputs, kv_heads = operands.inputs(tile), operands.batch * heads

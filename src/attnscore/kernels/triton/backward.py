@@ -20,9 +20,8 @@ from attnscore.kernels.triton.tile import (
     LOG2E,
     NEG_INF,
     Matrix,
-    apply_caps,
     base,
-    caps_slope,
+    capped,
     distance_gradient,
     finite_of,
     function_gradient,
@@ -103,7 +102,7 @@ def tile_gradients(
     else:
         dp = tl.dot(grad_out.to(value.dtype), value, input_precision=PRECISION)
     uncapped = function_scores(raw, inputs.shared, m, FORM, FUNCTION)
-    s = apply_caps(uncapped, CAPS)
+    s, _ = capped(uncapped, CAPS)
     if FUNCTION is None and not FULL:
         s = tl.where(s == NEG_INF, float("nan"), s)
     s, attends = with_bias(s, attends, inputs.bias, m, i, j, sizes, RELATIVE)
@@ -128,7 +127,8 @@ def tile_gradients(
     raw_grad = grad
     if len(CAPS) > 0:
         # A gradient of 0 stays 0 before the caps, whatever the score is.
-        raw_grad = tl.where(grad == 0, 0.0, grad * caps_slope(uncapped, CAPS))
+        _, slope_of_caps = capped(uncapped, CAPS)
+        raw_grad = tl.where(grad == 0, 0.0, grad * slope_of_caps)
     return raw, dropped, grad, raw_grad
 
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -45,14 +45,6 @@ def channel_of(x, c):
     """Return channel c of a `SideTile`, float32; 0 past the last position."""
     at = x.side.data + x.at.to(tl.int64) * x.side.row + c * x.side.column
     return tl.load(at, mask=x.live, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def value_of(x, parameters, m, VALUE: tl.constexpr):
-    """Return value(x) of a tile of products or squared distances; NaN where x is not finite."""
-    s = VALUE(x, *load_parameters(parameters, m, 0))
-    tl.static_assert(s.shape == x.shape, "value of a custom score has to return one number for each of its argument")
-    return tl.where(x - x == 0, s, float("nan")).to(tl.float32)
 
 
 @triton.jit
@@ -121,9 +113,7 @@ class Custom(NamedTuple):
 def custom_of(problem: Problem) -> Custom:
     """Return the functions and parameters of a problem's custom score."""
     form: Any = problem.form
-    tile = triton_tile_of(form.score)
-    if tile is None:
-        raise TypeError("a score without functions in Triton")
+    tile = cast(TritonTile, triton_tile_of(form.score))
     parameters = []
     for name in tile.names:
         x = form.parameters.get(name, getattr(form.score, name))

@@ -10,8 +10,8 @@ import triton.language as tl
 from attnscore.kernels.triton.tile import (
     LOG2E,
     NEG_INF,
-    apply_caps,
     bias_of,
+    capped,
     finite_of,
     function_scores,
     is_finite,
@@ -315,7 +315,7 @@ def forward(
                 c = tile_of_step(step, visited, full) * BN + tl.arange(0, BN)
                 keys = side_tile(key_side, c[None, :], d[:, None], sizes.n_k, sizes.dim, FORM, full)
                 s = pair_scores(queries, keys, inputs, m, sizes, scale, slope, FORM, FUNCTION, PRECISION)
-                s = apply_caps(function_scores(s, inputs.shared, m, FORM, FUNCTION), CAPS)
+                s, _ = capped(function_scores(s, inputs.shared, m, FORM, FUNCTION), CAPS)
                 s, attends = _mask_scores(s, inputs, interval, m, queries, keys, sizes, FUNCTION, RELATIVE, full)
                 softmax, p, alpha = _with_tile(softmax, s, attends, keys.at, rows, step, full and inputs.bias is None)
                 if inputs.dropout is not None:

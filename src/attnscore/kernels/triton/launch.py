@@ -118,8 +118,6 @@ class Operands:
     is_relative: bool
     function: Any
     """The activation of an additive score by name, or the function of a custom score, or None."""
-    derivative: Any
-    """The derivatives of a custom score."""
     additive: AdditiveSides | None
     custom: Custom | None
     sizes: Sizes
@@ -206,12 +204,9 @@ def precision_of(x: torch.Tensor, architecture: int) -> str:
     """Return how a product of float32 is computed: by three of TF32, or by one where the user allows it."""
     if architecture == 0:
         return "ieee"
-    return "tf32" if x.dtype != torch.float32 or _allows_tf32() else "tf32x3"
-
-
-def _allows_tf32() -> bool:
     # The older switch raises once this one has been set.
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+    is_allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if x.dtype != torch.float32 or is_allowed else "tf32x3"
 
 
 def operands_of(problem: Problem, tiles: TilePlan, runner: Runner, *, has_backward: bool = False) -> Operands:
@@ -230,7 +225,7 @@ def operands_of(problem: Problem, tiles: TilePlan, runner: Runner, *, has_backwa
     if query.dtype != key.dtype:
         query, key = query.to(accumulator), key.to(accumulator)
     kind, scale, slope, scales, query_bias, key_bias = INNER, 1.0, 0.0, None, None, None
-    additive = custom = shared = function = derivative = None
+    additive = custom = shared = function = None
     if isinstance(form, InnerForm):
         scale = float(form.scale)
         query_bias = None if form.query_bias is None else as_operand(narrow(form.query_bias), shape.query_len)
@@ -243,7 +238,7 @@ def operands_of(problem: Problem, tiles: TilePlan, runner: Runner, *, has_backwa
             scale = float(form.scale)
     if isinstance(form, TileForm):
         custom = custom_of(problem)
-        shared, function, derivative = custom.parameters, custom.tile.value, custom.tile.gradient
+        shared, function = custom.parameters, custom.tile.value
         kind = {"product": INNER, "squared_distance": DISTANCE, "channels": CHANNELS}[custom.tile.of]
         # A distance form is -scale |q - k|^2.
         scale = -1.0 if kind == DISTANCE else 1.0
@@ -275,7 +270,6 @@ def operands_of(problem: Problem, tiles: TilePlan, runner: Runner, *, has_backwa
         caps=tuple((0.0 if math.isinf(cap) else cap, factor) for cap, factor in form.caps),
         is_relative=problem.has_relative_bias,
         function=function,
-        derivative=derivative,
         additive=additive,
         custom=custom,
         sizes=Sizes(shape.query_len, shape.key_len, query.shape[-1], problem.layout.value_dim, heads, groups),
@@ -418,7 +412,8 @@ class _Backward:
         self.problem, self.operands, self.requested = problem, operands, requested
         self.arrays = problem.operands()
         self.score_constants: dict[str, Any] = {
-            "DERIVATIVE": operands.derivative, "TESTED": operands.is_tested, "RELATIVE": operands.is_relative,
+            "DERIVATIVE": None if operands.custom is None else operands.custom.tile.gradient,
+            "TESTED": operands.is_tested, "RELATIVE": operands.is_relative,
         }  # fmt: skip
         self.gradients: dict[str, Array] = {}
         queries, _, _, value_dim, heads, groups = operands.sizes
@@ -510,9 +505,7 @@ class _Backward:
     def d_additive(self) -> None:
         """Compute the gradients of an additive score, of its values, and of a bias that has a number for each pair."""
         grad_bias = self.bias_gradient()
-        gradients = additive_gradients.gradients(
-            self.operands, self.grad_out, self.rows, grad_bias, self.operands.runner, self.requested
-        )
+        gradients = additive_gradients.gradients(self.operands, self.grad_out, self.rows, grad_bias, self.requested)
         lead = self.problem.score_shape.lead  # one axis there
         self.gradients |= {
             name: x if name == "w_v" else x.reshape(*lead, *x.shape[1:]) for name, x in gradients.items()

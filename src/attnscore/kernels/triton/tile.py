@@ -13,7 +13,7 @@ import triton.language as tl
 
 from attnscore.kernels.triton import is_interpreted
 from attnscore.kernels.triton.additive import additive_scores
-from attnscore.kernels.triton.custom import channel_of, channel_scores, scaled_derivative, value_of
+from attnscore.kernels.triton.custom import channel_of, channel_scores, load_parameters, scaled_derivative
 from attnscore.kernels.triton.operands import Side
 
 # Values of FORM: `tiles.FORMS` in their order, and a custom score that is a sum over channels.
@@ -166,19 +166,8 @@ def tanh(x):
 
 
 @triton.jit
-def apply_caps(s, CAPS: tl.constexpr):
-    """Return the scores after the caps, in order: factor * cap * tanh(s / cap); cap 0 stands for infinity."""
-    for k in tl.static_range(len(CAPS)):
-        if CAPS[k][0] == 0:
-            s = s * CAPS[k][1]
-        else:
-            s = (CAPS[k][0] * CAPS[k][1]) * tanh(s * (1.0 / CAPS[k][0]))
-    return s
-
-
-@triton.jit
-def caps_slope(s, CAPS: tl.constexpr):
-    """Return the derivative of `apply_caps` at `s`, the score before the caps; a cap of 0 stands for none."""
+def capped(s, CAPS: tl.constexpr):
+    """Return the scores after the caps, factor * cap * tanh(s / cap) in order, and their derivative; cap 0: no tanh."""
     slope = s * 0.0 + 1.0
     for k in tl.static_range(len(CAPS)):
         if CAPS[k][0] == 0:
@@ -188,7 +177,7 @@ def caps_slope(s, CAPS: tl.constexpr):
             bounded = tanh(s * (1.0 / CAPS[k][0]))
             s = (CAPS[k][0] * CAPS[k][1]) * bounded
             slope = slope * (CAPS[k][1] * (1.0 - bounded * bounded))
-    return slope
+    return s, slope
 
 
 @triton.jit
@@ -360,11 +349,14 @@ def pair_scores(
 
 @triton.jit
 def function_scores(s, shared, m, FORM: tl.constexpr, FUNCTION: tl.constexpr):
-    """Return the custom function of the result of `pair_scores`, which stays as it is where there is none."""
+    """Return the custom function of the result of `pair_scores`, NaN where this is not finite; or the result itself."""
     if (FORM == INNER or FORM == DISTANCE) and FUNCTION is not None:
-        return value_of(s, shared, m, FUNCTION)
-    else:
-        return s
+        x, s = s, FUNCTION(s, *load_parameters(shared, m, 0))
+        tl.static_assert(
+            s.shape == x.shape, "value of a custom score has to return one number for each of its argument"
+        )
+        s = tl.where(x - x == 0, s, float("nan")).to(tl.float32)
+    return s
 
 
 @triton.jit
