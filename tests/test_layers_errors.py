@@ -50,6 +50,7 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         ats.errors.UnknownArgument,
         r"MultiHeadAttention.forward\(\) got .* 'attn_mask'. Hint: mask=attn_mask if it is boolean, bias=attn_mask if",
     ),
+    ("no number of heads", lambda: MultiHeadAttention(8), TypeError, r"MultiHeadAttention\(\) misses .* 'num_heads'"),
     (
         "option of another library",
         lambda: MultiHeadAttention(embed_dim=8, num_heads=2),

@@ -53,13 +53,15 @@ def with_constructor(cls: Class, without: Collection[str], required: Collection[
     parameters = [x.replace(default=x.empty) if x.name in required else x for x in parameters]
     inherited, names = layer_class.__init__, {x.name for x in parameters}
     takes_others = any(x.kind is x.VAR_KEYWORD for x in parameters)
+    # Those without a default, `self` aside.
+    needed = [(i, x.name) for i, x in enumerate(parameters[1:]) if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
 
     @functools.wraps(inherited)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         others = {name: x for name, x in kwargs.items() if name not in names}
         reject_unknown(cls, {name: x for name, x in others.items() if name in without or not takes_others})
-        if missing := [name for name in required if name not in kwargs]:
-            raise TypeError(f"{cls.__name__}() misses the required keyword argument {missing[0]!r}")
+        if missing := [name for i, name in needed if i >= len(args) and name not in kwargs]:
+            raise TypeError(f"{cls.__name__}() misses the required argument {missing[0]!r}")
         if hasattr(cls, "_older_order"):
             _check_positional(cls.__name__, parameters[1:], cls._older_order, args, kwargs)
         inherited(self, *args, **kwargs)
