@@ -42,9 +42,9 @@ def arrays_of_weights(query: Any, key: Any, arguments: Mapping[str, Any]) -> lis
 def with_constructor(cls: Class, without: Collection[str], required: Collection[str]) -> Class:
     """Give a layer's class one constructor, whose signature has the arguments of its description and its framework.
 
-    The constructor raises TypeError for an argument of `without` or an unknown one, and for a missing argument of
-    `required`. With an `_older_order` of the class, it raises ArgumentError for too many positional arguments, with
-    keywords to use.
+    The constructor raises TypeError for an unknown argument or one of `without`, and for a missing one; those of
+    `required` have no default. With an `_older_order` of the class, it raises ArgumentError for too many positional
+    arguments, with keywords to use.
     """
     layer_class: Any = cls
     described, framework = (inspect.signature(base.__init__).parameters for base in layer_class.__bases__[:2])
@@ -58,8 +58,8 @@ def with_constructor(cls: Class, without: Collection[str], required: Collection[
 
     @functools.wraps(inherited)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        others = {name: x for name, x in kwargs.items() if name not in names}
-        reject_unknown(cls, {name: x for name, x in others.items() if name in without or not takes_others})
+        known = {*kwargs} - {*without} if takes_others else names
+        reject_unknown(cls, {name: x for name, x in kwargs.items() if name not in known})
         if missing := [name for i, name in needed if i >= len(args) and name not in kwargs]:
             raise TypeError(f"{cls.__name__}() misses the required argument {missing[0]!r}")
         if hasattr(cls, "_older_order"):

@@ -203,7 +203,7 @@ def signs_of(
     """
     share, variance, largest = numbers["saturated_rows"], numbers["logit_variance"], numbers["max_logit"]
     sharp = share >= limit.saturated_rows
-    # A query of one key gives it all the weight, whatever the model has learned.
+    # A query that attends to one key gives it all the weight, whatever the model has learned.
     has_choice = numbers["choice_rows"] > 0
     # A variance that overflowed is NaN, and large.
     large = ~(variance < limit.saturated_variance)
@@ -220,9 +220,10 @@ def signs_of(
         "causal leak": np.full(len(largest), leaks),
         "saturated": sharp & (large | jumped),
         "dead": dead & has_choice,
-        "no use of the query": (numbers["query_variance"] < limit.query_variance)
+        "no use of the query": has_choice
+        & (numbers["query_variance"] < limit.query_variance)
         & ((memory["query_variance"] >= limit.query_variance) | ~(variance < limit.uniform_variance)),
-        "values alike": numbers["value_spread"] < limit.value_spread,
+        "values alike": has_choice & (numbers["value_spread"] < limit.value_spread),
         "sink in every head": np.full(len(largest), bool((sinks & has_choice).all())),
         "another scale": unusual & usual_siblings,
         "sharp": sharp & ~large & ~jumped,

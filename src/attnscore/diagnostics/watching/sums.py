@@ -257,8 +257,7 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
     for name, (square, spread) in known.items():
         is_finite = np.isfinite(square)
         sums[f"nan_{name}"] = (~is_finite).sum(0, dtype=np.float64)
-        # One value is no choice: with it the weights cannot change the output.
-        if name == "value" and call.value.shape[call.length_axis] > 1:
+        if name == "value":
             share = np.divide(spread, square, out=np.zeros_like(square), where=is_finite & (square > 0))
             sums |= {"value_sequences": is_finite.sum(0, dtype=np.float64), "value_spread": share.sum(0)}
     dim = call.query.shape[-1]

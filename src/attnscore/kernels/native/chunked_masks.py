@@ -83,14 +83,14 @@ def run(
         results = program.run(chunk, chunk_masks, shapes_of(chunk), rows)
 
         def add_to_buffer(name: str, x: Array) -> Array:
-            axis, first = -2, start
-            if name in ("key", "value", "key_bias", "w_v", "sink", "scale") or (name == "bias" and x.shape[-2] == 1):
-                axis, first = -1, 0
+            axis, first = -1, 0
             if name == "bias" and problem.has_relative_bias:
                 # Its axis is the key minus the query: the last queries have the first entries.
                 first = query_len - start - size
             elif name == "query_bias":
-                axis = -1
+                first = start
+            elif inputs is None or name == "query" or (name == "bias" and x.shape[-2] > 1):
+                axis, first = -2, start
             return array_ops.add_at(x, axis, first, results[name])
 
         return {name: add_to_buffer(name, x) for name, x in buffers.items()}
