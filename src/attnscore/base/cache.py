@@ -40,6 +40,8 @@ class BoundedCache(Generic[Result]):
         self._maxsize, self._max_weight = maxsize, max_weight
         self._entries: dict[Hashable, _Entry[Result]] = {}
         self._inserted = 0
+        # Of all entries; threads that insert at the same time may lose one until they are counted.
+        self._weight: float = 0
 
     def get(self, key: Hashable) -> Result | None:
         """Return the result for `key`, or None."""
@@ -77,7 +79,9 @@ class BoundedCache(Generic[Result]):
             return result
         # Now, so that a hit that follows is younger than the insertion.
         self._inserted += 1
-        self._make_room(key)
+        self._weight += weight
+        if len(self._entries) > self._maxsize or self._weight > self._max_weight:
+            self._make_room(key)
         return entry.value
 
     def values(self) -> list[Result]:
@@ -87,17 +91,17 @@ class BoundedCache(Generic[Result]):
     def clear(self) -> None:
         """Drop all entries."""
         self._entries.clear()
+        self._weight = 0
 
     def _make_room(self, newest: Hashable) -> None:
         """Drop the least recently used entries where not all fit, and an eighth more of them, so that this is rare."""
         entries = self._entries.copy()
         count, weight = len(entries), sum(map(_WEIGHT, entries.values()))
-        if count <= self._maxsize and weight <= self._max_weight:
-            return
         entries.pop(newest, None)
         limit = self._maxsize - self._maxsize // 8
         for key, entry in sorted(entries.items(), key=lambda item: item[1].used):
+            if count <= limit and weight <= self._max_weight:
+                break
             self._entries.pop(key, None)
             count, weight = count - 1, weight - entry.weight
-            if count <= limit and weight <= self._max_weight:
-                return
+        self._weight = weight

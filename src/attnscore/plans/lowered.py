@@ -56,7 +56,7 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
     # Normalised keys (cosine) are no product.
     is_projected = computed[1] and type(score) is not Cosine
     # Keys (batch, key, features) alone: with heads there is one more axis.
-    can_leave_out_padding = is_projected and plan.reads_lens and layout.axes == 3
+    can_leave_out_padding = is_projected and plan.computation.lens_rows > 0 and layout.axes == 3
     leaves_out_padding = can_leave_out_padding and may_save_time(ops, arrays["key"], key.shape[-1])
     return LoweredPlan(ops, plan, score_of_plan, computed, is_matrix_product, leaves_out_padding)
 
@@ -123,6 +123,6 @@ class LoweredPlan(Plan):
             return None
         ops, is_query = self.ops, self.computed[0]
         x, matrix = (query, score.W) if is_query else (key, ops.matrix_transpose(score.W))
-        if (product := ops.plain_product(x, matrix, self.plan.threads())) is None:
+        if (product := ops.plain_product(x, matrix, self.plan.computation.threads())) is None:
             return None
         return [product, key] if is_query else [query, product]

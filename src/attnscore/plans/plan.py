@@ -87,10 +87,12 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> tuple[
     return None if layouts is None else (*numbers, layouts)
 
 
-def _signature_without_lengths(
+def _separate_lengths(
     cache_key: tuple[Hashable, ...] | None, arguments: CallArguments, options: tuple[Hashable, ...]
-) -> Hashable | None:
-    """Return the signature of a call without its numbers of queries and keys; None where its plan is made anew.
+) -> tuple[Hashable, tuple[int, int]] | None:
+    """Return the signature of a call without its numbers of queries and keys, and these numbers.
+
+    None where the plan of the call cannot be made from the plan of other lengths.
 
     A KV cache grows by a key at each step of decoding. The plan of a step is made from the plan of another step in a
     third of the time.
@@ -128,7 +130,7 @@ def _signature_without_lengths(
             signature += ["mask", shape[:-2]]
         else:
             return None
-    return tuple(signature)
+    return tuple(signature), (query_len, key_len)
 
 
 def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Array | None:
@@ -189,9 +191,9 @@ def plan_for(
     """
     if (cached_plan := PLANS.get(cache_key)) is not None:
         return cached_plan, arguments
-    key_without_lengths = _signature_without_lengths(cache_key, arguments, options)
+    key_without_lengths, lengths = _separate_lengths(cache_key, arguments, options) or (None, (0, 0))
     if isinstance(similar_plan := PLANS.get(key_without_lengths), NativePlan):
-        cached_plan = similar_plan.with_lengths(arguments)
+        cached_plan = similar_plan.with_lengths(*lengths)
         return PLANS.put(cache_key, cached_plan, cached_plan.heads), arguments
     ops = backends.of_type(type(arguments.query)) or backends.of({"query": arguments.query})
     examples = arguments if cache_key is None else _without_gradients(ops, arguments)

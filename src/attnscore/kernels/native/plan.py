@@ -2,7 +2,7 @@
 
 - Arrays stay on the caller's axes: the module addresses the canonical axes by strides, so no view is made.
 - The module reads tensors of PyTorch and arrays of NumPy itself: each step in Python costs a tiny call 2 to 5%.
-- A plan holds no array of a caller: the module checks examples that have only shapes and strides.
+- A plan holds no array of a caller: the module keeps the shapes and strides of the first call's arrays alone.
 - Gradients of gradients, gradients under a transform, and saved tensors whose strides a hook has changed go through an
   `SinglePlan` on a newly built problem.
 """
@@ -15,7 +15,6 @@ import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -159,13 +158,12 @@ class Operand(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class NativePlan(Plan):
-    """Execution plan of the calls of one signature."""
+class Computation:
+    """What calls compute that differ in their numbers of queries and keys at most."""
 
     module: Any
     kernel: Kernel
     ops: Backend
-    layout: AxisLayout
     dtype: str
     accumulator: str
     statistics: tuple[str, ...]
@@ -177,96 +175,27 @@ class NativePlan(Plan):
     """The mask whose intervals the plan holds; None for no mask, or one that each call passes."""
     reads_mask: bool
     """Whether each call passes its mask as a boolean array."""
-    reads_lens: bool
-    """Whether each call passes valid lengths, which become the bounds (start, stop) of intervals."""
-    operands: tuple[Operand, ...]
+    lens_rows: int
+    """Rows of the valid lengths that each call passes: 1, or the batch; 0 where it passes none."""
+    bounds: tuple[HostArray, ...]
+    """Bounds (start, stop) of the intervals that the plan holds, or ()."""
     spec: tuple[Any, ...]
-    inputs: tuple[HostArray | None, ...]
-    """Examples of the inputs of the module."""
     saves_scores: bool
     """Whether a forward saves its scores for the backward."""
     has_bandwidth: bool
     """Whether the last operand is the bandwidth of a Gaussian."""
     copies_bias: bool
     """Whether the bias is copied to C order: a relative bias, of which each query reads another part."""
-    _forwards: dict[bool, Forward] = field(default_factory=dict)
-    _backwards: dict[Hashable, Backward] = field(default_factory=dict)
-    _layouts: list[Signature | None] = field(default_factory=list)
-
-    def __repr__(self) -> str:
-        saved = ", ".join((*self.differentiable, *self.saved))
-        return f"NativePlan({self.kernel.name}, {self.dtype}, tiles chosen in C++, saves {saved})"
 
     @cached_property
     def threads(self) -> Callable[[], int]:
         """Function that counts the threads of a call (`thread_counter`)."""
         return thread_counter(self.module, self.ops)
 
-    @property
-    def heads(self) -> int:
-        """Heads of all elements of the batch."""
-        return math.prod(self.layout.score_shape.rows[:-1])
-
-    def with_lengths(self, arguments: CallArguments) -> NativePlan:
-        """Return the plan of calls that differ from this plan's calls in the numbers of queries and keys.
-
-        Besides query, key and value, the plan reads a boolean mask at most, or valid lengths.
-        """
-        axis = -3 if self.layout.is_length_before_heads else -2
-        arrays = arguments[:3]
-        lengths = [x.shape[axis] for x in arrays]
-        score_shape = dataclasses.replace(self.layout.score_shape, query_len=lengths[0], key_len=lengths[1])
-        layout = dataclasses.replace(self.layout, score_shape=score_shape)
-        operands = tuple(map(Operand.with_length, self.operands, lengths))
-        memory, are_queries = map(self.ops.memory, arrays), (True, False, False)
-        examples = (_canonical_example(layout, x, is_query=flag) for x, flag in zip(memory, are_queries, strict=True))
-        inputs = [*examples, *self.inputs[3:]]
-        if self.reads_mask:
-            inputs[ORDER.index("mask")] = _mask_example(self.ops, layout, arguments.mask)
-        if self.reads_lens:
-            start = ORDER.index("start")
-            inputs[start : start + 2] = _bounds_examples(layout, arguments.valid_lens)
-        return dataclasses.replace(
-            self, layout=layout, operands=operands, inputs=tuple(inputs), _forwards={}, _backwards={}, _layouts=[]
-        )
-
-    def run(self, arguments: CallArguments) -> Any:
-        """Return the result of `attend`."""
-        ops = self.ops
-        query, key, value, score, _, _, bias, sink, _ = arguments
-        arrays: tuple[Array, ...] = (query, key, value)
-        if bias is not None:
-            arrays += (bias,)
-        if type(score) is Additive:
-            arrays += (score.w_v,)
-        if sink is not None:
-            arrays += (sink,)
-        if self.has_bandwidth:
-            arrays += (score.bandwidth,)
-            # A plan checks no values except the bandwidth: NaN, infinity and numbers not above 0 raise.
-            if not 0 < ops.number(score.bandwidth) < math.inf:  # type: ignore[operator]  # it is not traced
-                score.check(query.shape[-1], key.shape[-1])
-        if ops.has_autodiff and ops.needs_grad(*arrays):
-            return self.record(arguments, score, arrays)
-        return self.compute(arguments, arrays)
-
-    def compute(self, arguments: CallArguments, arrays: Sequence[Array]) -> Any:
-        """Return the result of `attend` on these arrays, which autograd does not record."""
-        mask = arguments.valid_lens if self.reads_lens else arguments.mask
-        seed = self._seed(arguments) if self.dropout else 0
-        return self.present(self.forward(arrays, mask, seed, saves=False)[0])
-
-    def record(self, arguments: CallArguments, score: Any, arrays: Sequence[Array]) -> Any:
-        """Return the result of `attend` on these arrays, which autograd records."""
-        # The backward reads the mask or the lengths of this call, whatever the caller's array holds by then.
-        mask = snapshot(arguments.mask) if self.reads_mask else None
-        if self.reads_lens:
-            mask = self._check_bounds(arguments.valid_lens)
-        op = NativeOp(self, score, mask, self._seed(arguments) if self.dropout else 0)
-        outputs = self.ops.record(op, arrays)
-        return self.present((*outputs, *op.detached) if op.detached else outputs)
-
-    def _seed(self, arguments: CallArguments) -> int:
+    def seed_of(self, arguments: CallArguments) -> int:
+        """Return the seed of a call's dropout; 0 without dropout."""
+        if not self.dropout:
+            return 0
         seed = arguments.seed
         return (self.ops.draw_seed(arguments.query) if seed is None else int(seed)) % 2**63
 
@@ -297,96 +226,6 @@ class NativePlan(Plan):
         detached = (name for name in self.statistics if name not in DIFFERENTIABLE)
         return (*self.differentiable, *detached)
 
-    def forward(
-        self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool
-    ) -> tuple[tuple[Array, ...], Sequence[HostArray]]:
-        """Return the outputs `returned` and, with `saves`, the arrays `saved`.
-
-        `mask` is a boolean mask, or valid lengths or their bounds, which the plan reads.
-        """
-        ops, lens, caller_mask = self.ops, (), mask
-        plan, filled_layouts, outputs, saved = self._forwards.get(saves) or self._build_forward(saves)
-        if self.reads_lens and type(mask) is not tuple:
-            lens, caller_mask = (mask,) if type(mask) is np.ndarray else tuple(ops.buffers((mask,))), None
-        buffers = self._buffers(arrays, caller_mask)
-        empty = _empty_aligned if ops.wants_aligned else np.empty
-        filled = plan.allocate_and_run(buffers, lens, empty, filled_layouts, seed, self.threads())
-        if filled is None:
-            ValidLens(mask).check(ops, self.layout.score_shape)
-        results, from_memory, like = [], ops.from_memory, arrays[2]
-        for position, dtype, axis in outputs:
-            x = from_memory(filled[position], dtype, like)
-            results.append(x if axis is None else ops.swap_axes(x, axis, axis + 1))
-        return tuple(results), [filled[position] for position in saved]
-
-    def _buffers(self, arrays: Sequence[Array], mask: Any) -> tuple[Array, ...]:
-        """Return the memory of operands and mask, in the order of the module's inputs (`ORDER`)."""
-        ops = self.ops
-        buffers = tuple(ops.buffers(arrays))
-        if self.copies_bias:
-            buffers = (*buffers[:3], *ops.buffers((ops.in_c_order(arrays[3]),)), *buffers[4:])
-        if self.has_bandwidth:
-            with np.errstate(all="ignore"):  # a tiny bandwidth gives infinity
-                scale = scale_of(np.float64(ops.number(arrays[-1])))
-                buffers = (*buffers[:-1], np.full((1, 1), scale, self.accumulator))
-        mask_buffers = mask if self.reads_lens else (_memory(ops, mask),) if self.reads_mask else self._planned_bounds
-        if mask_buffers is None:
-            return buffers
-        before_mask = 4 if self.operands[3:] and self.operands[3].name == "bias" else 3
-        return (*buffers[:before_mask], *mask_buffers, *buffers[before_mask:])
-
-    @cached_property
-    def _planned_bounds(self) -> tuple[HostArray, HostArray] | None:
-        """The bounds (start, stop) of the intervals that the plan holds."""
-        start, stop = (self.inputs[ORDER.index(name)] for name in ("start", "stop"))
-        return None if start is None or stop is None else (start, stop)
-
-    def _check_bounds(self, valid_lens: Any) -> tuple[HostArray, HostArray]:
-        """Return the bounds of the intervals of valid lengths; raise MaskError where one is out of range."""
-        (lens,) = (valid_lens,) if type(valid_lens) is np.ndarray else self.ops.buffers((valid_lens,))
-        stop = np.empty(self._zeros.shape, np.int64)
-        if not self.module.copy_valid_lens(lens, stop, self.layout.score_shape.key_len):
-            ValidLens(valid_lens).check(self.ops, self.layout.score_shape)
-        return self._zeros, stop
-
-    def bounds_of(self, lens: HostArray) -> tuple[HostArray, HostArray]:
-        """Return the bounds of the intervals of valid lengths, which the module clips to [0, key_len]."""
-        stop, score_shape = np.empty(self._zeros.shape, np.int64), self.layout.score_shape
-        if not score_shape.has_batch:
-            lens = lens_per_query(np.asarray(lens), score_shape.query_len, 1)
-        self.module.copy_valid_lens(np.ascontiguousarray(lens, np.int64), stop, score_shape.key_len)
-        return self._zeros, stop
-
-    @cached_property
-    def _zeros(self) -> HostArray:
-        """The start of all intervals of valid lengths."""
-        example = self.inputs[ORDER.index("start")]
-        return np.zeros(() if example is None else example.shape, np.int64)
-
-    def _build_forward(self, saves: bool) -> Forward:
-        """Plan a forward, with the arrays for a backward if `saves`."""
-        saved_names = self.saved if saves else ()
-        examples = {name: self._example(name) for name in FILLED if name in (*self.returned, *saved_names)}
-        plan = self.module.plan_forward(self.spec, self.inputs, [examples.get(name) for name in FILLED])
-        rows, filled_names = self.layout.rows, tuple(examples)
-        columns = {"out": (self.layout.value_dim,), **dict.fromkeys(PAIRS, (self.layout.score_shape.key_len,))}
-        filled = tuple(((*rows, *columns.get(name, ())), x.dtype) for name, x in examples.items())
-        # Only `out` and the statistics go to the caller's axes: saved arrays stay inside, and weights always have the
-        # heads in front of the queries.
-        axes = {"out": -3, **dict.fromkeys(self.statistics, -2)} if self.layout.is_length_before_heads else {}
-        dtypes = {"out": self.dtype}
-        outputs = [Output(filled_names.index(x), dtypes.get(x, self.accumulator), axes.get(x)) for x in self.returned]
-        saved = tuple(map(filled_names.index, saved_names))
-        forward = self._forwards[saves] = Forward(plan, filled, tuple(outputs), saved)
-        return forward
-
-    def _example(self, name: str) -> HostArray:
-        """Return an example of an array that the module fills, or reads in a backward."""
-        shape = self.layout.score_shape
-        if name == "out":
-            return _c_order_example((*shape.rows, self.layout.value_dim), STORED.get(self.dtype, self.dtype))
-        return _c_order_example((*shape.rows, shape.key_len if name in PAIRS else 1), self.accumulator)
-
     @cached_property
     def _statistics_of(self) -> Callable[[tuple[Array | None, ...]], tuple[Array | None, ...]]:
         """Function that takes the fields of `AttentionStats` from the outputs, followed by a None."""
@@ -416,10 +255,195 @@ class NativePlan(Plan):
             results.append(tuple.__new__(AttentionStats, self._statistics_of((*outputs, None))))
         return tuple(results)
 
+
+@dataclass(frozen=True, eq=False)
+class NativePlan(Plan):
+    """Execution plan of the calls of one signature."""
+
+    computation: Computation
+    layout: AxisLayout
+    operands: tuple[Operand, ...]
+    _forwards: dict[bool, Forward] = field(default_factory=dict)
+    _backwards: dict[Hashable, Backward] = field(default_factory=dict)
+    _layouts: list[Signature | None] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        computation = self.computation
+        saved = ", ".join((*computation.differentiable, *computation.saved))
+        return f"NativePlan({computation.kernel.name}, {computation.dtype}, tiles chosen in C++, saves {saved})"
+
+    @property
+    def heads(self) -> int:
+        """Heads of all elements of the batch."""
+        return math.prod(self.layout.score_shape.rows[:-1])
+
+    def with_lengths(self, query_len: int, key_len: int) -> NativePlan:
+        """Return the plan of calls that differ from this plan's calls in the numbers of queries and keys.
+
+        Besides query, key and value, the plan reads a boolean mask at most, or one valid length for each sequence.
+        """
+        score_shape = dataclasses.replace(self.layout.score_shape, query_len=query_len, key_len=key_len)
+        layout = dataclasses.replace(self.layout, score_shape=score_shape)
+        operands = tuple(map(Operand.with_length, self.operands, (query_len, key_len, key_len)))
+        return NativePlan(self.computation, layout, operands)
+
+    def run(self, arguments: CallArguments) -> Any:
+        """Return the result of `attend`."""
+        computation, ops = self.computation, self.computation.ops
+        query, key, value, score, _, _, bias, sink, _ = arguments
+        arrays: tuple[Array, ...] = (query, key, value)
+        if bias is not None:
+            arrays += (bias,)
+        if type(score) is Additive:
+            arrays += (score.w_v,)
+        if sink is not None:
+            arrays += (sink,)
+        if computation.has_bandwidth:
+            arrays += (score.bandwidth,)
+            # A plan checks no values except the bandwidth: NaN, infinity and numbers not above 0 raise.
+            if not 0 < ops.number(score.bandwidth) < math.inf:  # type: ignore[operator]  # it is not traced
+                score.check(query.shape[-1], key.shape[-1])
+        if ops.has_autodiff and ops.needs_grad(*arrays):
+            return self.record(arguments, score, arrays)
+        return self.compute(arguments, arrays)
+
+    def compute(self, arguments: CallArguments, arrays: Sequence[Array]) -> Any:
+        """Return the result of `attend` on these arrays, which autograd does not record."""
+        computation = self.computation
+        mask = arguments.valid_lens if computation.lens_rows else arguments.mask
+        outputs, _ = self.forward(arrays, mask, computation.seed_of(arguments), saves=False)
+        return computation.present(outputs)
+
+    def record(self, arguments: CallArguments, score: Any, arrays: Sequence[Array]) -> Any:
+        """Return the result of `attend` on these arrays, which autograd records."""
+        computation = self.computation
+        # The backward reads the mask or the lengths of this call, whatever the caller's array holds by then.
+        mask = snapshot(arguments.mask) if computation.reads_mask else None
+        if computation.lens_rows:
+            mask = self._check_bounds(arguments.valid_lens)
+        op = NativeOp(self, score, mask, computation.seed_of(arguments))
+        outputs = computation.ops.record(op, arrays)
+        return computation.present((*outputs, *op.detached) if op.detached else outputs)
+
+    def forward(
+        self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool
+    ) -> tuple[tuple[Array, ...], Sequence[HostArray]]:
+        """Return the outputs `returned` and, with `saves`, the arrays `saved`.
+
+        `mask` is a boolean mask, or valid lengths or their bounds, which the plan reads.
+        """
+        computation, ops, lens, caller_mask = self.computation, self.computation.ops, (), mask
+        forward = self._forwards.get(saves) or self._build_forward(arrays, mask, saves)
+        plan, filled_layouts, outputs, saved = forward
+        if computation.lens_rows and type(mask) is not tuple:
+            lens, caller_mask = (mask,) if type(mask) is np.ndarray else tuple(ops.buffers((mask,))), None
+        buffers = self._buffers(arrays, caller_mask)
+        empty = _empty_aligned if ops.wants_aligned else np.empty
+        filled = plan.allocate_and_run(buffers, lens, empty, filled_layouts, seed, computation.threads())
+        if filled is None:
+            ValidLens(mask).check(ops, self.layout.score_shape)
+        results, from_memory, like = [], ops.from_memory, arrays[2]
+        for position, dtype, axis in outputs:
+            x = from_memory(filled[position], dtype, like)
+            results.append(x if axis is None else ops.swap_axes(x, axis, axis + 1))
+        return tuple(results), [filled[position] for position in saved]
+
+    def _buffers(self, arrays: Sequence[Array], mask: Any) -> tuple[Array, ...]:
+        """Return the memory of operands and mask, in the order of the module's inputs (`ORDER`)."""
+        computation, ops = self.computation, self.computation.ops
+        buffers = tuple(ops.buffers(arrays))
+        if computation.copies_bias:
+            buffers = (*buffers[:3], *ops.buffers((ops.in_c_order(arrays[3]),)), *buffers[4:])
+        if computation.has_bandwidth:
+            with np.errstate(all="ignore"):  # a tiny bandwidth gives infinity
+                scale = scale_of(np.float64(ops.number(arrays[-1])))
+                buffers = (*buffers[:-1], np.full((1, 1), scale, computation.accumulator))
+        if computation.reads_mask:
+            mask_buffers: tuple[HostArray, ...] = (_memory(ops, mask),)
+        else:
+            mask_buffers = (mask or ()) if computation.lens_rows else computation.bounds
+        if not mask_buffers:
+            return buffers
+        before_mask = 4 if self.operands[3:] and self.operands[3].name == "bias" else 3
+        return (*buffers[:before_mask], *mask_buffers, *buffers[before_mask:])
+
+    def _inputs(self, arrays: Sequence[Array], mask: Any) -> list[HostArray | None]:
+        """Return the inputs of the module (`ORDER`) on the canonical axes: views of the arrays of a call."""
+        computation, ops, layout = self.computation, self.computation.ops, self.layout
+        host, inputs = backends.load("numpy"), dict.fromkeys(ORDER)
+        for (kind, canonical, *_), x in zip(self.operands, arrays, strict=True):
+            if kind.has_positions:
+                view = layout.to_canonical(host, ops.memory(x), is_query=kind.name == "query")
+            elif kind.name == "bias":
+                view = layout.pairs_to_canonical(host, ops.memory(ops.in_c_order(x) if computation.copies_bias else x))
+            elif kind.name == "scale":
+                view = np.zeros((1, 1), computation.accumulator)
+            else:
+                view = ops.memory(x).reshape(canonical)
+            inputs[kind.input] = view
+        if computation.reads_mask:
+            inputs["mask"] = layout.pairs_to_canonical(host, _memory(ops, mask)).view(np.uint8)
+        if bounds := computation.bounds or self._lens_bounds:
+            inputs["start"], inputs["stop"] = bounds
+        return list(inputs.values())
+
+    @cached_property
+    def _lens_bounds(self) -> tuple[HostArray, ...]:
+        """Bounds (start, stop), all 0, of the shape that those of valid lengths have; () where calls pass none."""
+        shape = self.computation.lens_rows, self.layout.score_shape.query_len
+        return tuple(np.zeros((2, *shape), np.int64)) if self.computation.lens_rows else ()
+
+    def _check_bounds(self, valid_lens: Any) -> tuple[HostArray, HostArray]:
+        """Return the bounds of the intervals of valid lengths; raise MaskError where one is out of range."""
+        computation, score_shape = self.computation, self.layout.score_shape
+        (lens,) = (valid_lens,) if type(valid_lens) is np.ndarray else computation.ops.buffers((valid_lens,))
+        start, stop = self._lens_bounds[0], np.empty_like(self._lens_bounds[1])
+        if not computation.module.copy_valid_lens(lens, stop, score_shape.key_len):
+            ValidLens(valid_lens).check(computation.ops, score_shape)
+        return start, stop
+
+    def bounds_of(self, lens: HostArray) -> tuple[HostArray, HostArray]:
+        """Return the bounds of the intervals of valid lengths, which the module clips to [0, key_len]."""
+        computation, score_shape = self.computation, self.layout.score_shape
+        start, stop = self._lens_bounds[0], np.empty_like(self._lens_bounds[1])
+        if not score_shape.has_batch:
+            lens = lens_per_query(np.asarray(lens), score_shape.query_len, 1)
+        computation.module.copy_valid_lens(np.ascontiguousarray(lens, np.int64), stop, score_shape.key_len)
+        return start, stop
+
+    def _build_forward(self, arrays: Sequence[Array], mask: Any, saves: bool) -> Forward:
+        """Plan a forward, with the arrays for a backward if `saves`."""
+        computation, layout = self.computation, self.layout
+        saved_names = computation.saved if saves else ()
+        examples = {name: self._example(name) for name in FILLED if name in (*computation.returned, *saved_names)}
+        inputs, filled_examples = self._inputs(arrays, mask), [examples.get(name) for name in FILLED]
+        plan = computation.module.plan_forward(computation.spec, inputs, filled_examples)
+        rows, filled_names = layout.rows, tuple(examples)
+        columns = {"out": (layout.value_dim,), **dict.fromkeys(PAIRS, (layout.score_shape.key_len,))}
+        filled = tuple(((*rows, *columns.get(name, ())), x.dtype) for name, x in examples.items())
+        # Only `out` and the statistics go to the caller's axes: saved arrays stay inside, and weights always have the
+        # heads in front of the queries.
+        axes = {"out": -3, **dict.fromkeys(computation.statistics, -2)} if layout.is_length_before_heads else {}
+        dtypes = {"out": computation.dtype}
+        outputs = [
+            Output(filled_names.index(x), dtypes.get(x, computation.accumulator), axes.get(x))
+            for x in computation.returned
+        ]
+        saved = tuple(map(filled_names.index, saved_names))
+        forward = self._forwards[saves] = Forward(plan, filled, tuple(outputs), saved)
+        return forward
+
+    def _example(self, name: str) -> HostArray:
+        """Return an array like one that the module fills, or reads in a backward; its entries are never read."""
+        shape, dtype, accumulator = self.layout.score_shape, self.computation.dtype, self.computation.accumulator
+        if name == "out":
+            return np.empty((*shape.rows, self.layout.value_dim), STORED.get(dtype, dtype))
+        return np.empty((*shape.rows, shape.key_len if name in PAIRS else 1), accumulator)
+
     def keep_layouts(self, arrays: Sequence[Array], outputs: Sequence[Array]) -> None:
         """Remember the layouts of the operands and outputs of a forward: all calls of this plan have the same ones."""
         if not self._layouts:
-            self._layouts.append(self.ops.signature([*arrays, *outputs]))
+            self._layouts.append(self.computation.ops.signature([*arrays, *outputs]))
 
     def are_as_planned(self, saved: Sequence[Array], incoming: Sequence[Array]) -> bool:
         """Return whether the module can run a backward on these arrays.
@@ -427,20 +451,20 @@ class NativePlan(Plan):
         The saved operands and outputs must have the layouts of the forward, which hooks on saved tensors may change.
         All arrays must be plain (`Backend.is_plain`).
         """
-        expected, actual = self._layouts[0], self.ops.signature([*saved, *incoming])
+        expected, actual = self._layouts[0], self.computation.ops.signature([*saved, *incoming])
         return expected is not None and actual is not None and actual[: len(expected)] == expected
 
     def backward(
         self, arrays: Sequence[Array], mask: Any, inputs: Sequence[Array | None], seed: int, requested: Sequence[bool]
     ) -> list[Array | None]:
         """Return the gradient of each operand, None where not requested, from `NativePlan.backward_inputs`."""
-        ops = self.ops
+        computation, ops = self.computation, self.computation.ops
         key = (*requested, *[x is None for x in inputs])
         backward = self._backwards.get(key)
         if backward is None:
-            names = [name for name, x in zip(self.backward_inputs, inputs, strict=False) if x is not None]
+            names = [name for name, x in zip(computation.backward_inputs, inputs, strict=False) if x is not None]
             incoming = {name.removeprefix("grad_") for name in names if name.startswith("grad_")}
-            backward = self._backwards[key] = self._build_backward(incoming, requested)
+            backward = self._backwards[key] = self._build_backward(arrays, mask, incoming, requested)
         input_buffers: list[Array] = []
         for position, axis, is_in_c_order in backward.inputs:
             x = inputs[position]
@@ -451,10 +475,10 @@ class NativePlan(Plan):
                 x = _with_heads_first(ops, x, axis)
             input_buffers.append(x if is_in_c_order else ops.buffer_in_c_order(x))
         empty = _empty_aligned if ops.wants_aligned else np.empty
-        filled = [empty(shape, self.accumulator) for shape in backward.filled]
-        backward.plan((*self._buffers(arrays, mask), *input_buffers, *filled), seed, self.threads())
+        filled = [empty(shape, computation.accumulator) for shape in backward.filled]
+        backward.plan((*self._buffers(arrays, mask), *input_buffers, *filled), seed, computation.threads())
         gradients: list[Array | None] = []
-        from_memory, dtype, like = ops.from_memory, self.accumulator, arrays[2]
+        from_memory, dtype, like = ops.from_memory, computation.accumulator, arrays[2]
         for filled_index, operand in backward.gradients:
             if filled_index is None:
                 gradients.append(None)
@@ -466,22 +490,25 @@ class NativePlan(Plan):
 
     def _finish_gradient(self, rows: HostArray, operand: Operand, x: Array, like: Array) -> Array:
         """Return the gradient of an operand `x` from the rows that the module has filled."""
-        ops = self.ops
+        ops, accumulator = self.computation.ops, self.computation.accumulator
         if operand.name == "scale":
             grad_scale = rows.sum(dtype=np.float64)
             with np.errstate(all="ignore"):
-                grad = np.asarray(bandwidth_gradient(np.float64(ops.number(x)), grad_scale), self.accumulator)
-            return ops.astype(ops.from_memory(grad, self.accumulator, like), ops.dtype(x))
+                grad = np.asarray(bandwidth_gradient(np.float64(ops.number(x)), grad_scale), accumulator)
+            return ops.astype(ops.from_memory(grad, accumulator, like), ops.dtype(x))
         if operand.is_summed:
             # Not -1, which NumPy cannot infer next to an axis of 0.
             rows = _sum_of_rows(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]))
             rows = rows[None] if len(x.shape) > 1 else rows
-        grad = ops.from_memory(rows, self.accumulator, like)
+        grad = ops.from_memory(rows, accumulator, like)
         return grad if operand.is_final else self.operand_gradient(grad, operand, x)
 
-    def _build_backward(self, incoming: set[str], requested: Sequence[bool]) -> Backward:
+    def _build_backward(
+        self, arrays: Sequence[Array], mask: Any, incoming: set[str], requested: Sequence[bool]
+    ) -> Backward:
         """Plan a backward from the gradients of the outputs `incoming` to the gradients of the `requested` operands."""
-        reads = {"out", "grad_out", *self.saved, *(f"grad_{name}" for name in incoming)}
+        computation = self.computation
+        reads = {"out", "grad_out", *computation.saved, *(f"grad_{name}" for name in incoming)}
         # The entropy and the weights are read with their gradients alone.
         reads |= incoming & {"entropy", "attention_weights"}
         axes = {"out": -3, "entropy": -2, "log_sum_exp": -2} if self.layout.is_length_before_heads else {}
@@ -490,17 +517,17 @@ class NativePlan(Plan):
             for operand, is_requested in zip(self.operands, requested, strict=True)
             if is_requested or operand.kind.is_always_filled
         }
-        plan = self.module.plan_backward(
-            self.spec,
-            self.inputs,
+        plan = computation.module.plan_backward(
+            computation.spec,
+            self._inputs(arrays, mask),
             [self._example(name.removeprefix("grad_")) if name in reads else None for name in BACKWARD_INPUTS],
-            self.dtype,
-            [_c_order_example(operands[x].gradient, self.accumulator) if x in operands else None for x in GRADIENTS],
+            computation.dtype,
+            [np.empty(operands[x].gradient, computation.accumulator) if x in operands else None for x in GRADIENTS],
         )
         names = [name for name in GRADIENTS if name in operands]
         axis_of = {name: axes.get(name.removeprefix("grad_")) for name in BACKWARD_INPUTS}
         inputs = [
-            Input(self.backward_inputs.index(x), axis_of[x], axis_of[x] is not None or x in self.saved)
+            Input(computation.backward_inputs.index(x), axis_of[x], axis_of[x] is not None or x in computation.saved)
             for x in BACKWARD_INPUTS
             if x in reads
         ]
@@ -514,7 +541,7 @@ class NativePlan(Plan):
 
     def operand_gradient(self, grad: Array, operand: Operand, x: Array) -> Array:
         """Return the gradient of `x`, in its shape and dtype, from `grad` on the canonical axes."""
-        ops, shape = self.ops, tuple(x.shape)
+        ops, shape = self.computation.ops, tuple(x.shape)
         if operand.transposed or tuple(grad.shape) != shape:
             if tuple(grad.shape) != operand.canonical:
                 grad = sum_to(ops, grad, operand.canonical)
@@ -531,7 +558,7 @@ class NativeOp(DifferentiableOp):
     the arrays of `NativePlan.saved`: autograd would save them as tensors, which costs a tiny call 4 us.
     """
 
-    call: NativePlan
+    plan: NativePlan
     score: Any
     mask: Any
     """The boolean mask of the call, or the bounds (start, stop) of its valid lengths, or None."""
@@ -541,19 +568,19 @@ class NativeOp(DifferentiableOp):
 
     @property
     def differentiable_outputs(self) -> int:
-        return len(self.call.differentiable)
+        return len(self.plan.computation.differentiable)
 
     def constants(self) -> tuple[Array, ...]:
-        return (self.mask,) if self.call.reads_mask else ()
+        return (self.mask,) if self.plan.computation.reads_mask else ()
 
     def with_seed(self, seed: int) -> NativeOp:
         return dataclasses.replace(self, seed=seed)
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        outputs, self.saved = self.call.forward(arrays, self.mask, self.seed, saves=True)
+        outputs, self.saved = self.plan.forward(arrays, self.mask, self.seed, saves=True)
         count = self.saved_outputs
         outputs, self.detached = outputs[:count], outputs[count:]
-        self.call.keep_layouts(arrays, outputs)
+        self.plan.keep_layouts(arrays, outputs)
         return outputs
 
     def backward(
@@ -563,23 +590,24 @@ class NativeOp(DifferentiableOp):
         grads: Sequence[Array | None],
         requested: Sequence[bool] | None = None,
     ) -> tuple[Array | None, ...]:
-        call, ops = self.call, self.call.ops
+        plan, ops = self.plan, self.plan.computation.ops
         incoming = [x for x in grads if x is not None]
         if not incoming:
             return (None,) * len(arrays)
         requested = requested if requested is not None else [True] * len(arrays)
-        if ops.needs_grad(*arrays, *incoming) or not call.are_as_planned([*arrays, *outputs], incoming):
-            grads_by_name = dict(zip(call.differentiable, grads, strict=True))
+        if ops.needs_grad(*arrays, *incoming) or not plan.are_as_planned([*arrays, *outputs], incoming):
+            grads_by_name = dict(zip(plan.computation.differentiable, grads, strict=True))
             return tuple(self._recompute_gradients(arrays, grads_by_name, requested))
         inputs = (*outputs, *self.saved, *grads)  # in the order of `backward_inputs`
-        return tuple(call.backward(arrays, self.mask, inputs, self.seed, requested))
+        return tuple(plan.backward(arrays, self.mask, inputs, self.seed, requested))
 
     def _mask(self) -> Any:
         """Return the mask of the call as `build_problem` takes it."""
-        if self.call.reads_lens:
+        computation = self.plan.computation
+        if computation.lens_rows:
             start, stop = self.mask
             return CachedMask(start, stop, "ValidLens(...)")
-        return self.mask if self.call.reads_mask else self.call.mask
+        return self.mask if computation.reads_mask else computation.mask
 
     def _recompute_gradients(
         self, arrays: Sequence[Array], grads: dict[str, Array | None], requested: Sequence[bool]
@@ -588,16 +616,17 @@ class NativeOp(DifferentiableOp):
 
         `grads` are the gradients of the differentiable outputs, by name.
         """
-        call, ops = self.call, self.call.ops
-        operands = {operand.name: x for operand, x in zip(call.operands, arrays, strict=True)}
-        score_arrays = {x.kind.field: operands.pop(x.name) for x in call.operands if x.kind.field is not None}
-        score = dataclasses.replace(self.score, **score_arrays) if score_arrays else call.score
+        native_plan, computation = self.plan, self.plan.computation
+        ops, differentiable = computation.ops, computation.differentiable
+        operands = {operand.name: x for operand, x in zip(native_plan.operands, arrays, strict=True)}
+        score_arrays = {x.kind.field: operands.pop(x.name) for x in native_plan.operands if x.kind.field is not None}
+        score = dataclasses.replace(self.score, **score_arrays) if score_arrays else computation.score
         problem, _ = build_problem(
-            **operands, score=score, mask=self._mask(), dropout=call.dropout,
-            seed=self.seed, head_axis=call.layout.head_axis, statistics=call.statistics,
-            matrix="weights" if "attention_weights" in call.differentiable else None,
+            **operands, score=score, mask=self._mask(), dropout=computation.dropout,
+            seed=self.seed, head_axis=native_plan.layout.head_axis, statistics=computation.statistics,
+            matrix="weights" if "attention_weights" in differentiable else None,
         )  # fmt: skip
-        plan = SinglePlan(call.kernel, problem, tiling.plan(problem))
+        plan = SinglePlan(computation.kernel, problem, tiling.plan(problem))
         canonical_operands, pairs = plan.operands(), (*problem.score_shape.rows, problem.score_shape.key_len)
 
         def canonical(name: str) -> Array | None:
@@ -606,7 +635,11 @@ class NativeOp(DifferentiableOp):
                 return None if grad is None else ops.reshape(grad, pairs)
             return problem.layout.output_to_canonical(ops, grad if name == "out" else ops.expand_dims(grad, -1))
 
-        names = ["out", "log_sum_exp", *(x for x in ("entropy", "attention_weights") if x in call.differentiable)]
+        names = [
+            "out",
+            "log_sum_exp",
+            *(x for x in ("entropy", "attention_weights") if x in differentiable),
+        ]
         incoming, inputs = [canonical(name) for name in names], tuple(canonical_operands.values())
         is_in_memory = all(ops.has_cpu_buffer(x) for x in (*inputs, *incoming) if x is not None)
         if ops.needs_grad(*arrays) or not is_in_memory:
@@ -615,10 +648,10 @@ class NativeOp(DifferentiableOp):
             # The forward runs again: its saved outputs carry no gradient here.
             outputs = plan.forward(inputs)[: plan.saved_outputs]
             gradients = dict(zip(canonical_operands, plan.backward(inputs, outputs, incoming), strict=True))
-            if call.has_bandwidth:
+            if computation.has_bandwidth:
                 gradients["scale"] = bandwidth_gradient(arrays[-1], sum_to(ops, gradients["scale"], (1, 1)))
-        for x, operand, is_requested in zip(arrays, call.operands, requested, strict=True):
-            yield call.operand_gradient(gradients[operand.name], operand, x) if is_requested else None
+        for x, operand, is_requested in zip(arrays, native_plan.operands, requested, strict=True):
+            yield native_plan.operand_gradient(gradients[operand.name], operand, x) if is_requested else None
 
 
 def saves_scores(problem: Problem, tiles: TilePlan) -> bool:
@@ -633,7 +666,9 @@ def saves_scores(problem: Problem, tiles: TilePlan) -> bool:
     return not lowering.partition(tiles.remaining_mask)[1]
 
 
-def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> NativePlan | None:
+def reusable_plan(
+    kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array], *, may_save_scores: bool = True
+) -> NativePlan | None:
     """Return the plan of calls like this one, or None where the module cannot read the caller's arrays as they are."""
     form, ops, layout = problem.form, problem.ops, problem.layout
     if isinstance(form, TileForm) or not (form.query is problem.query and form.key is problem.key):
@@ -643,67 +678,42 @@ def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Map
     # A plan reads one boolean array or holds intervals, but not both.
     if (tiles.interval_set if "mask" in arrays else tiles.remaining_mask) is not None:
         return None
-    reads_mask, reads_lens = "mask" in arrays, "valid_lens" in arrays
-    if not (problem.mask is None or reads_mask or reads_lens or isinstance(problem.mask, CachedMask)):
+    reads_mask, lens = "mask" in arrays, arrays.get("valid_lens")
+    if not (problem.mask is None or reads_mask or lens is not None or isinstance(problem.mask, CachedMask)):
         return None
     # No plan for the scores alone, nor without rows: the strides of an empty view are NumPy's, not the caller's.
     if 0 in problem.score_shape.rows or problem.matrix == "scores":
         return None
-    spec, inputs_by_name = score_spec(problem, {})
+    spec, lowered = score_spec(problem, {})
     operands = {kind: arrays[kind.field or kind.name] for kind in _OPERANDS if (kind.field or kind.name) in arrays}
     # The module must read no array that lowering computed, such as query_bias: the next call would read it too.
-    if inputs_by_name.keys() != {kind.input for kind in operands}:
+    if lowered.keys() != {kind.input for kind in operands}:
         return None
-    inputs = _inputs(problem, tiles, arrays, inputs_by_name)
-    if inputs is None:
+    if "w_v" in arrays and not _is_view(ops.memory(lowered["w_v"]), ops.memory(arrays["w_v"])):
         return None
-    copies_bias = problem.has_relative_bias and not ops.memory(arrays["bias"]).flags.c_contiguous
-    return NativePlan(
-        _native, kernel, ops, layout, problem.dtype, problem.accumulator, problem.statistics,
-        problem.matrix == "weights", 0.0 if problem.dropout is None else problem.dropout.probability,
-        None if any(kind.field for kind in operands) else problem.score,
-        None if reads_mask or reads_lens else problem.mask, reads_mask, reads_lens,
-        tuple(_operands(problem, operands)), (*spec[:-1], 0),
-        inputs, saves_scores(problem, tiles), "bandwidth" in arrays, copies_bias,
-    )  # fmt: skip
-
-
-def _inputs(
-    problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array], lowered: Mapping[str, Array]
-) -> tuple[HostArray | None, ...] | None:
-    """Return examples of the module's inputs, or None where the module cannot read one of the arrays as it is.
-
-    A call passes the addresses of the caller's arrays, to be read with the strides of these examples. `lowered` are the
-    operands of the problem by the names of the module.
-    """
-    ops, layout, host = problem.ops, problem.layout, backends.load("numpy")
-    examples: dict[str, HostArray] = {
-        kind.input: _canonical_example(layout, ops.memory(arrays[kind.name]), is_query=kind.name == "query")
-        for kind in _OPERANDS
-        if kind.has_positions
-    }
-    if "bias" in arrays:
-        bias = ops.in_c_order(arrays["bias"]) if problem.has_relative_bias else arrays["bias"]
-        examples["bias"] = layout.pairs_to_canonical(host, _example(ops.memory(bias)))
-    if "mask" in arrays:
-        examples["mask"] = _mask_example(ops, layout, arrays["mask"])
-    if "w_v" in arrays:
-        w_v = ops.memory(lowered["w_v"])
-        is_copy = w_v.size > 0 and w_v.ctypes.data != ops.memory(arrays["w_v"]).ctypes.data
-        if is_copy or w_v.strides[-1] != w_v.itemsize:
-            return None
-        examples["w_v"] = _example(w_v)
-    if "sink" in arrays:
-        if ops.dtype(arrays["sink"]) != problem.accumulator:
-            return None
-        examples["sink"] = _example(ops.memory(arrays["sink"])).reshape(tuple(lowered["sink"].shape))
-    if "bandwidth" in arrays:
-        examples["scales"] = np.zeros((1, 1), problem.accumulator)
-    if "valid_lens" in arrays:
-        examples["start"], examples["stop"] = _bounds_examples(layout, arrays["valid_lens"])
+    if "sink" in arrays and ops.dtype(arrays["sink"]) != problem.accumulator:
+        return None
+    lens_rows = 0
+    bounds: tuple[HostArray, ...] = ()
+    if lens is not None:
+        shape = layout.score_shape
+        lens_rows = len(lens_per_query(np.asarray(backends.host(lens)), shape.query_len, shape.batch))
     elif tiles.interval_set is not None:
-        examples["start"], examples["stop"] = tiles.interval_set.with_holes
-    return tuple(map(examples.get, ORDER))
+        bounds = tiles.interval_set.with_holes
+    computation = Computation(
+        _native, kernel, ops, problem.dtype, problem.accumulator, problem.statistics, problem.matrix == "weights",
+        0.0 if problem.dropout is None else problem.dropout.probability,
+        None if any(kind.field for kind in operands) else problem.score,
+        None if reads_mask or lens_rows else problem.mask, reads_mask, lens_rows, bounds, (*spec[:-1], 0),
+        may_save_scores and saves_scores(problem, tiles), "bandwidth" in arrays,
+        copies_bias=problem.has_relative_bias and not ops.memory(arrays["bias"]).flags.c_contiguous,
+    )  # fmt: skip
+    return NativePlan(computation, layout, tuple(_operands(problem, operands)))
+
+
+def _is_view(x: HostArray, base: HostArray) -> bool:
+    """Whether `x` is a view of all of `base` whose last axis is contiguous."""
+    return (x.size == 0 or x.ctypes.data == base.ctypes.data) and x.strides[-1] == x.itemsize
 
 
 def _operands(problem: Problem, arrays: Mapping[OperandKind, Array]) -> Iterator[Operand]:
@@ -754,37 +764,4 @@ def _sum_of_rows(x: HostArray) -> HostArray:
         np.add.reduce(x)
         if len(x) <= thresholds.ROWS_SUMMED_AS_THEY_ARE
         else np.add.reduce(x, dtype=np.float64).astype(x.dtype)
-    )
-
-
-def _example(x: HostArray) -> HostArray:
-    """Return an array with the shape and strides of `x` but not its memory; its entries are never read."""
-    return np.lib.stride_tricks.as_strided(np.empty(1, x.dtype), x.shape, x.strides)
-
-
-def _canonical_example(layout: AxisLayout, x: HostArray, *, is_query: bool) -> HostArray:
-    """Return an example of the caller's query, key or value, moved to the canonical axes, which takes no copy."""
-    example: HostArray = layout.to_canonical(backends.load("numpy"), _example(x), is_query=is_query)
-    return example
-
-
-def _mask_example(ops: Backend, layout: AxisLayout, mask: Array) -> HostArray:
-    """Return an example of a boolean mask as the module reads it, on the canonical axes."""
-    example: HostArray = layout.pairs_to_canonical(backends.load("numpy"), _example(_memory(ops, mask)))
-    return example.view(np.uint8)
-
-
-def _bounds_examples(layout: AxisLayout, lens: Any) -> HostArray:
-    """Return examples of the bounds (start, stop) of the intervals of valid lengths."""
-    shape = layout.score_shape
-    lens = np.asarray(backends.host(lens))
-    return np.zeros((2, *lens_per_query(lens, shape.query_len, shape.batch).shape), int)
-
-
-def _c_order_example(shape: Sequence[int], dtype: str) -> HostArray:
-    """Return an array in C order whose entries are never read, like `_example`."""
-    example = np.empty(1, dtype)
-    lengths = [max(n, 1) for n in reversed(shape[1:])]
-    return np.lib.stride_tricks.as_strided(
-        example, shape, tuple(accumulate(lengths, operator.mul, initial=example.itemsize))[::-1]
     )

@@ -131,6 +131,7 @@ class _Plans:
         plan = self._plans.get_or_compute(key, lambda: self._build(arrays))
         if plan is None:
             return None
+        computation = plan.computation
         by_name, remaining = dict(zip(self.names, arrays, strict=False)), iter(arrays[len(self.names) :])
         operand_names = [operand.name for operand in plan.operands]
         operands = [by_name[name] for name in operand_names]
@@ -142,11 +143,11 @@ class _Plans:
         seed %= 2**63
         if not inputs:
             outputs, saved = plan.forward(operands, bounds, seed, saves=True)
-            filled = dict(zip((*plan.returned, *plan.saved), (*outputs, *saved), strict=True))
+            filled = dict(zip((*computation.returned, *computation.saved), (*outputs, *saved), strict=True))
             return {name: x if name in ("out", "attention_weights") else x[..., None] for name, x in filled.items()}
-        read = {**inputs, **{name: np.ascontiguousarray(inputs[name]) for name in plan.saved}}
+        read = {**inputs, **{name: np.ascontiguousarray(inputs[name]) for name in computation.saved}}
         is_requested = [name in names for name in operand_names]
-        gradients = plan.backward(operands, bounds, [*map(read.get, plan.backward_inputs)], seed, is_requested)
+        gradients = plan.backward(operands, bounds, [*map(read.get, computation.backward_inputs)], seed, is_requested)
         return {name: grad for name, grad in zip(operand_names, gradients, strict=True) if grad is not None}
 
     def _build(self, arrays: Sequence[HostArray]) -> NativePlan | None:
@@ -166,8 +167,7 @@ class _Plans:
             mask=mask,
             statistics=tuple(name for name in problem.statistics if name != "log_sum_exp"),
         )
-        plan = reusable_plan(self.kernel, planned, tiling.plan(planned), caller_arrays)
-        return None if plan is None else dataclasses.replace(plan, saves_scores=False)
+        return reusable_plan(self.kernel, planned, tiling.plan(planned), caller_arrays, may_save_scores=False)
 
 
 @dataclass(frozen=True)
