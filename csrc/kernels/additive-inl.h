@@ -91,14 +91,14 @@ class Additive {
     bool tanh_addition_applies(T size) const { return activation == Activation::tanh && size <= T(1); }
     bool exp_in_range(T size) const { return std::fabs(kappa_) * size <= kMaxExponent; }
 
-    // The algorithm for query rows whose largest magnitude is `rows`.
-    AdditiveAlgorithm algorithm_for(T rows, const Keys& keys) const {
+    // The algorithm for query rows whose largest magnitude is `size`.
+    AdditiveAlgorithm algorithm_for(T size, const Keys& keys) const {
         // The sum of two large numbers may be infinite.
-        if (!is_finite_size(rows + keys.largest) || !keys.finite) return AdditiveAlgorithm::direct_nonfinite;
+        if (!is_finite_size(size + keys.largest) || !keys.finite) return AdditiveAlgorithm::direct_nonfinite;
         if (!ratio_) return AdditiveAlgorithm::direct;
-        if (tanh_addition_applies(rows) && tanh_addition_applies(keys.largest) && w_v_foldable(keys))
+        if (tanh_addition_applies(size) && tanh_addition_applies(keys.largest) && w_v_foldable(keys))
             return AdditiveAlgorithm::tanh_addition;
-        const T span = std::fabs(kappa_) * (rows + keys.largest);
+        const T span = std::fabs(kappa_) * (size + keys.largest);
         if (2 * span <= kMaxExponent) return AdditiveAlgorithm::shared_division;
         if (span <= kMaxExponent) return AdditiveAlgorithm::single_division;
         return AdditiveAlgorithm::direct;
@@ -106,12 +106,12 @@ class Additive {
 
     // Whether scores can be computed from the exponentials of rows up to this size: both operands' exponentials are in
     // range (in silu, whose terms grow, also their products), and w_v can be part of the denominators.
-    bool scores_by_exps(T rows, const Keys& keys) const {
-        if (!ratio_ || !is_finite_size(rows) || !keys.finite || !w_v_foldable(keys)) return false;
-        if (activation == Activation::silu) return exp_in_range(rows + keys.largest);
+    bool scores_by_exps(T size, const Keys& keys) const {
+        if (!ratio_ || !is_finite_size(size) || !keys.finite || !w_v_foldable(keys)) return false;
+        if (activation == Activation::silu) return exp_in_range(size + keys.largest);
         // Where u B overflows nevertheless, its weight is below the rounding of the largest weight.
         const T room = std::log(T(4) / std::numeric_limits<T>::epsilon());
-        return exp_in_range(rows) && std::fabs(kappa_) * keys.largest <= kMaxExponent - room;
+        return exp_in_range(size) && std::fabs(kappa_) * keys.largest <= kMaxExponent - room;
     }
 
     // Call f with the term of the activation, so that its loops are compiled for each.

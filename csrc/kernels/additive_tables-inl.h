@@ -62,20 +62,20 @@ class AdditiveTables {
         if (tanhs) keys.row_tanhs = arena.take<T>(size);
     }
 
-    // Fill the tables of a key tile, which stays the caller's.
-    void fill(Keys& keys, const T* transposed, const T* w, const MagnitudeRange<T>& rows) const {
+    // Fill the tables of a key tile that the algorithms for queries of these sizes need. `transposed` is not copied.
+    void fill(Keys& keys, const T* transposed, const T* w, const MagnitudeRange<T>& sizes) const {
         keys.transposed = transposed;
         keys.largest = largest(transposed, form_.dim * kTileKeys);
         if (w != keys.w_v) weigh(keys, w);
         keys.finite = keys.largest <= std::numeric_limits<T>::max() && !keys.nonfinite_weight;
-        const AdditiveAlgorithm first = form_.algorithm_for(rows.least, keys),
-                                last = form_.algorithm_for(rows.most, keys);
+        const AdditiveAlgorithm first = form_.algorithm_for(sizes.least, keys),
+                                last = form_.algorithm_for(sizes.most, keys);
         const bool small = first == AdditiveAlgorithm::tanh_addition, larger = last != AdditiveAlgorithm::tanh_addition;
         if (small && !keys.scores_known) {
             fill_tanhs(keys);
             fill_weighted(keys.weighted_tanhs, keys.tanh_bounds, keys, keys.tanhs);
         }
-        if (larger && !keys.scores_known && form_.scores_by_exps(rows.least, keys))
+        if (larger && !keys.scores_known && form_.scores_by_exps(sizes.least, keys))
             fill_weighted(keys.weighted_exps, keys.exp_bounds, keys, nullptr);
         if (!keys.rows) return;
         fill_rows(keys);
