@@ -266,7 +266,7 @@ class AdditiveLayer:
             Linear("w_v", HIDDEN, units, 1),
         )
         options = ("num_hiddens", units), *sizes.items(), *_normalizer_option(normalizer)
-        layer = Layer("additive", options, ("num_hiddens", *sizes), linears)
+        layer = Layer("additive", options, hidden=("num_hiddens", *sizes), linears=linears)
         super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # the framework's base
 
     num_hiddens, key_size, query_size = map(option, ("num_hiddens", "key_size", "query_size"))
@@ -294,7 +294,7 @@ class BilinearLayer:
         # with query_size, and the softmax starts saturated.
         matrix = Parameter("W", shape, fan_in_axes=2, inputs=("queries", "keys"))
         options = *sizes.items(), *_normalizer_option(normalizer)
-        layer = Layer("bilinear", options, tuple(sizes), parameters=(matrix,))
+        layer = Layer("bilinear", options, hidden=tuple(sizes), parameters=(matrix,))
         super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # the framework's base
 
     key_size, query_size = map(option, ("key_size", "query_size"))
@@ -322,7 +322,7 @@ class GaussianLayer:
         options = ("bandwidth", start), ("learn_bandwidth", learn), *_normalizer_option(normalizer)
         learned = Parameter("log_bandwidth", (), start=math.log(start))
         layer = Layer(
-            "gaussian", options, () if learn else ("learn_bandwidth",), parameters=(learned,) if learn else ()
+            "gaussian", options, hidden=() if learn else ("learn_bandwidth",), parameters=(learned,) if learn else ()
         )
         super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # the framework's base
         if not learn:
@@ -398,7 +398,7 @@ class MultiHeadLayer:
             *[(name, True) for name, is_on in flags.items() if is_on],
             *normalizer_option,
         )
-        by_default = {"score_hiddens": score_dim == dim, "num_key_value_heads": kv_heads == heads}
+        is_default_of = {"score_hiddens": score_dim == dim, "num_key_value_heads": kv_heads == heads}
         linears = (
             Linear("W_q", "queries", sizes["query_size"], heads * score_dim, bias, heads),
             Linear("W_k", "keys", sizes["key_size"], kv_heads * score_dim, bias, kv_heads),
@@ -408,10 +408,10 @@ class MultiHeadLayer:
         layer = Layer(
             score,
             options,
-            ("bias", *sizes, *[name for name, is_hidden in by_default.items() if is_hidden]),
-            linears,
-            _parameters_of_heads(score, heads, score_dim, **flags),
-            heads,
+            hidden=("bias", *sizes, *[name for name, is_default in is_default_of.items() if is_default]),
+            linears=linears,
+            parameters=_parameters_of_heads(score, heads, score_dim, **flags),
+            heads=heads,
         )
         super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # the framework's base
         if rotary is not None and not callable(rotary):
