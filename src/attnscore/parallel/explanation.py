@@ -31,7 +31,7 @@ class RowBytes:
     key_gradient: int
     """Key and value in the dtype of sums."""
     row: int
-    """Numbers passed with a query, in the dtype of sums: row_max, log_denom, delta, and two for the entropy."""
+    """What is passed with a query, in the dtype of sums: row_max, log_denom, delta, and two for the entropy."""
     heads: int
     kv_heads: int
 
@@ -53,17 +53,23 @@ class RowBytes:
             check_count(name, size)
         if kv_heads and heads % kv_heads:
             raise ArgumentError(message("kv_heads", f"a number that divides heads = {heads}", kv_heads))
-        number, sums = itemsize(dtype), itemsize(accumulator(dtype))
-        kv = batch * kv_heads * (key_dim + value_dim)
-        queries = batch * heads
-        row = 3 * queries * sums
-        return cls(queries * dim * number, queries * value_dim * number, kv * number, kv * sums, row, heads, kv_heads)
+        number_bytes, sum_bytes = itemsize(dtype), itemsize(accumulator(dtype))
+        query_count, key_numbers = batch * heads, batch * kv_heads * (key_dim + value_dim)
+        return cls(
+            query=query_count * dim * number_bytes,
+            out=query_count * value_dim * number_bytes,
+            key=key_numbers * number_bytes,
+            key_gradient=key_numbers * sum_bytes,
+            row=3 * query_count * sum_bytes,  # without the entropy
+            heads=heads,
+            kv_heads=kv_heads,
+        )
 
     @classmethod
     def of_problem(cls, problem: Problem) -> RowBytes:
         """Return the bytes of a call's arrays that ranks exchange."""
         form, ops, shape = problem.form, problem.ops, problem.score_shape
-        sums = itemsize(problem.accumulator)
+        sum_bytes = itemsize(problem.accumulator)
 
         def size(x: Array, width: int | None = None) -> int:
             numbers: int = math.prod(x.shape[:-2]) * x.shape[-1]
@@ -76,8 +82,8 @@ class RowBytes:
             query=sum(map(size, by_role["query"])),
             out=rows * problem.layout.value_dim * itemsize(problem.dtype),
             key=sum(map(size, key)),
-            key_gradient=sum(size(x, sums) for x in key),
-            row=(5 if "entropy" in problem.statistics else 3) * rows * sums,
+            key_gradient=sum(size(x, sum_bytes) for x in key),
+            row=(5 if "entropy" in problem.statistics else 3) * rows * sum_bytes,
             heads=shape.heads * shape.groups,
             kv_heads=shape.heads,
         )

@@ -232,7 +232,7 @@ class Ring(DeviceCall):
         return ("log_sum_exp", *(("entropy",) if "entropy" in self.problem.statistics else ()))
 
     @property
-    def _sums(self) -> Any:
+    def _sum_dtype(self) -> Any:
         return jnp.dtype(accumulator(self.problem.dtype))
 
     def _from_previous_device(self, arrays: Arrays) -> dict[str, Array]:
@@ -245,7 +245,7 @@ class Ring(DeviceCall):
         """Return the plan over the keys that the device has at a step, and their positions."""
         cols = self.keys.of_device((self.device - step) % self.plan.ranks)
         # The parts are merged in the dtype of sums.
-        operands = {**operands, "value": operands["value"].astype(self._sums)}
+        operands = {**operands, "value": operands["value"].astype(self._sum_dtype)}
         return self.part(self.keys, cols, operands, statistics), cols
 
     def _forward(self, operands: Arrays) -> dict[str, Array]:
@@ -264,7 +264,7 @@ class Ring(DeviceCall):
     def _backward(self, operands: Arrays, outputs: Arrays, grads: Arrays) -> dict[str, Array]:
         """Return the gradients of the operands; key gradients travel around the ring with the keys."""
         keys = {name: operands[name] for name in self.operands("key")}
-        totals = {name: jnp.zeros_like(x, self._sums) for name, x in operands.items()}
+        totals = {name: jnp.zeros_like(x, self._sum_dtype) for name, x in operands.items()}
         key_gradients = {name: totals.pop(name) for name in keys}
 
         def attend_at(step: int, operands: Arrays) -> dict[str, Array]:

@@ -163,7 +163,8 @@ def exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard],
     queries = _complete("queries", queries)
     keys = _complete("keys", keys, len(queries))
     # The layers of a model share a mask. Masks with arrays, which may change, are counted anew.
-    fields = (None,) if mask is None else None if mask.arrays() else arguments_signature(mask, None)
+    is_counted_anew = mask is not None and bool(mask.arrays())
+    fields = None if is_counted_anew else arguments_signature(mask, None)
     cache_key = None if fields is None else (fields, queries, keys, batch)
     return _EXCHANGES.get_or_compute(cache_key, lambda: _exchange(mask, queries, keys, batch))
 

@@ -294,7 +294,10 @@ def balanced_boundaries(loads: HostArray, ranks: int) -> HostArray:
 
 
 def assign_to_least_loaded(loads: HostArray, ranks: int) -> HostArray:
-    """Return the rank that gets each of the loads: the largest first, to the rank with the least so far."""
+    """Return the rank that gets each of the loads: the largest first, to the rank with the least so far.
+
+    No rank gets more loads than an equal share, rounded up.
+    """
     share = -(-len(loads) // ranks)
     # Ranks by their load so far, then by the number of their loads, then by rank.
     heap = [(0, 0, rank) for rank in range(ranks)]

@@ -146,8 +146,7 @@ class ShardedCall(RankCall):
         return tuple(name for name in self.problem.statistics if name != "log_sum_exp")
 
     @property
-    def sums(self) -> torch.dtype:
-        """Dtype of sums."""
+    def sum_dtype(self) -> torch.dtype:
         return torch.promote_types(self.problem.value.dtype, torch.float32)
 
     # ---- parts
@@ -207,7 +206,7 @@ class ShardedCall(RankCall):
         part_grads = RowGradients(*(None if x is None else slice_ranges(x, ranges) for x in row_grads))
         names = requested & frozenset(plan.operands())
         gradients = plan.kernel.backward(plan.problem, plan.tiles, part_result, part_grads, names)
-        gradients = {name: gradients[name].to(self.sums) for name in names}
+        gradients = {name: gradients[name].to(self.sum_dtype) for name in names}
         for name in names - {*self.names["key"]}:
             if name == "bias":
                 self._add_bias(totals[name], rows, cols, gradients[name])
@@ -221,7 +220,7 @@ class ShardedCall(RankCall):
 
     def zeros_like(self, operands: Arrays, names: Iterable[str]) -> dict[str, Tensor]:
         """Return zeros with the shapes of these operands, in the dtype of sums."""
-        return {name: torch.zeros_like(operands[name], dtype=self.sums) for name in names}
+        return {name: torch.zeros_like(operands[name], dtype=self.sum_dtype) for name in names}
 
     def fetch_keys(self, arrays: Arrays, movement: Movement) -> Callable[[], dict[str, Tensor]]:
         """Start to fetch keys and values."""
@@ -247,7 +246,7 @@ class MergedCall(ShardedCall):
 
     def make_part(self, rows: Shard, cols: Shard, arrays: Arrays) -> SinglePlan:
         # The values, and so the output, are in the dtype of sums.
-        return super().make_part(rows, cols, {**arrays, "value": arrays["value"].to(self.sums)})
+        return super().make_part(rows, cols, {**arrays, "value": arrays["value"].to(self.sum_dtype)})
 
     def merge(self, operands: Arrays, blocks: Iterable[tuple[Shard, Shard, Arrays]]) -> Result:
         """Return the result of the rank's queries, merged from blocks of disjoint keys, then with the sink."""
@@ -322,7 +321,7 @@ class Gather(ShardedCall):
         self, operands: Arrays, fetched: Arrays, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
         totals = self.zeros_like(operands, requested.difference(*self.names.values()))
-        key_gradients = {x: operands[x][..., :0, :].to(self.sums) for x in self.names["key"] if x in requested}
+        key_gradients = {x: operands[x][..., :0, :].to(self.sum_dtype) for x in self.names["key"] if x in requested}
         if self.has_inner_part:
             totals |= self.add_gradients(totals, self.queries, self.keys, operands, result, grads, requested)
         if len(self.outer):
@@ -421,7 +420,7 @@ class PassQueries(MergedCall):
         self, operands: Arrays, fetched: Arrays, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
         grad_out = grads.out if grads.out is not None else torch.zeros_like(result.out)
-        delta = (result.out.to(self.sums) * grad_out.to(self.sums)).sum(-1, keepdim=True)
+        delta = (result.out.to(self.sum_dtype) * grad_out.to(self.sum_dtype)).sum(-1, keepdim=True)
         delta = delta if grads.log_sum_exp is None else delta - grads.log_sum_exp
         sent = {name: operands[name] for name in self.names["query"]}
         sent |= {"grad_out": grad_out, "row_max": result.row_max, "log_denom": result.log_denom, "delta": delta}

@@ -128,8 +128,8 @@ class Ranks:
             movement = movements[name]
             held, needed = movement.held[self.rank], movement.needed[self.rank]
             if name not in totals:
-                sums = torch.promote_types(x.dtype, torch.float32)
-                zeros = x.new_zeros((*x.shape[:-2], len(held), x.shape[-1]), dtype=sums)
+                sum_dtype = torch.promote_types(x.dtype, torch.float32)
+                zeros = x.new_zeros((*x.shape[:-2], len(held), x.shape[-1]), dtype=sum_dtype)
                 totals[name] = zeros.repeat_interleave(self.count, -4) if movement.by_heads else zeros
             rows = held & needed
             add_rows(self._heads(totals[name], movement)[self.rank], held.locate(rows), x, needed.locate(rows))
