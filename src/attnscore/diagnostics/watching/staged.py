@@ -195,7 +195,7 @@ def _unrolled_sums(
     for place in np.ndindex(*lead):
         values = [part(x, rank, place) for x, rank in zip(numbers, ranks, strict=True)]
         call = build(dict(zip(arrays, values, strict=True)))
-        tokens = None if real is None or real.ndim < 2 else part(real, 2, place) if len(lead) >= real.ndim - 2 else None
+        tokens = part(real, 2, place) if real is not None and 2 <= real.ndim <= len(lead) + 2 else None
         parts.append(sums_of(call, tokens, weight))
     return merged(parts)
 

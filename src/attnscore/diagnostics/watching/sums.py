@@ -36,7 +36,7 @@ BLOCK = 2**20
 # a failing model may be as low as the first of these: scores have a lower bound.
 MASKED_BIAS = -9e3
 MASKED_SCORE = -1e8
-# Statistics of `attend`, in the order in which `add_up` takes them apart.
+# Statistics of `attend`, in the order in which `_add_up` takes them apart.
 NEEDED = (
     "mean_score",
     "var_score",
@@ -201,40 +201,40 @@ def _by_head(x: NDArray[Any], head_axis: int, heads: int | None) -> NDArray[Any]
 
 def _add_up(numbers: list[NDArray[Any]], counted: NDArray[Any] | None, saturated_weight: float) -> dict[str, Array]:
     """Return sums over (batch, head, query) of numbers in the order of `NEEDED`, then first key and padding."""
-    mean, variance, total, entropy, weight, weights, squares, top, first, *padding = numbers
+    mean, variance, log_sum_exp, entropy, max_weight, sum_weights, squares, max_score, first_key, *padding = numbers
     is_counted = True if counted is None else counted
-    alive, empty, is_nan = (x & is_counted for x in (weights > 0, weights <= 0, np.isnan(weights)))
+    alive, empty, is_nan = (x & is_counted for x in (sum_weights > 0, sum_weights <= 0, np.isnan(sum_weights)))
     # A single attended key has the whole weight and no variance; saturated queries with a choice have a variance.
-    choice = alive & ~((variance == 0) & (weight >= 1 - 1e-6))
+    choice = alive & ~((variance == 0) & (max_weight >= 1 - 1e-6))
     counts = {
         "rows": alive,
         "empty_rows": empty,
         "nan_rows": is_nan,
         "choice_rows": choice,
-        "saturated_rows": choice & (weight >= saturated_weight),
+        "saturated_rows": choice & (max_weight >= saturated_weight),
         "padding_rows": alive & bool(padding),
         # Weights are NaN where a score is infinite: the sum of exponentials was.
-        "overflow_rows": is_nan & (top == np.inf),
+        "overflow_rows": is_nan & (max_score == np.inf),
     }
     of_rows = {
         "logit_mean": mean,
         "logit_variance": variance,
-        "log_sum_exp": total,
+        "log_sum_exp": log_sum_exp,
         "entropy": entropy,
-        "max_weight": weight,
+        "max_weight": max_weight,
         "effective_keys": np.exp(entropy),
-        "jacobian_trace": weights,
+        "jacobian_trace": sum_weights,
         "squares": squares,
-        "first_key": first,
-        "padding": padding[0] if padding else 0 * first,
+        "first_key": first_key,
+        "padding": padding[0] if padding else 0 * first_key,
     }
     # Selecting queries costs more than all the sums: where all count, as in most models, it is left out.
     if not alive.all():
         of_rows = {name: np.where(alive, x, 0) for name, x in of_rows.items()}
-        top = np.where(alive, top, -np.inf)
+        max_score = np.where(alive, max_score, -np.inf)
     sums = {name: np.asarray(x.sum((0, 2), dtype=np.float64)) for name, x in (counts | of_rows).items()}
-    sums["jacobian_trace"] -= sums.pop("squares")
-    return sums | {"max_logit": top.max((0, 2), initial=-np.inf).astype(np.float64)}
+    sums["jacobian_trace"] -= sums.pop("squares")  # sum p - sum p^2
+    return sums | {"max_logit": max_score.max((0, 2), initial=-np.inf).astype(np.float64)}
 
 
 def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
