@@ -364,6 +364,7 @@ class _GatheredCall:
             is_full = not block.start.any() and (block.stop == block.slots.shape[1]).all()
             return None if is_full else CachedMask(block.start, block.stop, "the neighbours of each query")
         keys, unmasked = self._keys(block), np.zeros(1, bool)
+        # With intervals the blocks are `_degree_blocks`, of one query a batch row.
         for ends in zip(self.intervals.start, self.intervals.stop, strict=True):
             start, stop = (end[:, block.members[:, 0]].T[..., None] for end in ends)
             unmasked = unmasked | ((keys[:, None] >= start) & (keys[:, None] < stop))

@@ -429,6 +429,7 @@ class Packed(IntervalMask):
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
         shape = sizes_of(self.cu_query)
         count = shape[0] if len(shape) == 1 else 1
+        # Cumulative lengths begin with 0, so an empty array fits no shape.
         specs = [ShapeSpec("cu_query", self.cu_query, "shape (sequences + 1,)", [(count,)] if count != 0 else [])]
         if self.cu_key is not None:
             specs.append(ShapeSpec("cu_key", self.cu_key, f"shape (sequences + 1,) = ({count},)", [(count,)]))
@@ -515,6 +516,7 @@ class Neighbours(Mask):
         queries = score_shape.query_len
         ends = sizes_of(self.indptr)[0] if is_unknown(queries) and sizes_of(self.indptr) else queries + 1
         count = sizes_of(self.indices)[:1] or (0,)
+        # As in `Packed.shapes`, an empty array fits no shape.
         return [
             ShapeSpec("indptr", self.indptr, f"shape (query + 1,) = ({ends},)", [(ends,)] if ends != 0 else []),
             ShapeSpec("indices", self.indices, "shape (edges,)", [count]),

@@ -33,7 +33,7 @@ class ShapeSpec:
     expected: str
     """The shapes that fit, in words for messages."""
     allowed: Sequence[Sequence[Any]]
-    """The shapes that fit; an axis is one length, or a tuple of lengths of which it may have any."""
+    """The shapes that fit, perhaps none; an axis is one length, or a tuple of lengths of which it may have any."""
     check_values: Callable[[str, Any], object] = lambda name, array: None
     """Raises MaskError, with the name, where the host can read values that do not fit."""
 

@@ -188,7 +188,10 @@ def _power(ops: Backend, x: Array, exponent: float) -> Array:
         return x
     is_zero = x == 0
     base = ops.where(is_zero, 1.0, x)
-    power = base * base if exponent == 2 else base**exponent if exponent != 0 else 0.0 * base + 1.0
+    if exponent == 0:
+        power = 0.0 * base + 1.0
+    else:
+        power = base * base if exponent == 2 else base**exponent
     return ops.where(is_zero, 0.0, power)
 
 
