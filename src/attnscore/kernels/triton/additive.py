@@ -237,10 +237,10 @@ def table_of(x: Operand, activation: str, runner: Any, *, with_powers: bool = Fa
     )  # fmt: skip
     largest = channels[..., -1:, :]
     return Table(
-        as_strided_operand(channels.mT),
-        None if powers is None else as_strided_operand(powers),
-        as_strided_operand(largest.mT),
-        None if powers is None else as_strided_operand(largest.amax(-1, keepdim=True)),
+        channels=as_strided_operand(channels.mT),
+        powers=None if powers is None else as_strided_operand(powers),
+        sizes=as_strided_operand(largest.mT),
+        largest=None if powers is None else as_strided_operand(largest.amax(-1, keepdim=True)),
     )
 
 

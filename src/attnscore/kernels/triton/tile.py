@@ -349,12 +349,13 @@ def pair_scores(
 
 @triton.jit
 def function_scores(s, shared, m, FORM: tl.constexpr, FUNCTION: tl.constexpr):
-    """Return the custom function of the result of `pair_scores`, NaN where this is not finite; or the result itself."""
+    """Return the custom function of `s`, the result of `pair_scores`; `s` itself where there is none."""
     if (FORM == INNER or FORM == DISTANCE) and FUNCTION is not None:
         x, s = s, FUNCTION(s, *load_parameters(shared, m, 0))
         tl.static_assert(
             s.shape == x.shape, "value of a custom score has to return one number for each of its argument"
         )
+        # A product with an infinity counts as NaN, as on the CPU, even if the function maps it to a finite score.
         s = tl.where(x - x == 0, s, float("nan")).to(tl.float32)
     return s
 
