@@ -190,7 +190,7 @@ def test_plans_of_many_heads_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     for keys in range(1, 9):
         for _ in range(2):
             ats.attend(*(torch.randn(6, 5, n, 4) for n in (1, keys, keys)))
-    assert [x.heads for x in found.values()] == [30, 30, 30]
+    assert [x.cache_weight for x in found.values()] == [30, 30, 30]
 
 
 @pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")

@@ -239,7 +239,7 @@ def attend_vjp(
             grads_out |= {"grad_entropy": grad_entropy} if "entropy" in problem.statistics else {}
             grads_out |= {"grad_weights": grad_weights} if flag else {}
             incoming = [row_gradient(problem, name, grad) for name, grad in grads_out.items()]
-            grads = op.backward(tuple(operands.values()), outputs[: op.saved_outputs], incoming)
+            grads = op.backward(tuple(operands.values()), outputs[: op.saved_count], incoming)
             named = dict(zip(operands, grads, strict=True))
             return gradients(problem, cast(Pullback, score_pullback)(named), named, arrays)
 

@@ -87,13 +87,13 @@ class DifferentiableOp(ABC):
 
     @property
     @abstractmethod
-    def differentiable_outputs(self) -> int:
+    def differentiable_count(self) -> int:
         """Number of outputs, from the first, that carry a gradient."""
 
     @property
-    def saved_outputs(self) -> int:
+    def saved_count(self) -> int:
         """Number of outputs, from the first, that the backward reads."""
-        return self.differentiable_outputs
+        return self.differentiable_count
 
     @property
     def has_loops(self) -> bool:

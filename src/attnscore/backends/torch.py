@@ -414,10 +414,10 @@ class _AttentionFunction(torch.autograd.Function):
         ctx.versions = [(x, x._version) for x in masks]
         if len(returned) > 1:
             ctx.set_materialize_grads(False)
-            ctx.mark_non_differentiable(*returned[run.differentiable_outputs :])
+            ctx.mark_non_differentiable(*returned[run.differentiable_count :])
         # Saved like the output that depends on it: a checkpoint around the call may draw another seed.
         seed = (torch.tensor(run.seed, device="cpu"),) if run.seed else ()
-        ctx.save_for_backward(*operands, *outputs[: run.saved_outputs], *seed)
+        ctx.save_for_backward(*operands, *outputs[: run.saved_count], *seed)
         return returned
 
     @staticmethod
@@ -427,12 +427,12 @@ class _AttentionFunction(torch.autograd.Function):
                 "the mask of attend() has been modified by an inplace operation, and its gradient needs it as it was. "
                 "Hint: give the call a copy (mask.clone())"
             )
-        run, saved, last = ctx.run, ctx.saved_tensors, ctx.count + ctx.run.saved_outputs
+        run, saved, last = ctx.run, ctx.saved_tensors, ctx.count + ctx.run.saved_count
         operands, outputs, seed = saved[: ctx.count], saved[ctx.count : last], saved[last:]
         if seed and int(seed[0]) != run.seed:
             run = run.with_seed(int(seed[0]))
         requested = ctx.needs_input_grad[1:]
-        return None, *run.backward(operands, outputs, grads[: run.differentiable_outputs], requested)
+        return None, *run.backward(operands, outputs, grads[: run.differentiable_count], requested)
 
 
 _apply: Any = super(torch.autograd.Function, _AttentionFunction).apply

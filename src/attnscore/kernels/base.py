@@ -100,8 +100,8 @@ class Plan(ABC):
     """Whether the plan runs other calls of its signature, and so holds no array of a caller."""
 
     @property
-    def heads(self) -> int:
-        """Heads of all elements of the batch; a cached plan holds about 2 KB a head and direction."""
+    def cache_weight(self) -> int:
+        """Weight of the plan in the cache: heads of all elements of the batch, as it holds about 2 KB for each."""
         return 0
 
     @abstractmethod
@@ -114,7 +114,7 @@ class SinglePlan(Plan, DifferentiableOp):
     """Plan of one call, with its arrays: a kernel applied to a problem, as a function of arrays alone.
 
     Outputs are (out, log_denom, entropy and matrix if requested, row_max, scores if saved, the other statistics).
-    The first ``differentiable_outputs`` carry gradients; the first ``saved_outputs`` are saved for the backward.
+    The first ``differentiable_count`` carry gradients; the first ``saved_count`` are saved for the backward.
     """
 
     kernel: Kernel
@@ -152,11 +152,11 @@ class SinglePlan(Plan, DifferentiableOp):
         return (*self._saved, *(name for name in self.problem.statistics if name not in DIFFERENTIABLE))
 
     @property
-    def differentiable_outputs(self) -> int:
+    def differentiable_count(self) -> int:
         return len(self._differentiable)
 
     @property
-    def saved_outputs(self) -> int:
+    def saved_count(self) -> int:
         return len(self._saved)
 
     @property

@@ -102,8 +102,8 @@ class LoweredPlan(Plan):
         return f"LoweredPlan(to {type(self.lowered).__name__}, {self.plan!r})"
 
     @property
-    def heads(self) -> int:
-        return self.plan.heads
+    def cache_weight(self) -> int:
+        return self.plan.cache_weight
 
     def run(self, arguments: CallArguments) -> Any:
         ops, (query, key, value, score, mask, lens, bias, sink, seed) = self.ops, arguments

@@ -194,7 +194,7 @@ def plan_for(
     key_without_lengths, lengths = _separate_lengths(cache_key, arguments, options) or (None, (0, 0))
     if isinstance(similar_plan := PLANS.get(key_without_lengths), NativePlan):
         cached_plan = similar_plan.with_lengths(*lengths)
-        return PLANS.put(cache_key, cached_plan, cached_plan.heads), arguments
+        return PLANS.put(cache_key, cached_plan, cached_plan.cache_weight), arguments
     ops = backends.of_type(type(arguments.query)) or backends.of({"query": arguments.query})
     examples = arguments if cache_key is None else _without_gradients(ops, arguments)
     is_detached = examples is not arguments
@@ -219,8 +219,8 @@ def plan_for(
         arguments = arguments._replace(seed=problem.dropout.seed)
     if plan.is_reusable:
         if type(plan) is NativePlan:
-            PLANS.put(key_without_lengths, plan, plan.heads)
-        return PLANS.put(cache_key, plan, plan.heads), arguments
+            PLANS.put(key_without_lengths, plan, plan.cache_weight)
+        return PLANS.put(cache_key, plan, plan.cache_weight), arguments
     # A plan of one call runs on the arrays of its problem, which autograd has to record.
     return plan_for(None, arguments, options, has_value=has_value) if is_detached else (plan, arguments)
 

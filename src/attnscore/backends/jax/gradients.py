@@ -74,12 +74,12 @@ def with_own_vjp(
         requested = Static([x.perturbed for x in arrays])
         arrays, constants = (tuple(x.value for x in primals) for primals in (arrays, constants))
         outputs = call("forward", constants, arrays)
-        return outputs, (arrays, constants, outputs[: run.saved_outputs], requested)
+        return outputs, (arrays, constants, outputs[: run.saved_count], requested)
 
     def backward(saved: Any, grads: Sequence[Any]) -> tuple[Any, None]:
         arrays, constants, outputs, requested = saved
         # An output without a use would otherwise be an array of zeros in the program, which a kernel reads.
-        grads = [None if isinstance(x, SymbolicZero) else x for x in grads[: run.differentiable_outputs]]
+        grads = [None if isinstance(x, SymbolicZero) else x for x in grads[: run.differentiable_count]]
         return tuple(call("backward", constants, arrays, outputs, tuple(grads), requested=requested.value)), None
 
     function = jax.custom_vjp(lambda arrays, constants: call("forward", constants, arrays))

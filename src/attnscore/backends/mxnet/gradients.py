@@ -34,8 +34,8 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     arrays = [x.detach() for x in operands]
     with autograd.pause(train_mode=autograd.is_training()):
         outputs = run.forward(arrays)
-    saved = [x.detach() for x in outputs[: run.saved_outputs]]
-    count = run.differentiable_outputs
+    saved = [x.detach() for x in outputs[: run.saved_count]]
+    count = run.differentiable_count
     _record(operands, outputs[:count], lambda grads, requested: run.backward(arrays, saved, grads, requested))
     return outputs
 

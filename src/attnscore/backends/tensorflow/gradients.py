@@ -75,14 +75,14 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
 
         def vjp(*grads: Array, variables: Any = None) -> Any:
             # `results` and not `outputs`, so that a second tape differentiates through them.
-            saved, incoming = results[: run.saved_outputs], grads[: run.differentiable_outputs]
+            saved, incoming = results[: run.saved_count], grads[: run.differentiable_count]
             gradients = run.backward(operands, saved, incoming, requested)
             return gradients if variables is None else (gradients, [None] * len(variables))
 
         return outputs, vjp
 
     results += hook(*operands)
-    count = run.differentiable_outputs
+    count = run.differentiable_count
     return (*results[:count], *map(tf.stop_gradient, results[count:]))
 
 
@@ -92,12 +92,12 @@ def record(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...
         return differentiable(run, operands)
     requested = [bool(private.should_record([x])) for x in operands]
     outputs = run.forward(operands)
-    count = run.differentiable_outputs
+    count = run.differentiable_count
 
     def vjp(*grads: Array) -> Sequence[Array | None]:
         # Gradients of a gather are slices.
         incoming = [tf.convert_to_tensor(x) if isinstance(x, tf.IndexedSlices) else x for x in grads]
-        return run.backward(operands, outputs[: run.saved_outputs], incoming, requested)
+        return run.backward(operands, outputs[: run.saved_count], incoming, requested)
 
     private.record_operation("attnscore", list(outputs[:count]), list(operands), vjp)
     return outputs

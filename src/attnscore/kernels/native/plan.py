@@ -273,8 +273,7 @@ class NativePlan(Plan):
         return f"NativePlan({computation.kernel.name}, {computation.dtype}, tiles chosen in C++, saves {saved})"
 
     @property
-    def heads(self) -> int:
-        """Heads of all elements of the batch."""
+    def cache_weight(self) -> int:
         return math.prod(self.layout.score_shape.rows[:-1])
 
     def with_lengths(self, query_len: int, key_len: int) -> NativePlan:
@@ -567,7 +566,7 @@ class NativeOp(DifferentiableOp):
     detached: Sequence[Array] = ()
 
     @property
-    def differentiable_outputs(self) -> int:
+    def differentiable_count(self) -> int:
         return len(self.plan.computation.differentiable)
 
     def constants(self) -> tuple[Array, ...]:
@@ -578,7 +577,7 @@ class NativeOp(DifferentiableOp):
 
     def forward(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         outputs, self.saved = self.plan.forward(arrays, self.mask, self.seed, saves=True)
-        count = self.saved_outputs
+        count = self.differentiable_count
         outputs, self.detached = outputs[:count], outputs[count:]
         self.plan.keep_layouts(arrays, outputs)
         return outputs
@@ -646,7 +645,7 @@ class NativeOp(DifferentiableOp):
             plan = plan.streaming()
         with ops.numeric_scope():
             # The forward runs again: its saved outputs carry no gradient here.
-            outputs = plan.forward(inputs)[: plan.saved_outputs]
+            outputs = plan.forward(inputs)[: plan.saved_count]
             gradients = dict(zip(canonical_operands, plan.backward(inputs, outputs, incoming), strict=True))
             if computation.has_bandwidth:
                 gradients["scale"] = bandwidth_gradient(arrays[-1], sum_to(ops, gradients["scale"], (1, 1)))

@@ -46,17 +46,17 @@ class TritonPlan(Plan, DifferentiableOp):
         return f"TritonPlan({self.op!r}, {self.tile})"
 
     @property
-    def heads(self) -> int:
-        """Weight of the plan in the cache, which grows with the memory of the mask's intervals."""
+    def cache_weight(self) -> int:
+        # The memory of the mask's intervals.
         intervals = self.operands.intervals
         return 1 if intervals is None else 1 + intervals.start.numel() // 64
 
     @property
-    def differentiable_outputs(self) -> int:
+    def differentiable_count(self) -> int:
         return 2
 
     @property
-    def saved_outputs(self) -> int:
+    def saved_count(self) -> int:
         return 3
 
     def run(self, arguments: CallArguments) -> Any:
