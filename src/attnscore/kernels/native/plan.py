@@ -526,16 +526,24 @@ class NativePlan(Plan):
         names = [name for name in GRADIENTS if name in operands]
         axis_of = {name: axes.get(name.removeprefix("grad_")) for name in BACKWARD_INPUTS}
         inputs = [
-            Input(computation.backward_inputs.index(x), axis_of[x], axis_of[x] is not None or x in computation.saved)
-            for x in BACKWARD_INPUTS
-            if x in reads
+            Input(
+                position=computation.backward_inputs.index(name),
+                swapped_axis=axis_of[name],
+                # `_with_heads_first` copies to C order.
+                is_in_c_order=axis_of[name] is not None or name in computation.saved,
+            )
+            for name in BACKWARD_INPUTS
+            if name in reads
         ]
-        gradients = [
-            Gradient(names.index(x.name), None if x.is_final and not x.is_summed and x.name != "scale" else x)
-            if is_requested
-            else Gradient(None, None)
-            for x, is_requested in zip(self.operands, requested, strict=True)
-        ]
+        gradients: list[Gradient] = []
+        for operand, is_requested in zip(self.operands, requested, strict=True):
+            is_finished = operand.is_final and not operand.is_summed and operand.name != "scale"
+            gradients.append(
+                Gradient(
+                    position=names.index(operand.name) if is_requested else None,
+                    unfinished=operand if is_requested and not is_finished else None,
+                )
+            )
         return Backward(plan, tuple(inputs), tuple(operands[name].filled for name in names), tuple(gradients))
 
     def operand_gradient(self, grad: Array, operand: Operand, x: Array) -> Array:
