@@ -212,7 +212,7 @@ struct Kernels {
     // Before a backward: set log_denom and delta of the rows [first, last) of a head.
     void (*prepare_rows)(const Problem&, const Head&, const RowArrays&, char* log_denoms, char* deltas, int64_t first,
                          int64_t last) = nullptr;
-    // Whether all of A is finite; C is undefined where it is not.
+    // C = A B, with NaN for the rows of A that are not finite.
     void (*multiply)(const MatrixProduct&, Threads threads) = nullptr;
 };
 
