@@ -402,9 +402,9 @@ class MultiHeadAttention(_ManyHeads, keras.layers.MultiHeadAttention):  # type: 
             return self._pool_heads(*arguments, head_axis=-2, **options)
 
         # Several axes to attend over, or another one: they are moved after the rest and joined into one.
-        rank, count = len(query.shape), len(axes)
-        lead = rank - 1 - count
-        last = tuple(range(lead, rank - 1))
+        channel_axis, count = len(query.shape) - 1, len(axes)
+        lead = channel_axis - count
+        last = tuple(range(lead, channel_axis))
         moved = [ops.moveaxis(x, axes, last) for x in (query, key, value)]
         query_lens, key_lens = (ops.shape(x)[lead:-1] for x in moved[:2])
         flat = [ops.reshape(x, (*ops.shape(x)[:lead], -1, x.shape[-1])) for x in moved]

@@ -146,8 +146,10 @@ def begin(key: Hashable, real: NDArray[Any] | None = None) -> int:
         return number
 
 
-def receive(number: int, key: Hashable, name: str, build: Build, arrays: dict[str, Any], ranks: Sequence[int]) -> None:
-    """Record the attention call `name` of a run; `ranks` are the axes of its arrays in the code of the model."""
+def receive(
+    number: int, key: Hashable, name: str, build: Build, arrays: dict[str, Any], axis_counts: Sequence[int]
+) -> None:
+    """Record the attention call `name` of a run; `axis_counts` are those of its arrays in the code of the model."""
     with _LOCK:
         newest = (run for run in reversed(_RUNS.values()) if run.key == key)
         run = next(newest, None) if number == NEWEST else _RUNS.get(number)
@@ -156,7 +158,7 @@ def receive(number: int, key: Hashable, name: str, build: Build, arrays: dict[st
     for watch, step in tuple(run.steps):
         try:
             with here(is_recorded=True):
-                sums = _unrolled_sums(build, arrays, ranks, run.real, watch.thresholds.saturated_weight)
+                sums = _unrolled_sums(build, arrays, axis_counts, run.real, watch.thresholds.saturated_weight)
         except Exception as error:  # recording must never break the model
             watch._count_unseen(name, describe_error(error))
             continue
@@ -179,21 +181,21 @@ def end(number: int, failed: bool = False) -> None:
 
 
 def _unrolled_sums(
-    build: Build, arrays: dict[str, Any], ranks: Sequence[int], real: NDArray[np.bool_] | None, weight: float
+    build: Build, arrays: dict[str, Any], axis_counts: Sequence[int], real: NDArray[np.bool_] | None, weight: float
 ) -> dict[str, Array]:
     """Return the sums of a call; a call with more axes in front than in the code is summed over its parts."""
     numbers = [np.asarray(x) for x in arrays.values()]
-    lead = np.broadcast_shapes(*(x.shape[: x.ndim - rank] for x, rank in zip(numbers, ranks, strict=True)))
+    lead = np.broadcast_shapes(*(x.shape[: x.ndim - axes] for x, axes in zip(numbers, axis_counts, strict=True)))
 
-    def part(x: NDArray[Any], rank: int, place: tuple[int, ...]) -> NDArray[Any]:
-        sizes = x.shape[: x.ndim - rank]
+    def part(x: NDArray[Any], axes: int, place: tuple[int, ...]) -> NDArray[Any]:
+        sizes = x.shape[: x.ndim - axes]
         inner = place[len(place) - len(sizes) :]
         found: NDArray[Any] = x[tuple(i if size > 1 else 0 for i, size in zip(inner, sizes, strict=True))]
         return found
 
     parts = []
     for place in np.ndindex(*lead):
-        values = [part(x, rank, place) for x, rank in zip(numbers, ranks, strict=True)]
+        values = [part(x, axes, place) for x, axes in zip(numbers, axis_counts, strict=True)]
         call = build(dict(zip(arrays, values, strict=True)))
         tokens = part(real, 2, place) if real is not None and 2 <= real.ndim <= len(lead) + 2 else None
         parts.append(sums_of(call, tokens, weight))
@@ -290,10 +292,10 @@ class Values:
         # Not the site or the root, whose values belong to a trace that ends before the program runs.
         key, build, names = root.key, site.build, tuple(site.arrays)
         arrays = site.arrays.values()
-        ranks = [len(x.shape) for x in arrays]
+        axis_counts = [len(x.shape) for x in arrays]
 
         def call(number: Any, *arrays: Any) -> Any:
-            receive(int(np.ravel(number)[0]), key, name, build, dict(zip(names, arrays, strict=True)), ranks)
+            receive(int(np.ravel(number)[0]), key, name, build, dict(zip(names, arrays, strict=True)), axis_counts)
             return np.zeros(np.shape(number), np.int32)
 
         # A value of another trace must not go into a program that may run again: use the last run that began.

@@ -58,12 +58,12 @@ class TorchWatch(Watch):
         self._softmax = _softmax_patterns(model, softmax)
         self._one_pass = check_flag("one_pass", one_pass)
         self._thread = _ThreadState()
-        self._has_two = False
+        self._has_encoder_and_decoder = False
 
     def _install(self) -> None:
         self._names = {id(module): name or WHOLE for name, module in self._model.named_modules()}
         parts = {part for name in self._names.values() for part in name.split(".")}
-        self._has_two = {"encoder", "decoder"} <= parts
+        self._has_encoder_and_decoder = {"encoder", "decoder"} <= parts
         torch_patches.start(self)
 
     def _uninstall(self) -> None:
@@ -142,7 +142,7 @@ class TorchWatch(Watch):
         out = None
         try:
             # Where there are two halves the mask is the encoder's, also where lengths are equal by chance.
-            real = None if self._has_two and "decoder" in name else step.real
+            real = None if self._has_encoder_and_decoder and "decoder" in name else step.real
             weight = self.thresholds.saturated_weight
             if self._one_pass and isinstance(call, Call) and call.is_recorded is not None:
                 out, step.sums[name] = output_and_sums(call, real, weight)
