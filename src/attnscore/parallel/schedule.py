@@ -56,27 +56,29 @@ def schedule(counts: Counts, mode: str, gradient: str) -> tuple[Phase, ...]:
         query_arrays = ("query", "out", "row")
         plan = cast(Exchange, counts.plan)
         blocks, passed = plan.fetched_blocks.counts, plan.passed.counts
-        forward = Phase((Step(("key",), blocks),), (), ((("key",), blocks.sum(0)),))
-        backward = Phase((Step(query_arrays, passed),), (), ((query_arrays, passed.sum(0)),))
+        forward = Phase(before=(Step(("key",), blocks),), after=(), held=((("key",), blocks.sum(0)),))
+        backward = Phase(before=(Step(query_arrays, passed),), after=(), held=((query_arrays, passed.sum(0)),))
     elif mode == "gather":
         fetched = np.where(sent(counts.fetched.T) > 0, counts.fetched.sum(0), 0)
-        forward = Phase((Step(("key",), counts.fetched),), (), ((("key",), fetched),))
-        backward = Phase((), (Step(("key_gradient",), counts.fetched.T),), ((("key_gradient",), fetched),))
+        forward = Phase(before=(Step(("key",), counts.fetched),), after=(), held=((("key",), fetched),))
+        backward = Phase(
+            before=(), after=(Step(("key_gradient",), counts.fetched.T),), held=((("key_gradient",), fetched),)
+        )
     elif mode == "ring":
         to_next, two_shares = np.roll(np.eye(ranks, dtype=np.int64), 1, 1), 2 * keys.max(keepdims=True)
         # A rank passes on all keys but the next rank's own; backward, the gradients of all keys but its own.
         around = Step(("key",), to_next * (keys.sum() - np.roll(keys, -1))[:, None])
         returned = Step(("key_gradient",), to_next * (keys.sum() - keys)[:, None])
-        forward = Phase((around,), (), ((("key",), two_shares),))
-        backward = Phase((around,), (returned,), ((("key_gradient",), two_shares),))
+        forward = Phase(before=(around,), after=(), held=((("key",), two_shares),))
+        backward = Phase(before=(around,), after=(returned,), held=((("key_gradient",), two_shares),))
     else:
         ones = np.ones_like(counts.fetched)
         to_heads = Step(("query",), ones * queries[:, None]), Step(("key",), ones * keys[:, None])
         to_rows = (Step(("out",), ones * queries),)
         held = (("query", "out"), queries.sum(keepdims=True)), (("key",), keys.sum(keepdims=True))
-        forward = Phase(to_heads, to_rows, held, ranks)
+        forward = Phase(before=to_heads, after=to_rows, held=held, share=ranks)
         mirrored = [tuple(Step(step.arrays, step.rows.T) for step in steps) for steps in (to_rows, to_heads)]
-        backward = Phase(mirrored[0], mirrored[1], held, ranks)
+        backward = Phase(before=mirrored[0], after=mirrored[1], held=held, share=ranks)
     return (forward,) if gradient == "none" else (forward, backward)
 
 

@@ -223,7 +223,7 @@ class ShardedCall(RankCall):
         return {name: torch.zeros_like(operands[name], dtype=self.sum_dtype) for name in names}
 
     def fetch_keys(self, arrays: Arrays, movement: Movement) -> Callable[[], dict[str, Tensor]]:
-        """Start to fetch keys and values."""
+        """Start to fetch keys and values; return a function that waits for them."""
         keys = {name: arrays[name] for name in self.names["key"]}
         return self.ranks.fetch(keys, dict.fromkeys(keys, movement))
 
@@ -354,7 +354,7 @@ class Ring(MergedCall):
         self, operands: Arrays, fetched: Arrays, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Tensor]:
         totals = self.zeros_like(operands, requested.difference(*self.names.values()))
-        arrived: Callable[[], dict[str, Tensor]] = dict
+        wait: Callable[[], dict[str, Tensor]] = dict  # no gradients arrive before the first are sent
         for owner, arrays in self._blocks(operands):
             # The sink is one more key, whose gradient is computed once.
             names = requested if owner == self.ranks.rank else requested - {"sink"}
@@ -364,10 +364,10 @@ class Ring(MergedCall):
                 # The gradients from the other ranks, which the next rank begins to sum, arrive at the end.
                 totals |= key_gradients
                 continue
-            for name, x in arrived().items():
+            for name, x in wait().items():
                 key_gradients[name].add_(x)
-            arrived = self.ranks.fetch(key_gradients, dict.fromkeys(key_gradients, self._movement(owner)))
-        for name, x in arrived().items():
+            wait = self.ranks.fetch(key_gradients, dict.fromkeys(key_gradients, self._movement(owner)))
+        for name, x in wait().items():
             totals[name].add_(x)
         return totals
 
@@ -375,9 +375,9 @@ class Ring(MergedCall):
         """Yield operands with the keys of one rank after another, this one's first, while the next ones are sent."""
         arrays, owner = operands, self.ranks.rank
         for _ in self.ranks.peers:
-            arrived = self.fetch_keys(arrays, self._movement(owner))
+            wait = self.fetch_keys(arrays, self._movement(owner))
             yield owner, arrays
-            arrays, owner = {**operands, **arrived()}, (owner - 1) % self.ranks.count
+            arrays, owner = {**operands, **wait()}, (owner - 1) % self.ranks.count
         yield owner, arrays
 
     def _movement(self, owner: int) -> Movement:

@@ -78,7 +78,7 @@ class Ranks:
         return wait
 
     def fetch(self, arrays: Arrays, movements: Movements) -> Callable[[], dict[Any, Tensor]]:
-        """Start to fetch the rows that this rank needs, in global order."""
+        """Start to fetch the rows that this rank needs, in global order; return a function that waits for them."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         copied_later: list[tuple[Tensor, Sequence[Range], Tensor]] = []
