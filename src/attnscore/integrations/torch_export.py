@@ -115,7 +115,7 @@ def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: 
     problem = dataclasses.replace(problem, ops=_OPS, mask=mask, bias=bias)
     out = _scaled_dot_product(problem)
     if out is not None:
-        return problem, Result(out, None, None, {})
+        return problem, Result(out, row_max=None, log_denom=None, statistics={})
     # The dense kernel reads no plan.
     plan: Any = None
     return problem, SinglePlan(Dense(), problem, plan)()

@@ -122,9 +122,9 @@ class OneTile(_Formula):
 
         if (condition := _needs_recomputing(ops, tile, out)) is not None:
             outputs = ops.cond_rarely(condition, recompute, outputs)
-        return Result(
-            outputs[0], *_max_and_log_denom(ops, tile.scores), {}, outputs[1] if problem.matrix is not None else None
-        )
+        row_max, log_denom = _max_and_log_denom(ops, tile.scores)
+        weights = outputs[1] if problem.matrix is not None else None
+        return Result(outputs[0], row_max, log_denom, statistics={}, matrix=weights)
 
     def backward(
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]

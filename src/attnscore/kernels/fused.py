@@ -78,7 +78,7 @@ class Fused(Kernel):
             out = _attention(problem, problem.operands())
         # PyTorch returns neither row_max nor log_denom: no statistic is requested, and the backward reads neither.
         nothing = out[..., :1].detach() * 0.0
-        return Result(out, nothing, nothing.clone(), {})
+        return Result(out, row_max=nothing, log_denom=nothing.clone(), statistics={})
 
     def backward(
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]

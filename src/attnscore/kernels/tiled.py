@@ -579,11 +579,11 @@ def _isolate_nonfinite(problem: Problem) -> _Inputs:
     """
     ops, problem = problem.ops, _in_accumulator_dtype(problem)
     if problem.mask is None and problem.bias is None:
-        return _Inputs(problem, None, None, True)
+        return _Inputs(problem, nonfinite_query=None, nonfinite_key=None, skips_nan_isolation=True)
     skips_nan_isolation = ops.known_finite(problem.value)
     arrays = {name: x for name, x in problem.form.arrays().items() if problem.form.role(name) != "shared"}
     if all(map(ops.known_finite, arrays.values())):
-        return _Inputs(problem, None, None, skips_nan_isolation)
+        return _Inputs(problem, nonfinite_query=None, nonfinite_key=None, skips_nan_isolation=skips_nan_isolation)
     nonfinite: dict[Role, Array] = {}
     for name, x in arrays.items():
         role, rows = problem.form.role(name), nonfinite_rows(ops, x, problem.form.keeps_infinity)

@@ -426,7 +426,7 @@ def _parameters_of_heads(score: Any, heads: int, dim: int, *, sink: bool, qk_nor
     parameters: list[Parameter] = []
     for name in score_template.names_in(score, tuple(_SCORES)):
         parameters += _PARAMETERS[name](heads, dim) if name in _PARAMETERS else ()
-    parameters += [Parameter(name, x.shape, _nested(x)) for name, x in score_template.arrays_in(score).items()]
+    parameters += [Parameter(name, x.shape, start=_nested(x)) for name, x in score_template.arrays_in(score).items()]
     parameters += [Parameter("sink", (heads,))] if sink else []
     return *parameters, *[Parameter(name, (dim,), start=1.0) for name in _NORMS if qk_norm]
 

@@ -708,11 +708,13 @@ def reusable_plan(
     elif tiles.interval_set is not None:
         bounds = tiles.interval_set.with_holes
     computation = Computation(
-        _native, kernel, ops, problem.dtype, problem.accumulator, problem.statistics, problem.matrix == "weights",
-        0.0 if problem.dropout is None else problem.dropout.probability,
-        None if any(kind.field for kind in operands) else problem.score,
-        None if reads_mask or lens_rows else problem.mask, reads_mask, lens_rows, bounds, (*spec[:-1], 0),
-        may_save_scores and saves_scores(problem, tiles), "bandwidth" in arrays,
+        module=_native, kernel=kernel, ops=ops, dtype=problem.dtype, accumulator=problem.accumulator,
+        statistics=problem.statistics, returns_weights=problem.matrix == "weights",
+        dropout=0.0 if problem.dropout is None else problem.dropout.probability,
+        score=None if any(kind.field for kind in operands) else problem.score,
+        mask=None if reads_mask or lens_rows else problem.mask, reads_mask=reads_mask, lens_rows=lens_rows,
+        bounds=bounds, spec=(*spec[:-1], 0), saves_scores=may_save_scores and saves_scores(problem, tiles),
+        has_bandwidth="bandwidth" in arrays,
         copies_bias=problem.has_relative_bias and not ops.memory(arrays["bias"]).flags.c_contiguous,
     )  # fmt: skip
     return NativePlan(computation, layout, tuple(_operands(problem, operands)))
