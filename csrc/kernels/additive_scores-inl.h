@@ -89,7 +89,7 @@ class AdditiveScores {
             }
     }
 
-    // The operands of denominators and numerators: of a row, at one channel, and of a chunk of keys.
+    // The operands of denominators (e) and numerators (n): of a row (a), at one channel, and of a chunk of keys (b).
     struct Operands {
         const T *ea, *na, *eb, *nb;
         int64_t step;  // from one channel of nb to the next
@@ -262,6 +262,8 @@ class AdditiveScores {
         return std::min(limit, 1 << (twos + (twos & fours) + (twos & fours & all)));
     }
 
+    // Sum fractions, of which several share a division. `Sum`: the numerators are sums of two numbers, not 1.
+    // `Divides`: without an estimate of the reciprocal.
     template <bool Sum, bool Divides>
     void fraction_scores(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
                          bool by_tanh_addition) const {
@@ -273,12 +275,12 @@ class AdditiveScores {
                              lds,
                              query.width,
                              keys.inverse_w_v,
-                             0,
-                             0,
+                             /*from=*/0,
+                             /*to=*/0,
                              is_tanh ? keys.total : T(0),
                              is_tanh ? -2 * keys.max_weight : keys.max_weight,
-                             false,
-                             false};
+                             /*resumed=*/false,
+                             /*finished=*/false};
         const int64_t share_stride = plan_shared_divisions(query, keys, by_tanh_addition, first, last);
         auto run_micro_tile = [&](const MicroTile& tile, int64_t i, int64_t c, bool is_full_step) {
             const int64_t at = i * query.width;
@@ -294,7 +296,8 @@ class AdditiveScores {
     template <class Term>
     void direct_scores(const Term& term, T* s, int64_t lds, const Query& query, int64_t first, int64_t last,
                        const Keys& keys, const T* w) const {
-        const MicroTile plan{nullptr, lds, query.width, w, 0, 0, T(0), T(1), false, false};
+        const MicroTile plan{
+            nullptr, lds, query.width, w, /*from=*/0, /*to=*/0, T(0), T(1), /*resumed=*/false, /*finished=*/false};
         auto run_micro_tile = [&](const MicroTile& tile, int64_t i, int64_t c, bool is_full_step) {
             const T *a = query.rows + i * query.width, *b = keys.transposed + c;
             if constexpr (Term::inexpensive)
