@@ -159,6 +159,7 @@ class _Plans:
         elif mask is not None:
             intervals = intervals_of(mask, problem.score_shape)
             mask = mask if intervals is None else intervals
+        # The program adds up the log-sum-exp itself, and a kernel in it saves no scores (`Native.forward`).
         planned = dataclasses.replace(
             problem,
             layout=CanonicalLayout.of(problem.layout),
