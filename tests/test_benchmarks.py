@@ -64,7 +64,7 @@ COMPILED = {name for name in SMALL if name.endswith(("-graph", "-jit", "jax-eage
 # Sizes of whole models on a toy: the least that has every feature.
 MODEL_SIZES = {
     "batch": 2, "tokens": 9, "layers": 2, "heads": 2, "kv_heads": 1, "width": 16, "vocabulary": 11, "window": 2,
-    "prompt": 5, "new": 4, "steps": 3, "dropout": 0.1, "prepares_keys": True,
+    "prompt": 5, "new": 4, "steps": 3, "dropout": 0.1, "prepares_keys": True, "packs": True,
 }  # fmt: skip
 COMPILERS = ("compile", "flex", "keops")
 MEMORY = {"memory-dot", "memory-additive"}

@@ -212,6 +212,8 @@ _TRANSLATION = {"batch": 64, "steps": 10, "width": 256, "layers": 2, "vocabulary
 _GPT = {"batch": 4, "tokens": 256, **_TRANSFORMER}
 _GPT_WHAT = "GPT, 4 layers, 8 heads, width 256, 4 times 256 tokens"
 _ENCODER_WHAT = "encoder, 4 layers, 8 heads, width 256"
+_PADDED = {"batch": 16, "tokens": 128, **_TRANSFORMER}
+_PADDED_WHAT = f"{_ENCODER_WHAT}, 16 times up to 128 tokens"
 
 CASES: tuple[Case, ...] = (
     Case("dot", _USUAL, ("sdpa", "naive", "xla", "onnxruntime")),
@@ -298,10 +300,11 @@ CASES: tuple[Case, ...] = (
     ),
     _model("gpt", f"{_GPT_WHAT}, training step", _GPT, "sdpa"),
     _model("gpt-dropout", f"{_GPT_WHAT}, dropout 0.1, training step", {**_GPT, "dropout": 0.1}, "sdpa"),
+    _model("encoder-padded", f"{_PADDED_WHAT}, training step", _PADDED, "sdpa"),
     _model(
-        "encoder-padded",
-        f"{_ENCODER_WHAT}, 16 times up to 128 tokens, training step",
-        {"batch": 16, "tokens": 128, **_TRANSFORMER},
+        "encoder-packed",
+        f"{_PADDED_WHAT}, packed in attnscore: no padding, training step",
+        {**_PADDED, "packs": True},
         "sdpa",
     ),
     _model(

@@ -129,11 +129,11 @@ def _translation(
 
 def _transformers(
     ours: dict[str, Any], sdpa: dict[str, Any], real: Any = None,
-    *, batch: int, tokens: int, layers: int, heads: int, width: int,
+    *, batch: int, tokens: int, layers: int, heads: int, width: int, packs: bool = False,
 ) -> Pair:  # fmt: skip
     """Return training steps of a transformer with `attend` and with PyTorch's function, each with its options.
 
-    `real` is (batch, token), False where there is padding.
+    `real` is (batch, token), False where there is padding. With `packs` our model gets the real tokens alone.
     """
     import torch
     from torch import nn
@@ -158,8 +158,8 @@ def _transformers(
             self.blocks = nn.Sequential(*(Block(attention) for _ in range(layers)))
             self.norm, self.logits = nn.LayerNorm(width), nn.Linear(width, _VOCABULARY)
 
-        def forward(self, ids: Any, labels: Any) -> Any:
-            x = self.blocks(self.tokens(ids) + self.positions.weight)
+        def forward(self, ids: Any, labels: Any, positions: Any) -> Any:
+            x = self.blocks(self.tokens(ids) + self.positions(positions))
             logits = self.logits(self.norm(x)).flatten(0, 1)
             return nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-1)
 
@@ -170,7 +170,9 @@ def _transformers(
     attend, theirs = ats.attend, nn.functional.scaled_dot_product_attention
     models = [Transformer(functools.partial(attend, **ours)), Transformer(functools.partial(theirs, **sdpa))]
     models[1].load_state_dict(models[0].state_dict())
-    return _pair(functools.partial(_step, inputs=(ids, labels)), models)
+    inputs = ids, labels, torch.arange(tokens).expand(batch, -1)
+    our_inputs = [x[real][None] for x in inputs] if packs else inputs
+    return Pair(_step(models[0], our_inputs), _step(models[1], inputs))
 
 
 def _gpt(*, dropout: float = 0.0, **sizes: Any) -> Pair:
@@ -182,16 +184,17 @@ def _gpt(*, dropout: float = 0.0, **sizes: Any) -> Pair:
     return replace(pair, compared=(plain.ours, plain.theirs))
 
 
-def _padded_encoder(*, batch: int, tokens: int, **sizes: int) -> Pair:
+def _padded_encoder(*, batch: int, tokens: int, packs: bool = False, **sizes: Any) -> Pair:
     import torch
 
     lens = torch.randint(1, tokens + 1, (batch,), generator=torch.Generator().manual_seed(0))
     real = torch.arange(tokens) < lens[:, None]
-    ours, sdpa = {"valid_lens": lens}, {"attn_mask": real[:, None, None]}
-    return _transformers(ours, sdpa, real, batch=batch, tokens=tokens, **sizes)
+    ours = {"mask": ats.Packed([0, *lens.cumsum(0).tolist()])} if packs else {"valid_lens": lens}
+    sdpa = {"attn_mask": real[:, None, None]}
+    return _transformers(ours, sdpa, real, batch=batch, tokens=tokens, packs=packs, **sizes)
 
 
-def _window_encoder(*, batch: int, tokens: int, window: int, **sizes: int) -> Pair:
+def _window_encoder(*, batch: int, tokens: int, window: int, **sizes: Any) -> Pair:
     import torch
 
     positions = torch.arange(tokens)
@@ -359,6 +362,7 @@ MODELS: dict[str, Callable[..., Pair]] = {
     "model-gpt": _gpt,
     "model-gpt-dropout": _gpt,
     "model-encoder-padded": _padded_encoder,
+    "model-encoder-packed": _padded_encoder,
     "model-encoder-window": _window_encoder,
     "model-minilm": _minilm,
     "model-llama-generate": _llama,
