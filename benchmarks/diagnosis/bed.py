@@ -182,7 +182,7 @@ def counts(failures: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, st
             each.is_seen_early for each in outcomes
         ),
         "delay in sampled steps, median and largest": f"{delays[len(delays) // 2]}, {delays[-1]}" if delays else "",
-        "`first_step` right, of faults that come at once": share(
+        "`first_step` right, of faults that act fully from their first step": share(
             each.first_step == sampled_from(each.fault) for each in instant
         ),
         "right cause": share(each.is_right for each in outcomes),
