@@ -86,6 +86,12 @@ def test_one_statistic(wanted: tuple[str, ...]) -> None:
     close(getattr(stats, wanted[0]), getattr(expected, wanted[0]))
 
 
+def test_values_without_channels() -> None:
+    out, stats = attend_chunks(QUERY, KEY, VALUE[..., :0], chunk=20, return_stats=True)
+    assert out.shape == (BATCH, HEADS, N, 0)
+    close(stats.mean_score, ats.attend(QUERY, KEY, VALUE, return_stats=True)[1].mean_score)
+
+
 def test_arrays_of_heads_beside_lengths() -> None:
     """With as many sequences as heads, each of which attends other keys, and with more."""
     for mask, lens in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 
 import attnscore as ats
 from attnscore.backends.jax import ffi
-from attnscore.errors import ArgumentError, ShapeError
+from attnscore.errors import ArgumentError, MaskError, ShapeError
 from attnscore.parallel import Shard, balanced_shards, consecutive_shards, exchange, shard_mask
 from attnscore.parallel.jax import join_rows, split_rows
 from attnscore.parallel.shard import balanced_boundaries
@@ -190,6 +191,15 @@ def test_divisions_hold_each_position_once(division, length: int, ranks: int) ->
     assert sorted(together) == [*range(length)]
     assert max(map(len, shards)) - min(map(len, shards)) <= 2
     exchange(ats.Causal(), shards, shards)
+
+
+@pytest.mark.parametrize("divide", [balanced_shards, consecutive_shards])
+@pytest.mark.parametrize("mask", [ats.ValidLens([3, 37]), ats.KeyPadding(np.ones((2, 37), bool))], ids=repr)
+def test_a_mask_of_another_batch_is_an_error(mask: ats.Mask, divide: Callable[..., tuple[Shard, ...]]) -> None:
+    shards = divide(mask, 37, 4, batch=2)
+    for call in (lambda: divide(mask, 37, 4), lambda: exchange(mask, shards, shards)):
+        with pytest.raises(MaskError, match=r"expected shape .*\(1.*, got \(2"):
+            call()
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 5000])

@@ -113,13 +113,18 @@ class Mask(ABC):
                 [1, 1, 0],
                 [1, 1, 1]]])
         """
-        ops = backends.load("numpy")
-        heads = max(1, self.heads)
-        score_shape = ScoreShape((batch,), heads, 1, query_len, key_len, has_heads=self.heads > 0)
-        self.check(ops, score_shape)
+        ops, score_shape = backends.load("numpy"), self.checked_shape(query_len, key_len, batch)
         rows, cols = np.arange(query_len)[:, None], np.arange(key_len)[None, :]
+        heads = score_shape.heads
         full = np.broadcast_to(self.visible(ops, score_shape, rows, cols), (batch, heads, 1, query_len, key_len))
         return np.array(full[:, :, 0] if heads > 1 else full[:, 0, 0])
+
+    @final
+    def checked_shape(self, query_len: int, key_len: int, batch: int) -> ScoreShape:
+        """Return the shape of scores outside of a call; raise MaskError when the mask does not fit it."""
+        score_shape = ScoreShape((batch,), max(1, self.heads), 1, query_len, key_len, has_heads=self.heads > 0)
+        self.check(backends.load("numpy"), score_shape)
+        return score_shape
 
     def _fields(self) -> dict[str, Any]:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every concrete mask is a dataclass

@@ -173,7 +173,7 @@ def key_counts(part: Problem) -> Array:
     bias = None if part.bias is None else ops.where(part.bias == -math.inf, part.bias, 0.0)
     layout, form = dataclasses.replace(part.layout, value_dim=1), InnerForm(query, key)
     zeros = dataclasses.replace(
-        part, layout=layout, query=query, key=key, value=ops.astype(part.value[..., :1], dtype), form=form, bias=bias,
+        part, layout=layout, query=query, key=key, value=key, form=form, bias=bias,
         dropout=None, statistics=(),
     )  # fmt: skip
     counts = ops.exp(kernels.single_plan(zeros)().log_sum_exp)

@@ -162,6 +162,8 @@ def exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard],
     """
     queries = _complete("queries", queries)
     keys = _complete("keys", keys, len(queries))
+    if mask is not None:
+        mask.checked_shape(queries[0].length, keys[0].length, batch)
     # The layers of a model share a mask. Masks with arrays, which may change, are counted anew.
     is_counted_anew = mask is not None and bool(mask.arrays())
     fields = None if is_counted_anew else arguments_signature(mask, None)
