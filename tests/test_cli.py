@@ -503,6 +503,9 @@ def test_older_names_of_options_still_work(capsys, npz, tmp_path):
     assert status == 0 and err == "--top is now --k; the old spelling works until 0.2\n"
     assert files.read_arrays(tmp_path / "maps.npz")["top_weights"].shape[-1] == 2
     assert "--top" not in run(capsys, "look", "--help")[1]
+
+
+def test_older_names_of_options_of_transformers_models(capsys, tmp_path):
     (text := tmp_path / "text.txt").write_text("two words")
     status, _, err = run(capsys, "inspect", "no folder", "--text", text, "--tokens", "3")
     assert status == 2 and err.startswith("--tokens is now --max-tokens; ")

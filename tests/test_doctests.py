@@ -56,7 +56,7 @@ def test_examples_of_a_module(name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not runner.failures, "".join(said)
 
 
-def test_examples_are_found_where_they_are() -> None:
+def test_examples_of_each_framework_are_found() -> None:
     """A finder that finds nothing would pass everything."""
     found = {test.name for name in modules() for test in examples_of(importlib.import_module(name))}
     assert {"attnscore.api.attend", "attnscore.scores.dot.Dot", "attnscore.masks.builtin.ValidLens"} <= found

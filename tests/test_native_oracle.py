@@ -9,7 +9,7 @@ times as large; where the sums of the others reach the criterion it exceeds it b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -242,21 +242,24 @@ def test_gradients_of_few_rows(score: str, dtype: str, dim: int) -> None:
     """
     rng = np.random.default_rng(0)
     w_v = rng.normal(size=dim).astype(dtype)
-    kinds = {
-        "scaled_dot": "scaled_dot",
-        "gaussian": ats.Gaussian(3.0),
-        "additive": ats.Additive(w_v),
-        "additive-relu": ats.Additive(w_v, activation="relu"),
-    }
+    make = {
+        "scaled_dot": lambda w_v: "scaled_dot",
+        "gaussian": lambda w_v: ats.Gaussian(3.0),
+        "additive": ats.Additive,
+        "additive-relu": lambda w_v: ats.Additive(w_v, activation="relu"),
+    }[score]
     for queries, keys in ((1, 1), (1, 10), (1, 63), (1, 64), (1, 150), (2, 70), (3, 5), (4, 130), (5, 10), (9, 9)):
         q, k, v = (rng.normal(size=(2, 3, n, dim)).astype(dtype) for n in (queries, keys, keys))
         lens = np.array([keys, max(1, keys - 3)])
-        grad = rng.normal(size=q.shape).astype(dtype)
-        options = {"score": kinds[score], "valid_lens": lens, "bias": rng.normal(size=(queries, keys)).astype(dtype)}
-        found, wanted = (
-            ats.attend_vjp(q, k, v, kernel=kernel, **options)[1](grad) for kernel in ("native", "streaming")
-        )
-        found, wanted = ({**x._asdict(), **x.score} for x in (found, wanted))
+        arrays = q, k, v, rng.normal(size=q.shape).astype(dtype), rng.normal(size=(queries, keys)).astype(dtype), w_v
+
+        def gradients(arrays: Iterable[np.ndarray], kernel: str, lens: np.ndarray = lens) -> dict[str, np.ndarray]:
+            *operands, grad, bias, w_v = arrays
+            options = {"score": make(w_v), "valid_lens": lens, "bias": bias, "kernel": kernel}
+            found = ats.attend_vjp(*operands, **options)[1](grad)
+            return {**found._asdict(), **found.score}
+
+        found, wanted = gradients(arrays, "native"), gradients([x.astype(float) for x in arrays], "streaming")
         for name in wanted.keys() - {"sink", "score"}:
             atol = 5e-5 if dtype == "float32" else 1e-12
             np.testing.assert_allclose(found[name], wanted[name], atol=atol, err_msg=f"{name}, {queries}, {keys}")

@@ -15,6 +15,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -298,11 +300,11 @@ def test_results_are_arrays_of_the_kind_that_came() -> None:
     import torch
 
     x = np.ones((2, 3), np.float32)
-    for kind, array in ((np.ndarray, x), (torch.Tensor, torch.ones(2, 3))):
+    for kind, array in ((np.ndarray, x), (torch.Tensor, torch.ones(2, 3)), (jax.Array, jnp.ones((2, 3)))):
         out, weights, stats = ats.attend(array, array, array, return_weights=True, return_stats=True)
         assert isinstance(stats, ats.AttentionStats)
         for found in (out, weights, *stats[:-1]):
-            assert type(found) is kind and found.dtype == array.dtype
+            assert isinstance(found, kind) and found.dtype == array.dtype
         assert str(stats.argmax_key.dtype).endswith("int32")
     gradients = ats.attend_vjp(x, x, x)[1](x)
     assert isinstance(gradients, ats.Gradients) and gradients.score == {}
