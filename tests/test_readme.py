@@ -429,7 +429,7 @@ def test_llms_txt_has_fifteen_pages_of_the_navigation_with_a_sentence_each() -> 
     assert "[Masks](masks.html): A mask says which keys each query may attend to." in text
 
 
-def test_the_reference_of_the_site_has_every_public_name() -> None:
+def test_the_site_has_every_public_name_of_each_framework() -> None:
     reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
     text = reference["page"]()
     named = [name for module in reference["MODULES"] for name, _ in reference["names"](importlib.import_module(module))]
