@@ -245,6 +245,13 @@ def test_causes_follow_from_which_heads_fail_and_when() -> None:
     assert cause(*[good] * 5, *[both] * 2) == {"learning rate too large"}
     alike = sums(query_variance=0.0, value_spread=1e-5)
     assert cause(sums(), alike, alike) == {"tokens that have become alike"}
+    # Tokens that are alike have alike queries too: here the weights of the values are 0, or only the scores are known.
+    for variance in (9.6, math.nan):
+        values = sums(query_variance=variance, value_spread=0.0)
+        assert cause(sums(), values, values) == {"values that are all alike"}
+    saturated = {"a.0": sums(saturated_rows=0.6, logit_variance=400.0), "a.1": sums(value_spread=0.0)}
+    records = recorded(*[{"a.0": sums(), "a.1": sums()}] * 3, saturated, saturated)
+    assert {v.cause for v in records.verdicts() if v.layer == "a.1"} == {"values that are all alike"}
     one_key = sums(query_variance={0: 0.0}, jacobian_trace={0: 1e-4})
     assert cause(sums(), one_key, one_key) == {"one key that outweighs all others"}
     assert cause(sums(padding=1.0)) == {"inverted mask"}

@@ -136,6 +136,8 @@ def faults(*, short: bool = False, held_back: bool = False) -> list[Fault]:
         add(f"{number} in {part}", run, where, (head,), step, _multiplied(where, part, head, number), NAN)
         edit = edited_head(head, _constant(0.0 if place % 2 else 1.0))
         add("values constant", run, where, (head,), step, _edited(where, value=edit), VALUES)
+        zero = edited_head(None, _constant(0.0))
+        add("layer's values zero", run, where, (), step, _edited(where, value=zero), VALUES)
         add("keys zero", run, where, (head,), step, _edited(where, key=edited_head(head, _constant(0.0))), KEYS)
         alike = edited_head(None, lambda x: x.mean(-2, keepdim=True) + 0 * x)
         add("queries all alike", run, where, (), step, _edited(where, query=alike), QUERIES)

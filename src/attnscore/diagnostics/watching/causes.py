@@ -73,8 +73,8 @@ def cause_of(layer: str, period: Period, failures: Failures, limit: Thresholds) 
     if sign in WITH_LOSS:
         return "logits that grow while the loss suffers"
     if sign in NO_EFFECT:
-        return _cause_of_no_effect(layer, period, failures)
-    return _cause_of_saturation(layer, period, failures)
+        return _cause_of_no_effect(layer, period, failures, limit)
+    return _cause_of_saturation(layer, period, failures, limit)
 
 
 def _cause_of_nan(layer: str, period: Period, failures: Failures) -> str:
@@ -88,10 +88,14 @@ def _cause_of_nan(layer: str, period: Period, failures: Failures) -> str:
     return "NaN or infinity in the layer's input or weights"
 
 
-def _cause_of_no_effect(layer: str, period: Period, failures: Failures) -> str:
+def _cause_of_no_effect(layer: str, period: Period, failures: Failures, limit: Thresholds) -> str:
     numbers = period.evidence
+    # Tokens that are alike have alike queries and keys too: values alone may have weights of 0.
+    of_values = period.sign == "values alike" and not numbers["query_variance"] < limit.query_variance
     everywhere = (
-        len(failures.showing(layer, *NO_EFFECT)) == failures.heads[layer] and not numbers["value_spread"] > _ALIKE
+        len(failures.showing(layer, *NO_EFFECT)) == failures.heads[layer]
+        and not numbers["value_spread"] > _ALIKE
+        and not of_values
     )
     if everywhere and failures.layers("saturated"):
         return _rate(period, failures)
@@ -106,11 +110,11 @@ def _cause_of_no_effect(layer: str, period: Period, failures: Failures) -> str:
     return "one key that outweighs all others" if one_key else "queries that are all alike"
 
 
-def _cause_of_saturation(layer: str, period: Period, failures: Failures) -> str:
+def _cause_of_saturation(layer: str, period: Period, failures: Failures, limit: Thresholds) -> str:
     if failures.showing(layer, "sink in every head"):
         return "a first key that takes all weight"
     if period.head in failures.showing(layer, "no use of the query"):
-        return _cause_of_no_effect(layer, period, failures)
+        return _cause_of_no_effect(layer, period, failures, limit)
     heads = failures.showing(layer, "saturated")
     several = 2 * len(heads) >= failures.heads[layer] and len(heads) > 1
     if period.first == failures.first_step:
