@@ -28,7 +28,7 @@ MEANS = {
 OTHERS = {
     "rows": ROWS, "choice_rows": ROWS, "padding_rows": 0.0, "sequences": 0.0, "value_sequences": 0.0, "empty_rows": 0.0,
     "nan_rows": 0.0, "nan_query": 0.0, "nan_key": 0.0, "nan_value": 0.0, "overflow_rows": 0.0, "max_logit": 4.0,
-    "dtype_max": 3e38, "scale_ratio": 1.0,
+    "dtype_max": 3e38, "scale_ratio": 1.0, "causal_sequences": 0.0,
 }  # fmt: skip
 
 
@@ -260,13 +260,18 @@ def test_causes_follow_from_which_heads_fail_and_when() -> None:
 
 
 def test_a_layer_without_the_causal_mask_of_the_others() -> None:
-    causal, leaks = sums(choice_rows=ROWS - 4), sums()
+    causal, leaks = sums(choice_rows=ROWS - 4, causal_sequences=4.0), sums()
     decoder = {f"decoder.{i}.attn": causal for i in range(3)} | {"encoder.0.attn": leaks, "encoder.1.attn": leaks}
     assert recorded(decoder).failing() == []
     records = recorded(decoder, decoder | {"decoder.1.attn": leaks})
     assert records.failing() == [("decoder.1.attn", head) for head in range(HEADS)]
     assert {v.cause for v in records.verdicts()} == {"no causal mask"}
-    # Queries that see one key of padding alone do not make a layer causal.
+    # In a text of one token the only query sees one key, and under an inverted mask queries may see one of padding.
+    short = {"encoder.0.attn": leaks, "encoder.1.attn": sums(choice_rows=ROWS - 4)}
+    assert recorded(short, short).failing() == []
+    # An image beside texts has another number of queries: its layer is of another kind.
+    texts = {"towers.0": causal, "towers.1": causal, "towers.2": sums(rows=2 * ROWS)}
+    assert recorded(texts, texts).failing() == []
     inverted = {"encoder.0.attn": leaks, "encoder.1.attn": sums(choice_rows=ROWS - 4, padding=1.0)}
     assert {v.cause for v in recorded(inverted, inverted).verdicts()} == {"inverted mask"}
 

@@ -1105,6 +1105,41 @@ def test_padding_of_an_encoder_is_not_taken_for_that_of_a_decoder() -> None:
     }  # fmt: skip
 
 
+def test_texts_of_one_word_beside_images_are_no_causal_mask() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.towers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3))
+
+        def forward(self, text: torch.Tensor, ignored: torch.Tensor, image: torch.Tensor) -> None:
+            for tower in self.towers[:2]:
+                tower(text, src_key_padding_mask=ignored)
+            self.towers[2](image)
+
+    torch.manual_seed(0)
+    ignored = torch.arange(6) >= torch.tensor([1, 3, 6, 4])[:, None]
+    with watch(Towers()) as seen:
+        seen.model(torch.randn(4, 6, 16), ignored, torch.randn(4, 16, 16))
+    assert len(seen.layers) == 3 and not seen.failing()
+
+
+def test_scores_that_are_read_in_parts_show_a_causal_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Causal(nn.Module):
+        is_causal = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = x @ x.mT
+            hidden = torch.ones(7, 7).triu(1).bool() & self.is_causal
+            return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ x
+
+    monkeypatch.setattr(sums_module, "BLOCK", 1)
+    model = nn.Sequential(Causal(), Causal(), Causal())
+    model[1].is_causal = False
+    with watch(model, softmax="*") as seen:
+        model(torch.randn(2, 1, 7, 4))
+    assert seen.failing() == [("1", 0)] and seen.verdicts()[0].cause == "no causal mask"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_models_of_half_precision_and_inference_mode(dtype: torch.dtype) -> None:
     model, x = OwnAttention().to(dtype), torch.randn(2, 9, 32, dtype=dtype)

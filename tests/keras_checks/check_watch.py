@@ -311,3 +311,34 @@ def test_a_mask_by_another_name_is_said() -> None:
     with watch(watched) as seen:
         watched(X)
     assert seen.unchecked_padding is None
+
+
+def of_default_names(masked: list[bool], lengths: list[int]) -> list[str]:
+    """Return the causes in layers with the names that Keras gives, some under a causal mask."""
+    inputs = [keras.Input((length, 16)) for length in lengths]
+    outs = []
+    for number, (x, is_masked) in enumerate(zip(inputs, masked, strict=True)):
+        layer = keras.layers.MultiHeadAttention(2, 8, name="multi_head_attention" + f"_{number}" * (number > 0))
+        outs.append(layer(x, x, use_causal_mask=is_masked))
+    made = keras.Model(inputs, [keras.layers.GlobalAveragePooling1D()(x) for x in outs])
+    with watch(made) as seen:
+        made([RNG.normal(size=(4, length, 16)).astype("float32") for length in lengths])
+    return sorted({f"{verdict.layer}: {verdict.cause}" for verdict in seen.verdicts() if verdict.failure})
+
+
+def test_the_first_layer_of_default_names_is_of_the_same_kind() -> None:
+    assert of_default_names([False, True, True, True], [6] * 4) == ["multi_head_attention: no causal mask"]
+    assert of_default_names([False, True, True, True], [9, 6, 6, 6]) == [], "an encoder beside a decoder"
+
+
+def test_a_lost_mask_of_padding_is_no_missing_causal_one() -> None:
+    words = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(20, 16, mask_zero=True, embeddings_initializer="normal")(words)
+    for number in range(2):
+        # A plain sum loses Keras's mask.
+        x = x + keras.layers.MultiHeadAttention(2, 8, name="multi_head_attention" + "_1" * number)(x, x)
+    made = keras.Model(words, keras.layers.GlobalAveragePooling1D()(x))
+    ids = RNG.integers(1, 20, (6, 5)) * (np.arange(5) < np.array([1, 1, 2, 3, 4, 5])[:, None])
+    with watch(made) as seen:
+        made(ids)
+    assert len(seen.layers) == 2 and "no causal mask" not in {verdict.cause for verdict in seen.verdicts()}

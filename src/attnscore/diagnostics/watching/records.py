@@ -140,13 +140,9 @@ def _column(sums: dict[str, Array], name: str, tau: float) -> Array:
     return means
 
 
-def _is_causal(sums: dict[str, Array], limit: Thresholds) -> bool:
-    """Return whether some query attends to one key alone, as the first one does under a causal mask.
-
-    Under a padding mask that was inverted, queries that see one key of padding do so too.
-    """
-    has_single = bool((sums["rows"] > sums["choice_rows"]).any())
-    return has_single and not bool((_column(sums, "padding", limit.tau) >= limit.padding_mass).any())
+def _is_causal(sums: dict[str, Array]) -> bool:
+    """Return whether a causal mask is proven: in a sequence some queries attend to one key alone, others to more."""
+    return bool((sums["causal_sequences"] > 0).any())
 
 
 def _has_usual_scale(sums: dict[str, Array], limit: Thresholds) -> bool:
@@ -155,26 +151,30 @@ def _has_usual_scale(sums: dict[str, Array], limit: Thresholds) -> bool:
     return bool(((scale > 1 / limit.scale_factor) & (scale < limit.scale_factor)).all())
 
 
-def _unlike_siblings(flags: Mapping[str, bool]) -> set[str]:
+def _unlike_siblings(flags: Mapping[str, bool], queries: Mapping[str, float]) -> set[str]:
     """Return the layers without a flag that more than half of the other layers of the same kind have.
 
-    >>> _unlike_siblings({"encoder.0": False, "decoder.0": True, "decoder.1": False})
+    Layers of one kind have names that differ in numbers alone, and as many `queries`.
+
+    >>> flags = {"encoder.0": False, "decoder.0": True, "decoder.1": False}
+    >>> _unlike_siblings(flags, dict.fromkeys(flags, 64))
     {'decoder.1'}
     """
-    kinds: dict[str, list[bool]] = {}
+    kind_of = {name: (_pattern(name), queries[name]) for name in flags}
+    kinds: dict[tuple[str, float], list[bool]] = {}
     for name, flag in flags.items():
-        kinds.setdefault(_pattern(name), []).append(flag)
-    usual = {pattern for pattern, kind in kinds.items() if 2 * sum(kind) > len(kind) - 1}
-    return {name for name, flag in flags.items() if not flag and _pattern(name) in usual}
+        kinds.setdefault(kind_of[name], []).append(flag)
+    usual = {kind for kind, group in kinds.items() if 2 * sum(group) > len(group) - 1}
+    return {name for name, flag in flags.items() if not flag and kind_of[name] in usual}
 
 
 def _pattern(name: str) -> str:
-    """Return a name without its numbers: layers of one kind share it.
+    """Return a name without its numbers: layers of one kind share it. Keras gives the first layer of a class none.
 
-    >>> _pattern("decoder.layers.11.self_attn")
-    'decoder.layers.*.self_attn'
+    >>> _pattern("decoder.layers.11.self_attn"), _pattern("attention"), _pattern("attention_1")
+    ('decoder.layers.*.self_attn', 'attention', 'attention')
     """
-    return re.sub(r"\d+", "*", name)
+    return re.sub(r"\d+", "*", re.sub(r"_\d+(?=[. ]|$)", "", name))
 
 
 class Records:
@@ -315,8 +315,11 @@ class Records:
             if len(self._first_steps) < EARLY_SAMPLED_STEPS and step not in self._first_steps:
                 self._first_steps.append(step)
             limit = self.thresholds
-            leaking = _unlike_siblings({name: _is_causal(sums, limit) for name, sums in steps[step]})
-            scaled = _unlike_siblings({name: _has_usual_scale(sums, limit) for name, sums in steps[step]})
+            queries = {
+                name: float(max(sums["rows"] + sums["empty_rows"] + sums["nan_rows"])) for name, sums in steps[step]
+            }
+            leaking = _unlike_siblings({name: _is_causal(sums) for name, sums in steps[step]}, queries)
+            scaled = _unlike_siblings({name: _has_usual_scale(sums, limit) for name, sums in steps[step]}, queries)
             for name, sums in steps[step]:
                 leaks = name in leaking and bool((sums["rows"] > 0).all())
                 memory = self._memories.setdefault(name, Memory(len(sums["rows"])))

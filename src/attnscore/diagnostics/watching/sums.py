@@ -134,7 +134,8 @@ def _in_blocks(call: Call | Scores, real: Any) -> Iterator[tuple[Call, Any]]:
     ops = backends.of({"scores": call.scores})
     scores = ops.stop_gradient(call.scores)
     *lead, queries, keys = scores.shape
-    step = max(1, BLOCK // max(1, math.prod(scores.shape) // max(1, queries)))
+    # Two queries or more: a single one does not show a causal mask.
+    step = max(2, BLOCK // max(1, math.prod(scores.shape) // max(1, queries)))
     counted = _counted(real, (queries, keys), scores)
     for start in range(0, queries, step):
         bias = as_float32(with_infinity(scores[..., start : start + step, :], MASKED_SCORE))
@@ -211,6 +212,7 @@ def _add_up(numbers: list[NDArray[Any]], counted: NDArray[Any] | None, saturated
         "empty_rows": empty,
         "nan_rows": is_nan,
         "choice_rows": choice,
+        "causal_sequences": (alive & ~choice).any(-1, keepdims=True) & choice.any(-1, keepdims=True),
         "saturated_rows": choice & (max_weight >= saturated_weight),
         "padding_rows": alive & bool(padding),
         # Weights are NaN where a score is infinite: the sum of exponentials was.
