@@ -526,7 +526,7 @@ def test_a_mask_by_another_name_is_said_and_one_by_position_is_known() -> None:
 
 def test_a_mask_by_another_name_is_said_of_a_flax_model() -> None:
     class Padded(Flax):
-        def __call__(self, x: Any, pad: Any = None, mask: Any = None) -> Any:
+        def __call__(self, x: Any, pad: Any = None, padding_mask: Any = None, mask: Any = None) -> Any:
             return super().__call__(x)
 
     model = Padded("biases")
@@ -538,6 +538,11 @@ def test_a_mask_by_another_name_is_said_of_a_flax_model() -> None:
     with watch(model) as seen:
         call(model, X, pad, ~pad)
     assert seen.unchecked_padding is None and len(seen.failing()) == HEADS
+    # In masked modelling it marks the tokens that are hidden.
+    with watch(model) as seen:
+        call(model, X, None, None, pad)
+    assert seen.unchecked_padding == "mask" and not seen.failing()
+    assert "looks like its mask; if it is, call it attention_mask or padding_mask or input_mask (1 at tok" in str(seen)
 
 
 def test_a_run_after_a_checkpoint_is_judged_anew_once_it_is_cleared() -> None:

@@ -133,6 +133,10 @@ def test_padding_is_known_from_the_mask_of_the_model() -> None:
     with watch(watched) as seen:
         watched({"x": X, "padding_mask": tokens})
     assert [row["rows"] for row in seen.rows()] == [24] and 0.3 < seen.rows()[0]["padding"] < 0.7
+    # In masked modelling it marks the tokens that are hidden.
+    with watch(watched) as seen:
+        watched({"x": X, "mask": tokens})
+    assert [row["rows"] for row in seen.rows()] == [48] and not seen.failing() and seen.unchecked_padding == "mask"
 
 
 def test_what_cannot_be_recorded_is_counted(monkeypatch) -> None:

@@ -519,8 +519,8 @@ class Records:
         unseen = [f"{name}: {count} calls not seen: {why}" for (name, why), count in self.unseen.items()]
         if self.unchecked_padding is None:
             return unseen
-        words = f"Padding was not checked: the model's argument {self.unchecked_padding!r} looks like its mask, but"
-        return [f"{words} is recognised by the names {self.padding_names} alone: call it so", *unseen]
+        words = f"Padding was not checked: the model's argument {self.unchecked_padding!r} looks like its mask;"
+        return [f"{words} if it is, call it {self.padding_names}, as other names may mean other masks", *unseen]
 
     def __str__(self) -> str:
         """Return failures with causes and remedies, the other signs, and the parts that were not checked or seen."""

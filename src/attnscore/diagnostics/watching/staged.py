@@ -42,8 +42,8 @@ _MAX_OPEN_RUNS = 64
 _LONGEST_WAIT = 1.0
 NOT_SAMPLED, NEWEST = -1, -2
 """Numbers in the place of a run's: no watch samples the step; the run that has begun last."""
-# Arguments of models, (batch, token): 1 (True) at tokens.
-_REAL = ("attention_mask", "padding_mask", "input_mask", "mask")
+# Arguments of models, (batch, token): 1 (True) at tokens. In masked modelling "mask" has the tokens that are hidden.
+_REAL = ("attention_mask", "padding_mask", "input_mask")
 
 
 Build: TypeAlias = Callable[[dict[str, NDArray[Any]]], Call | Scores]
@@ -70,7 +70,7 @@ class Run:
 class StagedWatch(Watch):
     """Watch whose steps are runs of a model, in Python or in a compiled program."""
 
-    padding_names = f"{', '.join(_REAL)} (1 at tokens)"
+    padding_names = f"{' or '.join(_REAL)} (1 at tokens)"
     key: Hashable = None
     """Key of the model in compiled programs: watches with one key get the calls of the same programs."""
     values: Values
