@@ -24,6 +24,7 @@ import attnscore as ats
 from attnscore.diagnostics import qk_clip, reset_heads, watch
 from attnscore.diagnostics.watching.remedies import REMEDIES
 from attnscore.errors import ArgumentError
+from attnscore.layers import flax as flax_layers
 from attnscore.layers import torch as torch_layers
 
 WIDTH, HEADS, SIZE = 32, 4, 8
@@ -84,9 +85,9 @@ class OfPyTorch(nn.Module):
 
 
 class OfTheLibrary(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, score: Any = "scaled_dot") -> None:
         super().__init__()
-        self.layer = torch_layers.MultiHeadAttention(WIDTH, HEADS, bias=True)
+        self.layer = torch_layers.MultiHeadAttention(WIDTH, HEADS, bias=True, score=score)
         self.layer(*[torch.ones(1, 2, WIDTH)] * 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -330,6 +331,58 @@ def test_a_head_without_a_logit_above_0_is_clipped_by_its_variance() -> None:
     assert after.last()[1]["logit_variance"] == pytest.approx(9.0, rel=1e-3) and not after.failing()
 
 
+def scored(score: Any) -> tuple[nn.Module, torch.Tensor]:
+    """A model with a score of the library, one of whose heads has a large scale."""
+    model, x = OfTheLibrary(score), torch.randn(4, 32, WIDTH)
+    with torch.no_grad():
+        for name, change in (("log_scale", 3.0), ("log_bandwidth", -3.0), ("w_v", 60.0)):
+            if (scale := getattr(model.layer, name, None)) is not None:
+                scale[1] = scale[1] * change if name == "w_v" else scale[1] + change
+    return model.eval(), x
+
+
+@pytest.mark.parametrize("score", ["cosine", "gaussian", "additive"])
+def test_scores_that_do_not_scale_with_the_weights_are_refused(score: str) -> None:
+    model, x = scored(score)
+    seen, before = watched(model, x), copy.deepcopy(model.state_dict())
+    assert all(math.isnan(row["clip"]) for row in seen.rows())
+    for rows in (seen, seen.last()):
+        with pytest.raises(ArgumentError, match=r"rows of a score that is q\.k .* in 'layer'") as caught:
+            qk_clip(model, rows, tau=5.0, heads={"layer": [1]})
+    assert all((value == before[name]).all() for name, value in model.state_dict().items())
+    with torch.no_grad():
+        exec(str(caught.value).split("Hint: change the scale of the score: ")[1], {"layer": model.layer})
+    row = watched(model, x).last()[1]
+    size = row["max_logit"] if row["max_logit"] > 0 else row["logit_variance"] ** 0.5
+    assert size == pytest.approx(5.0, rel=1e-2) and qk_clip(model, seen, tau=1e6) == {}
+
+
+def test_the_printed_line_bounds_the_scale_of_a_cosine() -> None:
+    model, x = scored("cosine")
+    seen = watched(model, x)
+    assert seen.failing() == [("layer", 1)] and seen.verdicts()[0].cause == "scale of the score too large"
+    exec(printed_line(seen), {"layer": model.layer, "math": math})
+    assert not watched(model, x).failing()
+
+
+@pytest.mark.parametrize("score", ["dot", "bilinear", ats.Temperature("dot", 2.0), ats.SoftCap("scaled_dot", 1e4)])
+def test_scores_that_scale_with_the_weights_are_clipped(score: Any) -> None:
+    model, x = OfTheLibrary(score).eval(), torch.randn(4, 32, WIDTH)
+    spoil(model, 1, 60.0)
+    assert [*qk_clip(model, watched(model, x), tau=10.0)] == [("layer", 1)]
+    assert largest(model, x)[1] == pytest.approx(10.0, rel=1e-3)
+
+
+def test_the_score_of_a_layer_without_a_scale_is_named_in_words() -> None:
+    class Cosine(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ats.attend(x, x, x, score=ats.Cosine(200.0))
+
+    model = Cosine()
+    with pytest.raises(ArgumentError, match="the scale of the score, as `scale` of Cosine or `bandwidth` of Gaussian"):
+        qk_clip(model, watched(model, torch.randn(2, 1, 8, 4)))
+
+
 def set_weights(kind: str, model: nn.Module, weight: float, bias: float = 0.0) -> None:
     """Set the weights of a part of the head 1 of ``nn.MultiheadAttention`` to numbers."""
     start = {"query": 0, "key": WIDTH, "value": 2 * WIDTH}[kind] + SIZE
@@ -463,7 +516,7 @@ def names_of_torch() -> dict[str, Any]:
         "torch": torch, "F": functional, "model": model, "optimizer": torch.optim.SGD(model.parameters(), rate),
         "rate": rate, "x": x, "ids": ids, "real": ids != 0, "q": q, "k": k, "v": v, "mask": ids != 0, "device": "cpu",
         "attention": nn.Identity(), "norm": nn.Identity(), "attend": ats.attend, "SoftCap": ats.SoftCap,
-        "sink": torch.zeros(2),
+        "sink": torch.zeros(2), "math": math, "layer": torch_layers.MultiHeadAttention(8, 2, score="cosine"),
     }  # fmt: skip
 
 
@@ -476,15 +529,16 @@ def names_of_flax() -> dict[str, Any]:
     return {
         "jax": jax, "jnp": jnp, "nnx": nnx, "optax": optax, "rate": 0.1, **heads_first, "ids": ids, "real": ids != 0,
         "mask": (ids != 0)[:, None, None], "x": x, "attention": attention, "norm": lambda x: x,
-        "attend": ats.attend, "SoftCap": ats.SoftCap, "sink": jnp.zeros(3),
+        "attend": ats.attend, "SoftCap": ats.SoftCap, "sink": jnp.zeros(3), "math": math,
+        "layer": flax_layers.MultiHeadAttention(8, 2, score="cosine", rngs=nnx.Rngs(0)),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("cause", [cause for cause, remedy in REMEDIES.items() if "{heads}" not in remedy.torch])
 def test_every_other_line_runs(cause: str) -> None:
     remedy = REMEDIES[cause]
-    exec(remedy.torch, names_of_torch())
-    exec(remedy.flax or remedy.torch, names_of_flax())
+    exec(remedy.torch.format(tau=10.0), names_of_torch())
+    exec((remedy.flax or remedy.torch).format(tau=10.0), names_of_flax())
 
 
 def test_a_line_for_flax_has_one_for_keras() -> None:

@@ -28,7 +28,7 @@ MEANS = {
 OTHERS = {
     "rows": ROWS, "choice_rows": ROWS, "padding_rows": 0.0, "sequences": 0.0, "value_sequences": 0.0, "empty_rows": 0.0,
     "nan_rows": 0.0, "nan_query": 0.0, "nan_key": 0.0, "nan_value": 0.0, "overflow_rows": 0.0, "max_logit": 4.0,
-    "dtype_max": 3e38, "scale_ratio": 1.0, "causal_sequences": 0.0,
+    "dtype_max": 3e38, "scale_ratio": 1.0, "causal_sequences": 0.0, "other_score": 0.0,
 }  # fmt: skip
 
 
@@ -254,6 +254,9 @@ def test_causes_follow_from_which_heads_fail_and_when() -> None:
     assert {v.cause for v in records.verdicts() if v.layer == "a.1"} == {"values that are all alike"}
     one_key = sums(query_variance={0: 0.0}, jacobian_trace={0: 1e-4})
     assert cause(sums(), one_key, one_key) == {"one key that outweighs all others"}
+    for heads in (0.6, {1: 0.6}):  # neither weights nor 1/sqrt(d) make the logits of a cosine smaller
+        cosine = sums(saturated_rows=heads, logit_variance=400.0, other_score=1.0)
+        assert cause(cosine, cosine) == {"scale of the score too large"}
     assert cause(sums(padding=1.0)) == {"inverted mask"}
     assert cause(sums(first_key=0.99)) == {"a first key that takes all weight"}
     assert cause(sums(first_key={0: 0.99, 1: 0.99, 2: 0.99})) == set()

@@ -42,6 +42,7 @@ def healthy(*, short: bool = False, held_back: bool = False) -> list[Setup]:
         {"rate": 3e-3, "layers": 6, "steps": 60},
         {"rate": 3e-3, "layers": 3, "bfloat16": True},
         {"rate": 3e-3, "fine_tuned": True, "weight_decay": 0.01},
+        {"rate": 3e-3, "cosine": True},
     ]
     kinds = ("decoder", "encoder", "encoder-decoder", "vision")
     for place, option in enumerate(options[: 3 if short else None]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -43,6 +44,7 @@ class Fault:
 
 
 LARGE, LAYER_RATE = "weights of one head too large", "learning rate of one layer too large"
+SCORE = "scale of the score too large"
 RATE, WARM_UP = "learning rate too large", "no warm-up, or a learning rate that starts too large"
 SCALE, TWICE = "no scale, or weights that start too large", "scale applied twice, or weights that are too small"
 NO_MASK, INVERTED, LEAK = "no padding mask", "inverted mask", "no causal mask"
@@ -59,6 +61,16 @@ def _multiplied(module: str, part: str, head: int, factor: float) -> Change:
         W = getattr(attention, part)
         W.weight[rows_of(attention, head)] *= factor
         W.bias[rows_of(attention, head)] *= factor
+
+    return plant
+
+
+def _larger_cosine(module: str, head: int, factor: float) -> Change:
+    @torch.no_grad()
+    def plant(training: Training) -> None:
+        log_scale = training.model.attentions()[module].log_scale
+        assert log_scale is not None
+        log_scale[head] += math.log(factor)
 
     return plant
 
@@ -128,6 +140,8 @@ def faults(*, short: bool = False, held_back: bool = False) -> list[Fault]:
         where = module(run, layer)
         add("queries x 30", run, where, (head,), step, _multiplied(where, "W_q", head, 30.0), LARGE)
         add("keys x 30", run, where, (head,), step, _multiplied(where, "W_k", head, 30.0), LARGE)
+        cosine = replace(run, cosine=True)
+        add("cosine's scale x 30", cosine, where, (head,), step, _larger_cosine(where, head, 30.0), SCORE)
         add("layer's rate x 100", run, where, (), step, _faster(where, 100.0), LAYER_RATE)
         add("rate x 100", run, "", (), step, _faster("all", 100.0), RATE, WARM_UP)
         rate = replace(run, rate=0.1, norm_first=False)
@@ -174,8 +188,15 @@ def remedy_of(cause: str, fault: Fault) -> tuple[str, Change]:
     def without_edits(training: Training) -> None:
         training.model.attentions()[module].edits.clear()
 
+    def bound_scale(training: Training) -> None:
+        log_scale = training.model.attentions()[module].log_scale
+        assert log_scale is not None
+        training.after_step.append(lambda _: log_scale.data.clamp_(max=math.log(10)))
+
     if cause == LARGE:
         return "alarm", clip
+    if cause == SCORE:
+        return "alarm", bound_scale
     if cause == LAYER_RATE:
         return "start", lambda training: training.rates.update({module: 1.0})
     if cause in (RATE, WARM_UP):

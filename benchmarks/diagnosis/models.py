@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import attnscore as ats
 from attnscore.diagnostics import watch
 from attnscore.diagnostics.watching.records import Records
 
@@ -42,6 +43,8 @@ class Setup:
     bfloat16: bool = False
     fine_tuned: bool = False
     """Whether the model has been trained on another task before, unwatched."""
+    cosine: bool = False
+    """Whether the scores are cosines times a scale that each head learns."""
     gain: float = 1.0
     """Factor of the initial query and key weights."""
     steps: int = 100
@@ -57,6 +60,7 @@ class Attention(nn.Module):
         width = setup.width
         self.heads, self.causal, self.scale = setup.heads, causal, None
         self.W_q, self.W_k, self.W_v, self.W_o = (nn.Linear(width, width) for _ in "qkvo")
+        self.log_scale = nn.Parameter(torch.full((setup.heads,), 1.0)) if setup.cosine else None
         self.edits: dict[str, Edit] = {}
         self.mask_edit: Edit | None = None
         self.by_hand = False
@@ -76,6 +80,9 @@ class Attention(nn.Module):
             mask = self.mask_edit(mask)
         if self.by_hand:
             out = self._by_hand(arrays)
+        elif self.log_scale is not None:
+            score, causal = ats.Cosine(self.log_scale.exp()), ats.Causal() if self.causal else None
+            out = ats.attend(*arrays.values(), score=score, mask=causal if mask is None else mask)
         else:
             query, key, value = arrays.values()
             out = functional.scaled_dot_product_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
@@ -287,6 +288,8 @@ def test_every_other_line_of_a_remedy_runs(cause: str) -> None:
     x, array = keras.ops.ones((1, 3, 8)), keras.ops.ones((1, 3, 2, 4))
     inputs = keras.Input((8,))
     layer, policy = keras.layers.MultiHeadAttention(2, 4), keras.config.dtype_policy()
+    scaled = MultiHeadAttention(8, 2, score="cosine")
+    scaled(x, x, x)
 
     def attention(x: Any, *more: Any, **options: Any) -> Any:
         return layer(x, *(more or (x,)), **options)
@@ -295,10 +298,10 @@ def test_every_other_line_of_a_remedy_runs(cause: str) -> None:
         "keras": keras, "model": keras.Model(inputs, keras.layers.Dense(1)(inputs)), "loss": "mse", "rate": 0.1,
         "steps": 100, "attention": attention, "norm": lambda x: x, "x": x, "q": array, "k": array, "v": array,
         "ids": ids, "real": ids != 0, "mask": (ids != 0)[:, None], "attend": ats.attend, "SoftCap": ats.SoftCap,
-        "sink": keras.ops.zeros((3,)),
+        "sink": keras.ops.zeros((3,)), "math": math, "layer": scaled,
     }  # fmt: skip
     try:
-        exec(remedy.keras or remedy.torch, names)
+        exec((remedy.keras or remedy.torch).format(tau=10.0), names)
     finally:
         keras.config.set_dtype_policy(policy)
 

@@ -18,6 +18,13 @@ EARLY_STEPS, EARLY_SAMPLED_STEPS = 20, 4
 # Tokens are alike when their mean explains all but this share of the squares of a layer's values. Healthy layers went
 # down to 0.014 in their first steps; layers whose tokens had become alike were at 0.004 or less.
 _ALIKE = 0.01
+# Causes whose remedies make q.k smaller, and the cause in their place where the score is no multiple of q.k.
+_LARGE_PRODUCTS = (
+    "weights of one head too large",
+    "no scale, or weights that start too large",
+    "logits that grow while the loss suffers",
+)
+SCORE_SCALE = "scale of the score too large"
 # A softmax this close to one key has a Jacobian with a trace below this.
 _ONE_KEY = 0.1
 # QK-clip that ends a saturation leaves this share of the variance of a saturated head: a quarter of its logits.
@@ -57,6 +64,13 @@ class Failures:
 
 def cause_of(layer: str, period: Period, failures: Failures, limit: Thresholds) -> str:
     """Return the most likely cause of a failure, a key of `REMEDIES`."""
+    cause = _cause_of_product(layer, period, failures, limit)
+    # QK-clip has no factor for scores that are no multiple of q.k.
+    return SCORE_SCALE if cause in _LARGE_PRODUCTS and math.isnan(period.evidence["clip"]) else cause
+
+
+def _cause_of_product(layer: str, period: Period, failures: Failures, limit: Thresholds) -> str:
+    """Return the cause as of a score that is q.k times a number."""
     sign, numbers = period.sign, period.evidence
     if sign in ("not a number", "near overflow"):
         return _cause_of_nan(layer, period, failures)

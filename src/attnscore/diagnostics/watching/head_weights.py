@@ -3,7 +3,8 @@
 Requirements:
 - the same functions serve PyTorch, Flax (NNX and linen) and Keras, and leave the other heads' weights as they are;
 - projections are found by their usual names; where there are none, the error lists layers and a line to write;
-- an error leaves all weights as they are.
+- an error leaves all weights as they are;
+- heads whose score does not scale with the weights of queries and keys are an error that says what to change.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,8 @@ _LAYERS += [tuple(pattern.format(name) for name in PROJECTIONS) for pattern in
 _LAYERS += [(name,) for name in ("qkv", "qkv_proj", "Wqkv", "to_qkv", "in_proj", "c_attn")]
 # A norm after the queries removes the factor by which their weights are scaled.
 _NORMS = ("q_norm", "norm_q", "query_norm", "query_ln", "q_layernorm", "qk_norm")
+# Parameters that multiply scores other than q.k, and the change that multiplies the logits of a head by a factor.
+_SCALES = {"log_scale": "+= {log:.4g}", "log_bandwidth": "-= {half_log:.4g}", "w_v": "*= {factor:.4g}"}
 # Attributes of attention layers with their number of heads.
 _HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "num_query_heads", "n_head")
 _MODELS = "a torch.nn.Module, a Keras model or layer, a flax.nnx.Module, or the parameters of a flax.linen.Module"
@@ -79,7 +82,8 @@ def qk_clip(
     ------
     ArgumentError
         `model` is of no known framework, the projections of a head that must be scaled are not known or a norm follows
-        them, `rows` lack heads of a layer, `heads` has others than `rows`, or `tau` is not a number above 0.
+        them, its score is no multiple of q.k, as a cosine (`clip` of its row is NaN), `rows` lack heads of a layer,
+        `heads` has others than `rows`, or `tau` is not a number above 0.
 
     References
     ----------
@@ -102,14 +106,18 @@ def qk_clip(
     allowed = _checked_heads(heads if counts else None, counts)  # a watch that was cleared has no layers
     clipped = rows.clipped if isinstance(rows, Records) else set()
     factors: dict[tuple[str, int], float] = {}
+    others: set[tuple[str, int]] = set()
     for row in rows.last() if isinstance(rows, Records) else rows:
         name, head = row["layer"], row["head"]
         size = logit_size(row)
         module_head = (_module_name(name), head)  # a module that is called twice has one factor, the smaller one
         if head in allowed.get(name, ()) and module_head not in clipped and tau < size < math.inf:
             factors[module_head] = min(tau / size, factors.get(module_head, 1.0))
+            others |= {module_head} if math.isnan(row.get("clip", 1.0)) else set()
     changes = []
     for (name, head), factor in factors.items():
+        if (name, head) in others:
+            weights.refuse_score(name, head, factor)
         weights.check_no_norm(name, factor)
         of_layer = weights.projections(name, counts)
         scaled, power = (("query", "key"), 0.5) if of_layer.kv_heads == of_layer.heads else (("query",), 1.0)
@@ -262,6 +270,17 @@ class _Weights:
             array[...] = array[...].at[entries.slices].set(values.astype(array.dtype))
         else:
             entries.owner[entries.name] = array.at[entries.slices].set(values.astype(array.dtype))
+
+    def refuse_score(self, name: str, head: int, factor: float) -> NoReturn:
+        """Raise ArgumentError that says what multiplies the scores of a head by a factor."""
+        layer = self._layer(name)
+        if scale := next((scale for scale in _SCALES if _shape(layer, scale)), None):
+            change = _SCALES[scale].format(factor=factor, log=math.log(factor), half_log=math.log(factor) / 2)
+            hint = f"change the scale of the score: layer.{scale}[{head}] {change}"
+        else:
+            hint = "change the scale of the score, as `scale` of Cosine or `bandwidth` of Gaussian"
+        expected = f"rows of a score that is q.k times a number, which weights scale, in {name!r}"
+        raise ArgumentError(message("rows", expected, "another score", hint=hint))
 
     def check_no_norm(self, name: str, factor: float) -> None:
         """Raise ArgumentError if a layer normalises its queries."""

@@ -132,7 +132,8 @@ class Layer:
 def _column(sums: dict[str, Array], name: str, tau: float) -> Array:
     """Return a number of every head; NaN where a mean has no queries."""
     if name == "clip":
-        return np.array([clip_factor(largest, tau) for largest in sums["max_logit"].tolist()], dtype=np.float64)
+        factors = np.array([clip_factor(largest, tau) for largest in sums["max_logit"].tolist()], dtype=np.float64)
+        return np.where(sums["other_score"] > 0, math.nan, factors)
     if name in (*_COUNTS, *LARGEST, *_MARKS):
         return sums[name]
     count = sums[_OVER.get(name, "rows")]
@@ -234,7 +235,8 @@ class Records:
         log_sum_exp, entropy, max_weight, effective_keys, jacobian_trace, first_key, query_variance (at most so much
         variance do the queries give a logit), value_spread (share of the values' squares that their mean does not
         explain), max_logit, choice_rows (queries that attend to more than one key), saturated_rows (their share),
-        padding (share of the weight), clip (the factor of QK-clip). Numbers that are unknown are NaN.
+        padding (share of the weight), clip (the factor of QK-clip, NaN where the score is no multiple of q.k). Numbers
+        that are unknown are NaN.
         """
         tau = self.thresholds.tau
         return [row for layer in self._layers for row in layer.rows(layer.total, tau)]

@@ -56,6 +56,13 @@ REMEDIES: dict[str, Remedy] = {
     "no scale, or weights that start too large": Remedy(
         "divide the scores by the square root of the head's dimension; or normalise queries and keys (QK-norm)", *_PLAIN
     ),
+    "scale of the score too large": Remedy(
+        "after each step of the optimiser, bound the scale of the score, which the weights of queries and keys may not "
+        "change: `log_scale` of a cosine, `w_v` of an additive score; `log_bandwidth` of a Gaussian from below",
+        "layer.log_scale.data.clamp_(max=math.log({tau:g}))",
+        "layer.log_scale[...] = jnp.minimum(layer.log_scale[...], math.log({tau:g}))",
+        "layer.log_scale.assign(keras.ops.minimum(layer.log_scale, math.log({tau:g})))",
+    ),
     "learning rate of one layer too large": Remedy(
         f"give the layer the learning rate of the others, which are healthy at theirs; then {_RESTORE}, or clip its "
         "logits (QK-clip) or cap them (`SoftCap`)",

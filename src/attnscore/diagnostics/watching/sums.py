@@ -21,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import attnscore as ats
-from attnscore import backends
+from attnscore import backends, scores
 from attnscore.backends.base import Backend, accumulator
 from attnscore.base.arguments import largest_of
 from attnscore.errors import AttnscoreError
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.normalizers import ONLY_SOFTMAX, resolve
+from attnscore.scores.base import scores_in
 
 Array = NDArray[np.float64]
 
@@ -50,7 +51,9 @@ NEEDED = (
 
 
 # Numbers that are the largest over several parts, not their sum.
-LARGEST = ("max_logit", "dtype_max", "scale_ratio")
+LARGEST = ("max_logit", "dtype_max", "scale_ratio", "other_score")
+# Scores that are q.k times a number, up to a cap, where the scores in them are.
+_PRODUCTS = (ats.Dot, ats.ScaledDot, ats.Bilinear, ats.Temperature, ats.SoftCap, ats.Combination)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,15 +247,19 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
 
     `query_variance` bounds the variance of a logit over the queries, Var(q.k) <= trace Cov(q) trace Cov(k), where the
     score is a multiple of q.k; `scale_ratio` is its scale as a multiple of 1/sqrt(d); `value_spread` is the share of
-    the values' squares that their mean does not explain: 0 where all are alike.
+    the values' squares that their mean does not explain: 0 where all are alike; `other_score` is 1 where the score is
+    known to be no multiple of q.k, as a cosine.
     """
     sums = {name: np.zeros(heads) for name in ("sequences", "query_variance", "value_sequences", "value_spread")}
     sums |= {f"nan_{name}": np.zeros(heads) for name in ("query", "key", "value")}
     first = call.scores if isinstance(call, Scores) else call.query
     sums["dtype_max"] = np.full(heads, -lowest_finite(first))
     sums["scale_ratio"] = np.full(heads, math.nan)
+    sums["other_score"] = np.zeros(heads)
     if isinstance(call, Scores):
         return sums
+    score = scores.resolve(call.options.get("score", "scaled_dot"))
+    sums["other_score"] += not all(type(part) in _PRODUCTS for part in scores_in(score))
     arrays = {"query": call.query, "key": call.key, "value": call.value}
     moments = {name: _moments(x, call.head_axis, heads) for name, x in arrays.items() if x is not None}
     known = {name: x for name, x in moments.items() if x is not None}
@@ -263,7 +270,7 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
             share = np.divide(spread, square, out=np.zeros_like(square), where=is_finite & (square > 0))
             sums |= {"value_sequences": is_finite.sum(0, dtype=np.float64), "value_spread": share.sum(0)}
     dim = call.query.shape[-1]
-    scale = _score_scale(call.options.get("score", "scaled_dot"), dim)
+    scale = _score_scale(score, dim)
     if scale is None or call.query.shape[call.length_axis] <= 1:
         return sums
     sums["scale_ratio"] = np.full(heads, scale * math.sqrt(dim))
@@ -304,12 +311,11 @@ def _moments(x: Any, head_axis: int, heads: int) -> list[Array] | None:
 
 def _score_scale(score: Any, dim: int) -> float | None:
     """Return the factor of q.k in a score; None where the score is no multiple of q.k by one number."""
-    if score == "dot" or type(score) is ats.Dot:
+    if type(score) is ats.Dot:
         return 1.0
-    if score != "scaled_dot" and type(score) is not ats.ScaledDot:
+    if type(score) is not ats.ScaledDot:
         return None
-    scale = getattr(score, "scale", None)
-    return dim**-0.5 if scale is None else float(scale) if isinstance(scale, (int, float)) else None
+    return dim**-0.5 if score.scale is None else float(score.scale) if isinstance(score.scale, (int, float)) else None
 
 
 def marks_of(ops: Backend, key: Any, head_axis: int, real: Any) -> Any:
