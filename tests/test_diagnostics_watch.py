@@ -507,10 +507,26 @@ def test_nn_multihead_attention(need_weights: bool, grad: bool, batched: bool) -
     with torch.set_grad_enabled(grad):
         seen = watched_run(layer, x, x, x, **options)
     assert list(seen.layers) == ["(model)"] and not seen.unseen
-    query, key = (nn.functional.linear(x, w).double() for w in layer.in_proj_weight.detach().chunk(3)[:2])
-    query, key = (t.reshape(-1, 5, 2, 4).transpose(1, 2) for t in (query, key))
+    parts = (nn.functional.linear(x, w).double() for w in layer.in_proj_weight.detach().chunk(3))
+    query, key, value = (t.reshape(-1, 5, 2, 4).transpose(1, 2) for t in parts)
     hidden = ignored[:, None, None] if batched else ignored
-    assert_rows(seen.rows(), means((query @ key.mT / 2).masked_fill(hidden, -torch.inf)))
+    wanted = means((query @ key.mT / 2).masked_fill(hidden, -torch.inf))
+    spreads = [t.var(-2, correction=0).sum(-1) for t in (query, key, value)]
+    bound, share = spreads[0] * spreads[1] / 4, spreads[2] / (value**2).sum(-1).mean(-1)
+    for head, row in enumerate(wanted):
+        row |= {"query_variance": float(bound[:, head].mean()), "value_spread": float(share[:, head].mean())}
+    assert_rows(seen.rows(), wanted)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_that_a_layer_returns_are_those_it_returned_unwatched(fails: bool, monkeypatch) -> None:
+    """With dropout, which a second call must not draw, and where that call fails, of which the scores remain."""
+    if fails:
+        monkeypatch.setattr(torch_patches, "inspect", types.SimpleNamespace(signature=lambda _: 1 / 0))
+    layer, x = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True), torch.randn(3, 5, 8)
+    seen = watched_run(layer, x, x, x, attn_mask=torch.ones(5, 5).triu(1).bool())
+    assert [row["rows"] for row in seen.rows()] == [15, 15] and not seen.unseen
+    assert all(np.isnan(row["value_spread"]) == fails for row in seen.rows())
 
 
 def encoder(norm_first: bool = False, nested: bool = True) -> nn.TransformerEncoder:

@@ -7,6 +7,7 @@ Requirements:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -120,24 +121,23 @@ def with_head_axis(scores: Tensor, heads: int | None) -> Tensor:
     return scores if heads is None or scores.ndim != 3 else scores.reshape(-1, heads, *scores.shape[1:])
 
 
-def projected(query: Tensor, key: Tensor, heads: int, named: dict[str, Any]) -> Call:
-    """Project queries and keys again, as a fused function with these arguments does; masks are True at masked keys."""
+def projected(inputs: Sequence[Tensor], heads: int, named: dict[str, Any]) -> Call:
+    """Project inputs to queries, keys and values again, as a fused function does; masks are True at masked keys."""
     dim, weight, bias, mask = named["embed_dim"], named["qkv_weight"], named["qkv_bias"], named.get("mask")
     options: dict[str, Any] = {"score": "scaled_dot", "head_axis": -2}
     counted = None
-    if query.is_nested:
-        lens = torch.tensor([len(x) for x in query.unbind()])
+    if inputs[0].is_nested:
+        lens = torch.tensor([len(x) for x in inputs[0].unbind()])
         options["mask"] = ats.ValidLens(lens, query_lens=lens)
-        query, key = (x.to_padded_tensor(0.0) for x in (query, key))
-        counted = torch.arange(query.shape[1]) < lens[:, None, None]
-    q = functional.linear(query, weight[:dim], bias[:dim])
-    k = functional.linear(key, weight[dim : 2 * dim], bias[dim : 2 * dim])
-    q, k = (x.reshape(*x.shape[:-1], heads, -1) for x in (q, k))
+        inputs = [x.to_padded_tensor(0.0) for x in inputs]
+        counted = torch.arange(inputs[0].shape[1]) < lens[:, None, None]
+    parts = zip(inputs, weight.split(dim), bias.split(dim), strict=True)
+    q, k, v = (x.reshape(*x.shape[:-1], heads, -1) for x in (functional.linear(*part) for part in parts))
     if mask is not None:
         attended = ~mask.to(torch.bool)
         # 0: (query, key); 1: (batch, key); 2: (batch, head, query, key)
         options["mask"] = ats.KeyPadding(attended) if named.get("mask_type") == 1 else ats.Dense(attended)
-    return Call(q, k, options, counted=counted)
+    return Call(q, k, options, v, counted=counted)
 
 
 def reason_against(*tensors: Any) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -267,6 +268,13 @@ def _attend(original: Any, query: Any, key: Any, value: Any, **options: Any) -> 
 def _multi_head(original: Any, *arguments: Any, **options: Any) -> Any:
     heads = options["num_heads"] if "num_heads" in options else arguments[4]
     with _scope(heads, "multi_head_attention_forward without a softmax that could be recorded"):
+        if any(watcher.is_sampling() for watcher in _WATCHERS):
+            # A call that returns weights shows its scores alone, to the softmax. One more call, without weights,
+            # reports queries, keys and values; where it fails, the softmax still reports the scores.
+            with contextlib.suppress(Exception), torch.no_grad():
+                named = inspect.signature(original).bind(*arguments, **options).arguments
+                if named.get("need_weights", True):
+                    _call_original(functional, original, (), named | {"need_weights": False, "training": False})
         return _call_original(functional, original, arguments, options)
 
 
@@ -309,11 +317,11 @@ def _encoder_layer_call(named: dict[str, Any]) -> Call:
     if named["norm_first"]:
         norm = named["norm_weight_1"], named["norm_bias_1"], named["eps"]
         x = functional.layer_norm(x, (named["embed_dim"],), *norm)
-    return dataclasses.replace(projected(x, x, named["num_heads"], named), within="self_attn")
+    return dataclasses.replace(projected((x, x, x), named["num_heads"], named), within="self_attn")
 
 
 def _native_multi_head_call(named: dict[str, Any]) -> Call:
-    return projected(named["query"], named["key"], named["num_head"], named)
+    return projected((named["query"], named["key"], named["value"]), named["num_head"], named)
 
 
 def _get_interface(original: Any, interface: Any, implementation: Any, default: Any) -> Any:
