@@ -252,6 +252,21 @@ def test_unknown_projections_are_an_error_that_says_what_to_write() -> None:
         qk_clip(model, seen.last(), tau=1.0)
 
 
+@pytest.mark.parametrize(
+    ("names", "stack", "hint"),
+    [
+        (("query_map", "key_map", "value_map", "out_map"), (), r"layers=\('query_map', 'key_map', 'value_map'\)$"),
+        (("query", "key", "value", "out"), (3,), r"lines of your own, as layer.key.kernel\[rows\]"),
+    ],
+)
+def test_a_hint_names_queries_keys_and_values(names: tuple[str, ...], stack: tuple[int, ...], hint: str) -> None:
+    """Of linen's parameters, which JAX sorts by name; also of a stack of layers that one call under `vmap` uses."""
+    params = {name: {"kernel": jnp.ones((*stack, WIDTH, 2, SIZE))} for name in sorted(names)}
+    rows = [{"layer": "(model)", "head": head, "max_logit": 200.0, "logit_variance": 1.0} for head in range(2)]
+    with pytest.raises(ArgumentError, match=hint):
+        qk_clip(params, rows)
+
+
 def test_a_projection_of_grouped_keys_is_no_fused_one() -> None:
     """Two heads of 16 features with two KV heads each could be as wide; the width of the input decides."""
     layer = nn.Module()
@@ -469,6 +484,80 @@ def test_the_printed_line_changes_an_nnx_model(kind: str) -> None:
     with watch(model) as seen:
         model(X)
     assert not seen.failing() and float(jnp.abs(kernel[...][index]).min()) > 0
+
+
+class Scanned(nnx.Module):
+    """Three layers in one loop, whose parameters have one more axis in front; each is called `calls` times."""
+
+    def __init__(self, kind: str, calls: int) -> None:
+        self.calls = calls
+        self.blocks = nnx.vmap(Separate if kind == "separate" else lambda rngs: nnx.MultiHeadAttention(
+            HEADS, WIDTH, decode=False, rngs=rngs
+        ))(nnx.Rngs(0).split(3))  # fmt: skip
+
+    def __call__(self, x: Any) -> Any:
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def forward(block: Any, x: Any) -> Any:
+            return x + sum(block(x / call) for call in range(1, self.calls + 1))
+
+        return forward(self.blocks, x)
+
+
+class ScannedLinen(linen.Module):
+    """The same of linen, which traces the body of a loop twice."""
+
+    calls: int
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        class Block(linen.Module):
+            @linen.compact
+            def __call__(block, x: Any, _: Any) -> Any:  # `self` is the model
+                layer = linen.MultiHeadDotProductAttention(HEADS, name="attention")
+                return x + sum(layer(x / call) for call in range(1, self.calls + 1)), None
+
+        scan = linen.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return scan(name="blocks")(x, None)[0]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("kind", ["linen", "nnx", "separate"])
+def test_the_printed_line_changes_one_layer_of_a_loop(kind: str, calls: int) -> None:
+    model = ScannedLinen(calls) if kind == "linen" else Scanned(kind, calls)
+    params = model.init(jax.random.key(0), X)["params"] if kind == "linen" else None
+
+    def arrays() -> dict[str, np.ndarray]:
+        leaves = jax.tree.leaves_with_path(params or nnx.state(model))
+        return {jax.tree_util.keystr(path): np.array(x).reshape(3, -1, HEADS, SIZE) for path, x in leaves}
+
+    def rows() -> dict[str, float]:
+        with watch(model) as seen:
+            model.apply({"params": params}, X) if params else model(X)
+        assert {*seen.layers} == {name, *(f"{name} #{number}" for number in range(2, 3 * calls + 1))}
+        return {row["layer"]: row["max_logit"] for row in seen.rows() if row["head"] == 1}
+
+    name = "blocks.attention" if kind == "linen" else "blocks"
+    if kind == "linen":
+        query = params["blocks"]["attention"]["query"]
+        query["kernel"] = query["kernel"].at[1, :, 1].multiply(60)
+    else:
+        kernel = (model.blocks.q if kind == "separate" else model.blocks.query).kernel
+        kernel[...] = kernel[...].reshape(3, WIDTH, HEADS, SIZE).at[1, :, 1].multiply(60).reshape(kernel.shape)
+    with watch(model) as seen:
+        for _ in range(3):
+            model.apply({"params": params}, X) if params else model(X)
+    verdict, before, sizes = seen.verdicts()[0], arrays(), rows()
+    assert verdict.layer in [f"{name} #{number}" for number in ([2] if calls == 1 else [3, 4])] and verdict.head == 1
+    assert calls == 1 or sizes[f"{name} #3"] > 2 * sizes[f"{name} #4"], "of half the input, in the order of the code"
+    tau, names = run_printed_line(seen, params=params) if params else run_printed_line(seen, model=model)
+    params = names.get("params")
+    after = rows()
+    assert after[verdict.layer] == pytest.approx(tau, rel=1e-3) and tau < sizes[verdict.layer] / 2
+    for path, array in arrays().items():
+        is_changed = (array != before[path]).any((1, 3))
+        may_change = "query" in path or "key" in path or "q" in path.split("'") or "k" in path.split("'")
+        assert not np.delete(is_changed.ravel(), HEADS + 1).any(), path
+        assert is_changed[1, 1] == (may_change and bool(before[path][1, :, 1].any())), path
 
 
 def largest_of_linen(model: Linen, params: Any) -> dict[int, float]:

@@ -39,6 +39,8 @@ _LAYERS += [(name,) for name in ("qkv", "qkv_proj", "Wqkv", "to_qkv", "in_proj",
 _NORMS = ("q_norm", "norm_q", "query_norm", "query_ln", "q_layernorm", "qk_norm")
 # Parameters that multiply scores other than q.k, and the change that multiplies the logits of a head by a factor.
 _SCALES = {"log_scale": "+= {log:.4g}", "log_bandwidth": "-= {half_log:.4g}", "w_v": "*= {factor:.4g}"}
+# Names of layers behind the attention, such as "o_proj", "W_o", "to_out".
+_OUTPUT = re.compile(r"(^|_)(w?o|out|output)(_|$)|^(dense|proj|c_proj)$")
 # Attributes of attention layers with their number of heads.
 _HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "num_query_heads", "n_head")
 _MODELS = "a torch.nn.Module, a Keras model or layer, a flax.nnx.Module, or the parameters of a flax.linen.Module"
@@ -110,10 +112,11 @@ def qk_clip(
     for row in rows.last() if isinstance(rows, Records) else rows:
         name, head = row["layer"], row["head"]
         size = logit_size(row)
-        module_head = (_module_name(name), head)  # a module that is called twice has one factor, the smaller one
-        if head in allowed.get(name, ()) and module_head not in clipped and tau < size < math.inf:
-            factors[module_head] = min(tau / size, factors.get(module_head, 1.0))
-            others |= {module_head} if math.isnan(row.get("clip", 1.0)) else set()
+        if head in allowed.get(name, ()) and tau < size < math.inf:
+            module_head = (weights.module_of(name, counts), head)
+            if module_head not in clipped:  # a module that is called twice has one factor, the smaller one
+                factors[module_head] = min(tau / size, factors.get(module_head, 1.0))
+                others |= {module_head} if math.isnan(row.get("clip", 1.0)) else set()
     changes = []
     for (name, head), factor in factors.items():
         if (name, head) in others:
@@ -178,7 +181,7 @@ def reset_heads(
     weights, counts = _Weights(model, layers), _head_counts(rows)
     draws = []
     for name, chosen in _checked_heads(heads, counts).items():
-        of_layer = weights.projections(_module_name(name), counts)
+        of_layer = weights.projections(weights.module_of(name, counts), counts)
         for projection, head in itertools.product(projections, chosen):
             check_choice("projections", projection, PROJECTIONS)
             if others := of_layer.sharing(projection, head) - {*chosen}:
@@ -204,11 +207,14 @@ class _Entries(NamedTuple):
     axis: int
     start: int
     length: int
+    place: int | None = None
+    """Index in one more axis in front, on which a loop has stacked the arrays of its layers."""
 
     @property
-    def slices(self) -> tuple[slice, ...]:
+    def slices(self) -> tuple[Any, ...]:
         """Index of the entries in the array."""
-        return (*[slice(None)] * self.axis, slice(self.start, self.start + self.length))
+        place = () if self.place is None else (self.place,)
+        return (*place, *[slice(None)] * self.axis, slice(self.start, self.start + self.length))
 
 
 class _Projections(NamedTuple):
@@ -273,7 +279,7 @@ class _Weights:
 
     def refuse_score(self, name: str, head: int, factor: float) -> NoReturn:
         """Raise ArgumentError that says what multiplies the scores of a head by a factor."""
-        layer = self._layer(name)
+        layer = self._layer(_module_name(name))
         if scale := next((scale for scale in _SCALES if _shape(layer, scale)), None):
             change = _SCALES[scale].format(factor=factor, log=math.log(factor), half_log=math.log(factor) / 2)
             hint = f"change the scale of the score: layer.{scale}[{head}] {change}"
@@ -284,18 +290,38 @@ class _Weights:
 
     def check_no_norm(self, name: str, factor: float) -> None:
         """Raise ArgumentError if a layer normalises its queries."""
-        layer = self._layer(name)
+        layer = self._layer(_module_name(name))
         if norm := next((norm for norm in _NORMS if _child(layer, norm) is not None), None):
             hint = f"the weights of {norm} scale the logits of all heads: layer.{norm}.weight *= {factor:.3g}"
             raise ArgumentError(message("model", f"no norm behind the queries of {name!r}", norm, hint=hint))
 
+    def module_of(self, call: str, counts: Mapping[str, int]) -> str:
+        """Return the name of the module of an attention call; "name #3" for the third layer of a loop's stack.
+
+        The loop makes the calls, which are in `counts`, in the order of the layers.
+        """
+        name = _module_name(call)
+        length, calls = self._stacked(name, counts), sum(_module_name(other) == name for other in counts)
+        if not length or calls % length:
+            return name
+        number = int((re.findall(r" #(\d+)", call) or [1])[0])
+        return f"{name} #{(number - 1) * length // calls + 1}"
+
+    def _stacked(self, name: str, counts: Mapping[str, int]) -> int:
+        """Return how many layers a loop has stacked in the arrays of one; 0 where they are one layer's."""
+        layer, heads = self._layer(name), counts[name]
+        is_flax = self.framework in ("nnx", "linen")
+        arrays = self._arrays(layer, heads, 0) if is_flax and self._arrays(layer, heads) is None else None
+        return _shape(arrays["query"][0].owner, self._kernel)[0] if arrays else 0
+
     def projections(self, name: str, counts: Mapping[str, int]) -> _Projections:
         """Return the projections of the layer of a name, with its number of heads."""
-        layer, heads = self._layer(name), counts[name]
+        module, _, number = name.partition(" #")
+        layer, heads = self._layer(module), counts[module]
         declared = next((x for attribute in _HEAD_COUNTS if is_whole(x := _child(layer, attribute))), heads)
         if declared != heads:
             raise ArgumentError(message("rows", f"rows of all {declared} heads of {name!r}", f"{heads} of them"))
-        arrays = self._arrays(layer, heads)
+        arrays = self._arrays(layer, heads, int(number) - 1 if number else None)
         if arrays is not None:
             queries, keys, values = (arrays[projection][0].length for projection in PROJECTIONS)
             kv_heads = keys * heads // queries
@@ -305,9 +331,13 @@ class _Weights:
         shapes = {child: shape for child in children if (shape := _shape(_child(layer, child), self._kernel))}
         expected = f"projections of {heads} heads in {name!r}, named as q_proj, query, W_q, to_q, qkv or in_proj_weight"
         listed = ", ".join(f"{child} {shape}" for child, shape in shapes.items()) or "no layers with weights"
-        if len(shapes) > 2:
-            hint = f"say what makes its queries, keys and values: layers={(*shapes,)[:3]}"
-        else:  # one layer in an order of its own
+        inputs = [child for child in shapes if not _OUTPUT.search(child)]
+        # Queries, keys, values; a mapping of JAX sorts them by name.
+        inputs.sort(key=lambda child: next((place for place, x in enumerate("qkv") if x in child.lower()), 3))
+        has_usual_names = any(set(names) <= set(inputs) for names in _LAYERS)
+        if len(inputs) > 2 and not has_usual_names:
+            hint = f"say what makes its queries, keys and values: layers={(*inputs,)[:3]}"
+        else:  # one layer in an order of its own, or arrays in shapes of their own
             widest = max(shapes, key=lambda child: math.prod(shapes[child]), default="W_q")
             line = f"layer.{widest}.{self._kernel}[rows] *= factor ** 0.5"
             hint = f"change the head's queries and keys by lines of your own, as {line}"
@@ -327,11 +357,11 @@ class _Weights:
             raise ArgumentError(message("model", f"a model with {name!r}, as in `rows`", self._class.__name__))
         return module
 
-    def _arrays(self, layer: Any, heads: int) -> dict[str, list[_Entries]] | None:
-        """Return the arrays of a layer's projections; None where they have other names or shapes."""
+    def _arrays(self, layer: Any, heads: int, place: int | None = None) -> dict[str, list[_Entries]] | None:
+        """Return the arrays of a layer's projections, or of one layer of a stack; None with other names or shapes."""
         for names in [self._layers, *_LAYERS] if self._layers else _LAYERS:
             owners = [_child(layer, name) for name in names]
-            shapes = [_shape(owner, self._kernel) for owner in owners]
+            shapes = [_shape(owner, self._kernel)[place is not None :] for owner in owners]
             is_flat = all(len(shape) == 2 for shape in shapes)
             has_head_axis = self.framework != "torch" and all(len(shape) == 3 for shape in shapes)
             if not is_flat and not (has_head_axis and shapes[0][1] == heads):
@@ -346,7 +376,7 @@ class _Weights:
                 owners, lengths, starts = owners * 3, [width] * 3, [0, width, 2 * width]
             return {
                 projection: [
-                    _Entries(owner, name, along, start, length)
+                    _Entries(owner, name, along, start, length, place)
                     for name, along in ((self._kernel, axis), ("bias", 0))
                     if _shape(owner, name)
                 ]

@@ -162,13 +162,16 @@ def receive(
         except Exception as error:  # recording must never break the model
             watch._count_unseen(name, describe_error(error))
             continue
+        module, _, of_code = name.partition(" #")
         with watch._lock:
-            counts: Counter[str] = Counter()
-            while (free := next_name(counts, name)) in step.sums:
-                if _are_same(step.sums[free], sums):  # computed again before the end of the run
-                    break
-            else:
-                step.sums[free] = sums
+            # With the iteration of a loop, the calls of a module have an order that does not depend on the program's.
+            for iteration in itertools.count():
+                call = (module, iteration, int(of_code or 1))
+                if call not in step.sums:
+                    step.sums[call] = sums
+                elif not _are_same(step.sums[call], sums):  # else computed again before the end of the run
+                    continue
+                break
 
 
 def end(number: int, failed: bool = False) -> None:
@@ -177,7 +180,15 @@ def end(number: int, failed: bool = False) -> None:
         run = _RUNS.pop(number, None)
     if run is not None and not failed:
         for watch, step in run.steps:
+            step.sums = _named(step.sums)
             watch._finish(step)
+
+
+def _named(sums: dict[Any, dict[str, Array]]) -> dict[Any, dict[str, Array]]:
+    """Return the sums of a run by name; numbers of calls have no gaps, also where a loop's body was traced twice."""
+    counts: Counter[str] = Counter()
+    names = {call: next_name(counts, call[0]) for call in sorted(sums, key=lambda call: call[1:])}
+    return {names[call]: x for call, x in sums.items()}
 
 
 def _unrolled_sums(
