@@ -14,6 +14,7 @@ from torch import nn
 
 from attnscore.diagnostics import callbacks, watch
 from attnscore.diagnostics.callbacks import HeadLog, TrainerCallback
+from attnscore.diagnostics.callbacks.watching import stop_watches_at_the_end
 from attnscore.diagnostics.watching import rebinding
 from attnscore.diagnostics.watching.records import NUMBERS
 from attnscore.errors import ArgumentError, FrameworkError
@@ -163,6 +164,29 @@ def test_the_events_of_a_trainer() -> None:
     handler.on_train_end(args, state, control)
     model(torch.randn(2, 5, 8))
     assert callback.seen.steps == 7 and given == [0, 2, 4, 6] and callback.losses == [0.5] and callback.seen.failing()
+
+
+def test_an_exception_in_a_training_stops_its_watch() -> None:
+    from transformers import Trainer
+    from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+
+    model, callback = Model(), TrainerCallback(every=1)
+
+    class Loop:
+        """A training by ``Trainer`` itself needs another package."""
+
+        def train(self) -> None:
+            handler = CallbackHandler([callback], model, None, None, None)
+            handler.on_train_begin(types.SimpleNamespace(), TrainerState(), TrainerControl())
+            model(torch.randn(2, 5, 8))
+            raise KeyboardInterrupt
+
+    stop_watches_at_the_end(Loop, "train")
+    with pytest.raises(KeyboardInterrupt):
+        Loop().train()
+    model(torch.randn(2, 5, 8))
+    assert callback.seen.steps == 1 and not rebinding.ACTIVE
+    assert Trainer.train.__code__ is Loop.train.__code__, "wrapped too"
 
 
 @pytest.mark.slow

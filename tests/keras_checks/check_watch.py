@@ -185,6 +185,39 @@ def test_the_callback_watches_fit_and_leaves_the_validation_out() -> None:
     }
 
 
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_train_batch_end", "on_test_begin"])
+def test_an_exception_in_fit_leaves_nothing_running(hook: str) -> None:
+    class Stops(keras.callbacks.Callback):
+        pass
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    setattr(Stops, hook, stop)
+    watched, callback = model(), KerasCallback(every=1)
+    watched.compile("sgd", "mse", jit_compile=BACKEND != "torch")
+    with pytest.raises(KeyboardInterrupt):
+        watched.fit(X, Y, batch_size=4, verbose=0, validation_data=(X, Y), callbacks=[callback, Stops()])
+    steps, was_compiled = callback.seen.steps, BACKEND != "torch"
+    assert steps == {"on_train_begin": 0, "on_train_batch_end": 1, "on_test_begin": 2}[hook]
+    assert watched.jit_compile == was_compiled and watched.train_function is None and not rebinding.ACTIVE
+    watched(X)
+    assert callback.seen.steps == steps
+    watched.fit(X, Y, batch_size=4, verbose=0, callbacks=[callback])
+    assert callback.seen.steps == steps + 2 and watched.jit_compile == was_compiled and not rebinding.ACTIVE
+
+
+def test_a_fit_inside_of_a_fit_and_an_evaluation_end_their_own_watch() -> None:
+    class Inner(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            model().fit(X, Y, verbose=0, callbacks=[inner])
+
+    watched, callback, inner = model(), KerasCallback(every=1), KerasCallback(every=1)
+    watched.fit(X, Y, epochs=2, batch_size=4, verbose=0, callbacks=[callback, Inner()])
+    watched.evaluate(X, Y, verbose=0, callbacks=[callback])
+    assert (callback.seen.steps, inner.seen.steps) == (4, 1) and not rebinding.ACTIVE
+
+
 def test_the_callback_ends_a_training_that_fails() -> None:
     watched = model()
     watched.get_layer("multi_head").query_dense.kernel.assign(1e3 * np.ones((16, 4, 4)))

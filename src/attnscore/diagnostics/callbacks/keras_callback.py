@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from attnscore.diagnostics.callbacks.watching import Watching
+from attnscore.diagnostics.callbacks.watching import Watching, stop_watches_at_the_end
 
 
 class KerasCallback(Watching, keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
@@ -28,3 +28,7 @@ class KerasCallback(Watching, keras.callbacks.Callback):  # type: ignore[misc]  
         self._take_loss((logs or {}).get("loss"))
         if self._has_failed:
             self.model.stop_training = True
+
+
+for _name in ("fit", "evaluate", "predict"):
+    stop_watches_at_the_end(keras.Model, _name)

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from attnscore.diagnostics.callbacks.watching import Watching
+from attnscore.diagnostics.callbacks.watching import Watching, stop_watches_at_the_end
 
 
 class TrainerCallback(Watching, transformers.TrainerCallback):  # type: ignore[misc]  # imported when it is used
@@ -37,3 +37,6 @@ class TrainerCallback(Watching, transformers.TrainerCallback):  # type: ignore[m
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Pass the loss on."""
         self._take_loss((logs or {}).get("loss"))
+
+
+stop_watches_at_the_end(transformers.Trainer, "train")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,38 @@ _PARAMETERS = """
     options
         Other arguments of `watch`, such as `thresholds`.
 """
+
+
+class _ThreadState(threading.local):
+    """Callbacks that the innermost wrapped method of this thread has started; None outside of all."""
+
+    def __init__(self) -> None:
+        self.started: list[Watching] | None = None
+
+
+_THREAD = _ThreadState()
+
+
+def stop_watches_at_the_end(owner: Any, name: str) -> None:
+    """Wrap a method of a library that calls callbacks: it stops their watches when it ends, also by an exception.
+
+    Keras and Hugging Face tell callbacks nothing of an exception, after which a watch would go on.
+    """
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        outer = _THREAD.started
+        started: list[Watching] = []
+        _THREAD.started = started
+        try:
+            return method(*arguments, **options)
+        finally:
+            _THREAD.started = outer
+            for callback in started:
+                callback._end()
+
+    setattr(owner, name, wrapped)
 
 
 class Watching:
@@ -75,6 +109,9 @@ class Watching:
             self._end()
             self._seen = watch(model, on_step=self._write, **self._options)
             self._log.seen = self._seen
+        if not self._seen._running and _THREAD.started is not None:
+            _THREAD.started.append(self)
+        self._seen.resume()
         self._seen.start()
 
     def _write(self, step: int, rows: Sequence[Row]) -> None:
