@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from attnscore.diagnostics.callbacks.watching import Watching, stop_watches_at_the_end
+from attnscore.diagnostics.callbacks.watching import Watching
 
 
 class KerasCallback(Watching, keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
@@ -18,6 +18,9 @@ class KerasCallback(Watching, keras.callbacks.Callback):  # type: ignore[misc]  
 
     on_test_begin, on_test_end, on_train_end = Watching._pause, Watching._resume, Watching._end
 
+    def _training_methods(self) -> list[tuple[Any, str]]:
+        return [(keras.Model, name) for name in ("fit", "evaluate", "predict")]
+
     def set_model(self, model: Any) -> None:
         """Begin to watch, before Keras compiles its training step."""
         super().set_model(model)
@@ -28,7 +31,3 @@ class KerasCallback(Watching, keras.callbacks.Callback):  # type: ignore[misc]  
         self._take_loss((logs or {}).get("loss"))
         if self._has_failed:
             self.model.stop_training = True
-
-
-for _name in ("fit", "evaluate", "predict"):
-    stop_watches_at_the_end(keras.Model, _name)

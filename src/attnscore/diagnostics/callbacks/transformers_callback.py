@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import transformers
 
-from attnscore.diagnostics.callbacks.watching import Watching, stop_watches_at_the_end
+from attnscore.diagnostics.callbacks.watching import Watching
 
 
 class TrainerCallback(Watching, transformers.TrainerCallback):  # type: ignore[misc]  # imported when it is used
@@ -17,6 +18,11 @@ class TrainerCallback(Watching, transformers.TrainerCallback):  # type: ignore[m
     """
 
     on_evaluate, on_train_end = Watching._resume, Watching._end
+
+    def _training_methods(self) -> list[tuple[Any, str]]:
+        # Importing it takes seconds; who trains with it has imported it.
+        trainer = sys.modules.get("transformers.trainer")
+        return [] if trainer is None else [(trainer.Trainer, "train")]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin to watch."""
@@ -37,6 +43,3 @@ class TrainerCallback(Watching, transformers.TrainerCallback):  # type: ignore[m
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Pass the loss on."""
         self._take_loss((logs or {}).get("loss"))
-
-
-stop_watches_at_the_end(transformers.Trainer, "train")

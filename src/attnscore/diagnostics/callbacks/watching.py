@@ -45,11 +45,10 @@ _THREAD = _ThreadState()
 
 
 def stop_watches_at_the_end(owner: Any, name: str) -> None:
-    """Wrap a method of a library that calls callbacks: it stops their watches when it ends, also by an exception.
-
-    Keras and Hugging Face tell callbacks nothing of an exception, after which a watch would go on.
-    """
+    """Wrap a method that calls callbacks, once: it stops their watches when it ends, also by an exception."""
     method = getattr(owner, name)
+    if getattr(method, "stops_watches", False):
+        return
 
     @functools.wraps(method)
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -63,6 +62,7 @@ def stop_watches_at_the_end(owner: Any, name: str) -> None:
             for callback in started:
                 callback._end()
 
+    wrapped.stops_watches = True  # type: ignore[attr-defined]  # so that it is wrapped once
     setattr(owner, name, wrapped)
 
 
@@ -89,6 +89,12 @@ class Watching:
         self._options = {"every": every, **options}
         self._seen: Watch | None = None
         self._has_failed = False
+        for owner, name in self._training_methods():
+            stop_watches_at_the_end(owner, name)
+
+    def _training_methods(self) -> Sequence[tuple[Any, str]]:
+        """Return classes of the library, with the methods that call callbacks but tell them nothing of an exception."""
+        return ()
 
     @property
     def seen(self) -> Watch:
