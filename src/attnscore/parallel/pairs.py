@@ -18,12 +18,19 @@ import numpy as np
 from attnscore import backends
 from attnscore.base import thresholds
 from attnscore.base.layout import ScoreShape
-from attnscore.masks import BUILTIN, Mask, Neighbours, parts_of, split_intervals
+from attnscore.masks import BUILTIN, Dense, Mask, Neighbours, parts_of, split_intervals
 from attnscore.masks.base import all_of, atoms_of
 from attnscore.masks.intervals import HostArray, IntervalSet
 from attnscore.masks.neighbour_table import NeighbourTable
 
 Range = tuple[int, int]
+
+
+def check_batch(mask: Mask, query_len: int, key_len: int, batch: int) -> None:
+    """Raise MaskError when a mask does not fit a batch; not for an array, which may have heads of unknown number."""
+    for atom in atoms_of(mask):
+        if not isinstance(atom, Dense):
+            atom.checked_shape(query_len, key_len, batch)
 
 
 @dataclass(frozen=True, eq=False)

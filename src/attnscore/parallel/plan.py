@@ -20,7 +20,7 @@ from attnscore.masks.base import atoms_of
 from attnscore.masks.cached import arguments_signature
 from attnscore.masks.intervals import HostArray
 from attnscore.masks.shape_spec import shape_of
-from attnscore.parallel.pairs import Pairs, Range
+from attnscore.parallel.pairs import Pairs, Range, check_batch
 from attnscore.parallel.shard import Shard, check_shards
 
 # Blocks in which the native kernel sums in one order, whatever the number of queries and keys of the call. Where
@@ -163,7 +163,7 @@ def exchange(mask: Mask | None, queries: Sequence[Shard], keys: Sequence[Shard],
     queries = _complete("queries", queries)
     keys = _complete("keys", keys, len(queries))
     if mask is not None:
-        mask.checked_shape(queries[0].length, keys[0].length, batch)
+        check_batch(mask, queries[0].length, keys[0].length, batch)
     # The layers of a model share a mask. Masks with arrays, which may change, are counted anew.
     is_counted_anew = mask is not None and bool(mask.arrays())
     fields = None if is_counted_anew else arguments_signature(mask, None)

@@ -22,10 +22,11 @@ from attnscore import backends
 from attnscore.backends.base import Array
 from attnscore.base import thresholds
 from attnscore.base.arguments import check_count, is_whole, shown
+from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.masks import Mask
 from attnscore.masks.intervals import HostArray
-from attnscore.parallel.pairs import Pairs, Range, union
+from attnscore.parallel.pairs import Pairs, Range, check_batch, union
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,8 @@ def _chunks(
         raise ArgumentError(message("chunk", "a whole number of queries, 1 or more", chunk))
     keys = length if key_len is None else check_count("key_len", key_len)
     if mask is not None:
-        mask = mask.for_call(backends.load("numpy"), mask.checked_shape(length, keys, batch))
+        check_batch(mask, length, keys, batch)
+        mask = mask.for_call(backends.load("numpy"), ScoreShape((batch,), 1, 1, length, keys, has_heads=False))
     strips = Pairs(mask, length, keys, batch).strips(((0, length),))
     pairs = np.concatenate([np.zeros(0, np.int64), *(strip.counts for strip in strips)])
     starts = np.arange(0, length, chunk)
