@@ -256,8 +256,8 @@ def test_gradients_of_few_rows(score: str, dtype: str, dim: int) -> None:
         def gradients(arrays: Iterable[np.ndarray], kernel: str, lens: np.ndarray = lens) -> dict[str, np.ndarray]:
             *operands, grad, bias, w_v = arrays
             options = {"score": make(w_v), "valid_lens": lens, "bias": bias, "kernel": kernel}
-            found = ats.attend_vjp(*operands, **options)[1](grad)
-            return {**found._asdict(), **found.score}
+            result = ats.attend_vjp(*operands, **options)[1](grad)
+            return {**result._asdict(), **result.score}
 
         found, wanted = gradients(arrays, "native"), gradients([x.astype(float) for x in arrays], "streaming")
         for name in wanted.keys() - {"sink", "score"}:

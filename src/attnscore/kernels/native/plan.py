@@ -103,7 +103,7 @@ class Input(NamedTuple):
     """Array that a backward reads after the operands."""
 
     position: int
-    """Index in `NativePlan.backward_inputs`."""
+    """Index in `Computation.backward_inputs`."""
     swapped_axis: int | None
     """Axis to swap with the next one to get the module's axes; None where the array has them already."""
     is_in_c_order: bool
@@ -159,7 +159,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Computation:
-    """What calls compute that differ in their numbers of queries and keys at most."""
+    """What a plan computes, whatever the numbers of queries and keys."""
 
     module: Any
     kernel: Kernel
@@ -327,7 +327,7 @@ class NativePlan(Plan):
     def forward(
         self, arrays: Sequence[Array], mask: Any, seed: int, *, saves: bool
     ) -> tuple[tuple[Array, ...], Sequence[HostArray]]:
-        """Return the outputs `returned` and, with `saves`, the arrays `saved`.
+        """Return the outputs `Computation.returned` and, with `saves`, the arrays `Computation.saved`.
 
         `mask` is a boolean mask, or valid lengths or their bounds, which the plan reads.
         """
@@ -456,7 +456,7 @@ class NativePlan(Plan):
     def backward(
         self, arrays: Sequence[Array], mask: Any, inputs: Sequence[Array | None], seed: int, requested: Sequence[bool]
     ) -> list[Array | None]:
-        """Return the gradient of each operand, None where not requested, from `NativePlan.backward_inputs`."""
+        """Return the gradient of each operand, None where not requested, from `Computation.backward_inputs`."""
         computation, ops = self.computation, self.computation.ops
         key = (*requested, *[x is None for x in inputs])
         backward = self._backwards.get(key)
@@ -561,8 +561,8 @@ class NativePlan(Plan):
 class NativeOp(DifferentiableOp):
     """One recorded call, for a framework's gradient hook.
 
-    `NativePlan.differentiable` names its outputs. The op itself holds the other outputs of `NativePlan.returned`, and
-    the arrays of `NativePlan.saved`: autograd would save them as tensors, which costs a tiny call 4 us.
+    `Computation.differentiable` names its outputs. The op itself holds the other outputs of `Computation.returned`, and
+    the arrays of `Computation.saved`: autograd would save them as tensors, which costs a tiny call 4 us.
     """
 
     plan: NativePlan
@@ -642,11 +642,7 @@ class NativeOp(DifferentiableOp):
                 return None if grad is None else ops.reshape(grad, pairs)
             return problem.layout.output_to_canonical(ops, grad if name == "out" else ops.expand_dims(grad, -1))
 
-        names = [
-            "out",
-            "log_sum_exp",
-            *(x for x in ("entropy", "attention_weights") if x in differentiable),
-        ]
+        names = ["out", "log_sum_exp", *(x for x in ("entropy", "attention_weights") if x in differentiable)]
         incoming, inputs = [canonical(name) for name in names], tuple(canonical_operands.values())
         is_in_memory = all(ops.has_cpu_buffer(x) for x in (*inputs, *incoming) if x is not None)
         if ops.needs_grad(*arrays) or not is_in_memory:
