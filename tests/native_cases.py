@@ -287,6 +287,9 @@ class NotedModule:
     def plan_forward(self, *arguments: Any) -> NotedPlan:
         return NotedPlan(native.plan_forward(*arguments), lambda run: self.note("forward", arguments, run))
 
+    def plan_decoding(self, *arguments: Any) -> NotedPlan:
+        return NotedPlan(native.plan_decoding(*arguments), lambda run: self.note("forward", arguments[:3], run))
+
     def plan_backward(self, *arguments: Any) -> NotedPlan:
         return NotedPlan(native.plan_backward(*arguments), lambda run: self.note("backward", arguments, run))
 

@@ -418,6 +418,51 @@ def test_new_arrays_of_a_plan(dtype: type) -> None:
         plan.plan.allocate_and_run(given, (lens,), lambda shape, dtype: 1 / 0, layouts, 0, 1)
 
 
+def test_wrong_calls_of_a_plan_for_any_number_of_keys() -> None:
+    arrays = _plan_arrays() | {"mask": np.ones((2, 2, 3, 5, 7), np.uint8)}
+    score = tuple((OPTIONS | {"form": "inner", "scale": 1.0}).values())
+    filled = [arrays["out"], *[None] * (len(FILLED) - 1)]
+    plan = native.plan_decoding(score, [arrays.get(name) for name in INPUTS], filled, True, False)
+    query, key, value = arrays["query"].reshape(2, 6, 5, 4), arrays["key"][:, :, 0], arrays["value"][:, :, 0]
+    mask = arrays["mask"].reshape(2, 6, 5, 7)
+
+    def run(*arrays: Any) -> Any:
+        return plan.allocate_and_run(arrays, (), np.empty, (((2, 6, 5, 6), F4),), 0, 1)[0]
+
+    for keys in (7, 3, 1, 7):
+        given = key[..., :keys, :], value[..., :keys, :], mask[..., :keys]
+        scores = np.exp(query @ given[0].repeat(3, 1).swapaxes(-1, -2))
+        wanted = scores @ given[1].repeat(3, 1) / scores.sum(-1, keepdims=True)
+        np.testing.assert_allclose(run(query, *given), wanted, rtol=1e-5, atol=1e-5)
+    for wrong in (
+        (query, key, value),
+        (query, key),
+        (query, key[0, 0, 0], value, mask),
+        (query, key, value, mask.view("V1")),
+    ):
+        with pytest.raises(
+            ValueError, match="arrays: expected query, key, value and the mask of the plan, if it has one"
+        ):
+            run(*wrong)
+    with pytest.raises(ValueError, match="value: expected shape"):
+        run(query, key, value[..., 1:, :], mask)
+    with pytest.raises(ValueError, match="mask: expected shape"):
+        run(query, key, value, mask[..., 1:])
+    # Fewer heads, channels and axes than in the examples are too little memory.
+    for name, position, less in (
+        ("query", 0, query[:, :4]), ("key", 1, key[:, :1]), ("key", 1, key[..., :3].copy()), ("key", 1, key[0, 0]),
+        ("value", 2, value[:1]), ("mask", 3, mask[:, :3]),
+    ):  # fmt: skip
+        changed = [query, key, value, mask]
+        changed[position] = less
+        with pytest.raises(ValueError, match=f"^{name}: expected an array like the example of the plan"):
+            run(*changed)
+    with pytest.raises(ValueError, match="arrays: expected 5, got 6"):
+        run(query, key, value, mask, mask)
+    with pytest.raises(ValueError, match="lens: expected"):
+        plan.allocate_and_run((query, key, value, mask), (np.zeros(2, int),), np.empty, (), 0, 1)
+
+
 def test_weights_of_a_plan_are_required() -> None:
     arrays = _plan_arrays() | {"w_v": np.ones(4, F4)}
     with pytest.raises(ValueError, match=r"w_v: expected shape \(4,\), got \(3,\)"):

@@ -119,46 +119,96 @@ def _as_cut_from_a_buffer(x: Any) -> Any:
     return buffer[..., : x.shape[-2], :]
 
 
+def _shapes(axes: int, queries: int, keys: int) -> list[tuple[int, ...]]:
+    """Return shapes of query, key and value with so many axes; query heads share KV heads, value has a batch of 1."""
+    shapes = (2, 3, 6, queries, 4), (2, 3, 2, keys, 4), (1, 3, 2, keys, 7)
+    return [shape[len(shape) - axes :] if axes != 3 else (shape[1], *shape[3:]) for shape in shapes]
+
+
 @pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
-@pytest.mark.parametrize("head_axis", [-3, -2])
+@pytest.mark.parametrize(("axes", "head_axis"), [(2, -3), (3, -3), (4, -3), (4, -2), (5, -3), (5, -2)])
 @pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
-@pytest.mark.parametrize("masked_by", ["nothing", "keys", "pairs", "lengths"])
-def test_other_lengths_reuse_the_checks_of_a_plan(
-    monkeypatch: pytest.MonkeyPatch, head_axis: int, is_cut: bool, masked_by: str
+@pytest.mark.parametrize("masked_by", ["nothing", "keys", "pairs", "rows", "one_column", "lengths"])
+@pytest.mark.parametrize("framework", ["torch", "numpy", "torch_with_masks_of_numpy"])
+def test_calls_without_gradient_have_one_plan_for_any_number_of_keys(
+    monkeypatch: pytest.MonkeyPatch, axes: int, head_axis: int, is_cut: bool, masked_by: str, framework: str
 ) -> None:
     monkeypatch.setattr(plan, "PLANS", BoundedCache())
-    dtype = torch.bfloat16 if is_cut else torch.float32
 
-    def call(queries: int, keys: int) -> list[torch.Tensor]:
+    def call(queries: int, keys: int) -> torch.Tensor:
         torch.manual_seed(queries + 10 * keys)
-        shapes = (3, 6, queries, 4), (3, 2, keys, 4), (1, 2, keys, 7)
-        arrays = [torch.randn(shape, dtype=dtype) for shape in shapes]
+        arrays = [torch.randn(shape) for shape in _shapes(axes, queries, keys)]
         if is_cut:
             arrays = list(map(_as_cut_from_a_buffer, arrays))
         if head_axis == -2:
             arrays = [x.swapaxes(-3, -2).clone(memory_format=torch.contiguous_format) for x in arrays]
+        lead, head = ((3,) if axes > 2 else ()), ((6,) if axes > 3 else ())
         options: dict[str, Any] = {
             "nothing": {},
-            "keys": {"mask": torch.rand(3, 1, 1, keys) < 0.5},
-            "pairs": {"mask": torch.rand(1, 6, queries, keys) < 0.5},
-            "lengths": {"valid_lens": torch.randint(keys + 1, (3,))},
+            "keys": {"mask": torch.rand((*lead, *(1 for _ in head), 1, keys)) < 0.5},
+            "pairs": {"mask": torch.rand((*head, queries, keys)) < 0.5},
+            "rows": {"mask": torch.rand((queries, keys)) < 0.5},
+            "one_column": {"mask": torch.rand((*lead, *head, queries, 1)) < 0.5},
+            "lengths": {
+                "valid_lens": torch.randint(keys + 1, (*arrays[0].shape[: axes > 2], queries)[: 1 + queries % 2])
+            },
         }[masked_by]
-        out, weights = ats.attend(*arrays, head_axis=head_axis, return_weights=True, **options)
-        leaves = [x.requires_grad_() for x in arrays]
-        recorded = ats.attend(*leaves, head_axis=head_axis, score="dot", **options)
-        return [out, weights, recorded, *torch.autograd.grad(recorded.square().sum(), leaves)]
+        if axes == 3 and masked_by == "pairs":
+            options = {"mask": torch.rand((3, queries, keys)) < 0.5}
+        if framework != "torch":
+            options = {name: x.numpy() for name, x in options.items()}
+        if framework == "numpy":
+            arrays = [x.numpy() for x in arrays]
+        return torch.as_tensor(ats.attend(*arrays, head_axis=head_axis, **options))
 
-    lengths = [(1, 1), (1, 2), (8, 9), (1, 9), (9, 8), (1, 30)]
+    lengths = [(1, 2), (1, 9), (8, 9), (1, 30), (8, 3), (8, 9)]
     expected = []
     for case in lengths:
         plan.PLANS.clear()
         expected.append(call(*case))
     plan.PLANS.clear()
-    call(*lengths[2])
-    _build_nothing(monkeypatch)
-    for case, results in zip(lengths, expected, strict=True):
-        for x, result in zip(call(*case), results, strict=True):
-            assert x.shape == result.shape and torch.equal(x, result)
+    call(1, 5)
+    call(8, 5)
+    # Lengths of the queries of two axes are part of a plan.
+    if axes > 2 or masked_by != "lengths":
+        _build_nothing(monkeypatch)
+    for case, result in zip(lengths, expected, strict=True):
+        torch.testing.assert_close(call(*case), result, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
+def test_a_plan_for_any_number_of_keys_is_for_calls_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "PLANS", found := BoundedCache())
+    for keys in (1, 6, 9):
+        with torch.no_grad():
+            expected = ats.attend(*_inputs(1, keys))
+        query, key, value = (x.requires_grad_() for x in _inputs(1, keys))
+        out = ats.attend(query, key, value)
+        assert torch.equal(out, expected)
+        weights = (query @ key.mT / 5**0.5).softmax(-1)
+        for x, reference in zip(
+            *(torch.autograd.grad(y.sum(), (key, value)) for y in (out, weights @ value)), strict=True
+        ):
+            torch.testing.assert_close(x, reference)
+    assert sorted(x.reads_key_len for x in found.values()) == [False, False, False, True]
+
+
+@pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
+def test_threads_share_a_plan_for_any_number_of_keys() -> None:
+    arrays = {keys: _inputs(1, keys) for keys in range(2, 12)}
+    expected = {keys: ats.attend(*x) for keys, x in arrays.items()}
+    wrong: list[int] = []
+
+    def caller(first: int) -> None:
+        order = [first + 2 + i % (10 - first) for i in range(500)]
+        wrong.extend(keys for keys in order if not torch.equal(ats.attend(*arrays[keys]), expected[keys]))
+
+    threads = [threading.Thread(target=caller, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
 
 
 @pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
@@ -187,9 +237,9 @@ def test_other_lengths_are_still_checked(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(not NATIVE, reason="only the native kernel is prepared")
 def test_plans_of_many_heads_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "PLANS", found := BoundedCache(256, 100))
-    for keys in range(1, 9):
+    for queries in range(1, 9):
         for _ in range(2):
-            ats.attend(*(torch.randn(6, 5, n, 4) for n in (1, keys, keys)))
+            ats.attend(*(torch.randn(6, 5, n, 4) for n in (queries, 3, 3)))
     assert [x.cache_weight for x in found.values()] == [30, 30, 30]
 
 
@@ -204,7 +254,7 @@ def test_plans_in_use_survive_large_calls_and_growing_lengths(monkeypatch: pytes
     arrays = [torch.randn(2, n, 5) for n in (1, 6, 6)]
     for length in range(1, 20):
         ats.attend(*arrays)
-        ats.attend(*(torch.randn(1, n, 4) for n in (1, length, length)))
+        ats.attend(*(torch.randn(1, n, 4) for n in (length, 3, 3)))
         ats.attend(*(torch.randn(101, n, 4) for n in (1, 3, 3)))
     assert builds.count((2, 1, 1, 1)) == 1 and builds.count((101, 1, 1, 1)) == 19
 

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "api/call_plan.h"
+#include "api/decoding_plan.h"
 #include "api/parse.h"
 #include "api/python_arrays.h"
 #include "api/row_finish.h"
@@ -250,6 +251,43 @@ nb::object signature(nb::handle arrays) {
     return nb::bytes(bytes.data(), bytes.size());
 }
 
+// The signature of query, key, value and, where there is one, a boolean mask or valid lengths, without what a
+// DecodingPlan reads at each run: the number of keys, and the strides of the arrays that have an axis of keys. None
+// where there is no such plan.
+nb::object decoding_signature(nb::handle arrays, int head_axis) {
+    std::string bytes;
+    bytes.reserve(256);
+    int64_t key_len = 0;
+    int ndim = 0, index = 0;
+    for (const nb::handle each : nb::borrow<nb::sequence>(arrays)) {
+        const ArrayView view(each.ptr());
+        // A plan has two canonical axes more than a caller at most.
+        const int max_axes = static_cast<int>(ArrayLayout::kMaxAxes) - 2;
+        if (!view || view.ndim() < (index < 3 ? 2 : 1) || view.ndim() > max_axes || !view.has_whole_strides()) {
+            return nb::none();
+        }
+        if (index == 0) {
+            ndim = view.ndim();
+            view.append_signature(bytes);
+        } else if (index < 3) {
+            const int axis = ndim - (ndim >= 4 && head_axis == -2 ? 3 : 2);
+            if (view.ndim() != ndim || (index == 2 && view.shape()[axis] != key_len)) return nb::none();
+            key_len = view.shape()[axis];
+            view.append_signature_without(axis, bytes);
+        } else if (view.format() == '?') {
+            const int64_t columns = view.shape()[view.ndim() - 1];
+            // Of a single key, a mask of one column may be for all keys, or for this one.
+            if (view.ndim() < 2 || key_len == 1 || (columns != 1 && columns != key_len)) return nb::none();
+            view.append_signature_without(view.ndim() - 1, bytes);
+            bytes.push_back(columns == 1 ? '1' : 'n');
+        } else {
+            view.append_signature(bytes);
+        }
+        ++index;
+    }
+    return key_len == 0 ? nb::none() : nb::object(nb::bytes(bytes.data(), bytes.size()));
+}
+
 template <class T>
 bool copy_lengths(const ArrayView& lens, int64_t* target, int64_t rows, int64_t cols, int64_t max_length) {
     bool fits = true;
@@ -339,14 +377,16 @@ bool multiply_rows(nb::handle x, nb::handle matrix, nb::handle to, int threads) 
 
 // ---- plans ----
 
-CallPlan* plan_forward(const ScoreSpec& score, const Objects& inputs, const Objects& filled) {
+// A plan of a forward; `options`: the last arguments of its constructor.
+template <class Plan, class... Options>
+Plan* plan_forward(const ScoreSpec& score, const Objects& inputs, const Objects& filled, Options... options) {
     const Problem p = parse_problem(score);
     Arguments from(p);
     Inputs in;
     ForwardArrays arrays;
     from.read_all<ReadOnly>("inputs", inputs, kInputs, in);
     from.read_all<Writable>("rows", filled, kForwardArrays, arrays);
-    return new CallPlan(p, in, arrays);
+    return new Plan(p, in, arrays, options...);
 }
 
 CallPlan* plan_backward(const ScoreSpec& score, const Objects& inputs, const Objects& results,
@@ -370,22 +410,22 @@ void run_plan(const CallPlan& plan, const nb::tuple& arrays, uint64_t seed, int 
     plan.run(chosen, extents.values, seed, max_threads);
 }
 
-// Run a plan into outputs that `empty(*layout)` allocates, and return them. `lens`: (), or the valid lengths from which
-// the intervals of the plan are made. None where a length is out of range: nothing ran, and the caller raises.
-nb::object allocate_and_run(const CallPlan& plan, const nb::tuple& arrays, const nb::tuple& lens, nb::handle empty,
-                            const nb::tuple& layouts, uint64_t seed, int threads) {
-    const Threads max_threads = threads_of(threads);
-    const Kernels& chosen = selected_kernels();
+// Allocate outputs by `empty(*layout)`, run a plan into them by `run(extents)`, and return them. `lens`: (), or the
+// valid lengths from which the intervals of the plan are made. None where a length is out of range: nothing ran, and
+// the caller raises.
+template <class Run>
+nb::object run_into_new(const CallPlan::Intervals& intervals, int64_t key_len, const nb::tuple& arrays,
+                        const nb::tuple& lens, nb::handle empty, const nb::tuple& layouts, const Run& run) {
     Extents extents(arrays);
     std::vector<int64_t> bounds;
     if (lens.size() > 0) {
-        const auto [intervals_slot, rows, cols] = plan.intervals();
+        const auto [intervals_slot, rows, cols] = intervals;
         if (intervals_slot < 0 || intervals_slot > static_cast<ptrdiff_t>(extents.values.size())) {
             throw std::invalid_argument("lens: expected (), as the plan has no intervals");
         }
         bounds.resize(static_cast<size_t>(2 * rows * cols));
         int64_t* stop = bounds.data() + rows * cols;
-        if (!read_lengths(lens[0], stop, rows, cols, plan.key_len())) return nb::none();
+        if (!read_lengths(lens[0], stop, rows, cols, key_len)) return nb::none();
         const int64_t bytes = rows * cols * static_cast<int64_t>(sizeof(int64_t));
         extents.values.insert(
             extents.values.begin() + intervals_slot,
@@ -402,9 +442,34 @@ nb::object allocate_and_run(const CallPlan& plan, const nb::tuple& arrays, const
     }
     {
         const ReleasedLock released;
-        plan.run(chosen, extents.values, seed, max_threads);
+        run(extents.values);
     }
     return outputs;
+}
+
+nb::object allocate_and_run(const CallPlan& plan, const nb::tuple& arrays, const nb::tuple& lens, nb::handle empty,
+                            const nb::tuple& layouts, uint64_t seed, int threads) {
+    const Threads max_threads = threads_of(threads);
+    const Kernels& chosen = selected_kernels();
+    return run_into_new(plan.intervals(), plan.key_len(), arrays, lens, empty, layouts,
+                        [&](const auto& extents) { plan.run(chosen, extents, seed, max_threads); });
+}
+
+nb::object allocate_and_run_decoding(const DecodingPlan& plan, const nb::tuple& arrays, const nb::tuple& lens,
+                                     nb::handle empty, const nb::tuple& layouts, uint64_t seed, int threads) {
+    const Threads max_threads = threads_of(threads);
+    const Kernels& chosen = selected_kernels();
+    const size_t count = plan.has_mask() ? 3 : 2;
+    std::vector<ArrayLayout> by_key(count);
+    for (size_t i = 0; i < count; ++i) {
+        const ArrayView view(i + 1 < arrays.size() ? nb::object(arrays[i + 1]).ptr() : Py_None);
+        if (!view || !view.get_layout(by_key[i]) || !plan.has_keys(by_key[i], i)) {
+            throw std::invalid_argument("arrays: expected query, key, value and the mask of the plan, if it has one");
+        }
+    }
+    const int64_t key_len = plan.key_len(by_key[0]);
+    return run_into_new(plan.intervals(), key_len, arrays, lens, empty, layouts,
+                        [&](const auto& extents) { plan.run(chosen, extents, by_key, seed, max_threads); });
 }
 
 }  // namespace
@@ -425,10 +490,13 @@ NB_MODULE(_native, m) {
     m.def("forward", &forward);
     m.def("backward", &backward);
     m.def("signature", &signature);
+    m.def("decoding_signature", &decoding_signature);
     m.def("copy_valid_lens", &copy_valid_lens);
     m.def("is_all_finite", &is_all_finite);
     m.def("multiply_rows", &multiply_rows);
     nb::class_<CallPlan>(m, "CallPlan").def("__call__", &run_plan).def("allocate_and_run", &allocate_and_run);
-    m.def("plan_forward", &plan_forward, nb::rv_policy::take_ownership);
+    nb::class_<DecodingPlan>(m, "DecodingPlan").def("allocate_and_run", &allocate_and_run_decoding);
+    m.def("plan_forward", &plan_forward<CallPlan>, nb::rv_policy::take_ownership);
+    m.def("plan_decoding", &plan_forward<DecodingPlan, bool, bool>, nb::rv_policy::take_ownership);
     m.def("plan_backward", &plan_backward, nb::rv_policy::take_ownership);
 }

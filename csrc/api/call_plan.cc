@@ -19,12 +19,12 @@ Extent extent_of(const Array& x) {
     return extent;
 }
 
-struct Release {
-    std::atomic<bool>& flag;
-    ~Release() { flag.store(false, std::memory_order_release); }
-};
-
 }  // namespace
+
+void check_count(size_t expected, size_t count) {
+    if (count == expected) return;
+    throw std::invalid_argument("arrays: expected " + std::to_string(expected) + ", got " + std::to_string(count));
+}
 
 CallPlan::CallPlan(Problem score, const Inputs& in, const ForwardArrays& a)
     : is_backward_(false), problem_(std::move(score)) {
@@ -90,10 +90,7 @@ void CallPlan::check_memory(const Slot& slot, const Extent& array) {
 }
 
 void CallPlan::run(const Kernels& kernels, const std::vector<Extent>& arrays, uint64_t seed, Threads threads) const {
-    if (arrays.size() != slots_.size()) {
-        throw std::invalid_argument("arrays: expected " + std::to_string(slots_.size()) + ", got " +
-                                    std::to_string(arrays.size()));
-    }
+    check_count(slots_.size(), arrays.size());
     for (size_t i = 0; i < slots_.size(); ++i)
         if (slots_[i].item != 0) check_memory(slots_[i], arrays[i]);
     // Another thread is running this plan: use a working copy.

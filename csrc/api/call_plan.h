@@ -27,6 +27,15 @@ struct Extent {
     }
 };
 
+// Throws std::invalid_argument unless a run gets all arrays of its plan.
+void check_count(size_t expected, size_t count);
+
+// Clears a flag at the end of a scope.
+struct Release {
+    std::atomic<bool>& flag;
+    ~Release() { flag.store(false, std::memory_order_release); }
+};
+
 class CallPlan {
    public:
     // `score` holds form, parameters and dtypes. The arrays are examples: none is kept, and no entries are read, except

@@ -1,5 +1,6 @@
 #include "api/python_arrays.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <string_view>
@@ -232,12 +233,35 @@ bool ArrayView::get_matrix(Matrix& to) const {
     return true;
 }
 
+bool ArrayView::has_whole_strides() const {
+    const int64_t units = item_ / stride_unit_;
+    return std::all_of(strides_, strides_ + ndim_, [units](int64_t stride) { return stride % units == 0; });
+}
+
+bool ArrayView::get_layout(ArrayLayout& to) const {
+    to.axes = static_cast<size_t>(ndim_);
+    if (to.axes > to.shape.size() || !has_whole_strides()) return false;
+    for (size_t i = 0; i < to.axes; ++i) {
+        to.shape[i] = shape_[i];
+        to.strides[i] = strides_[i] * stride_unit_ / item_;
+    }
+    return true;
+}
+
 void ArrayView::append_signature(std::string& to) const {
+    append_signature_without(ndim_, to);
+    to.append(reinterpret_cast<const char*>(strides_), static_cast<size_t>(ndim_) * sizeof(int64_t));
+}
+
+void ArrayView::append_signature_without(int length_axis, std::string& to) const {
     const char head[] = {static_cast<char>(kind_), format_, static_cast<char>(ndim_)};
     to.append(head, sizeof head);
-    const size_t bytes = static_cast<size_t>(ndim_) * sizeof(int64_t);
-    to.append(reinterpret_cast<const char*>(shape_), bytes);
-    to.append(reinterpret_cast<const char*>(strides_), bytes);
+    const auto append = [&](int from, int end) {
+        if (from < end)
+            to.append(reinterpret_cast<const char*>(shape_ + from), static_cast<size_t>(end - from) * sizeof(int64_t));
+    };
+    append(0, length_axis);
+    append(length_axis + 1, ndim_);
 }
 
 }  // namespace attnscore

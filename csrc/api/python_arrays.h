@@ -9,6 +9,7 @@
 #include <string>
 
 #include "api/call_plan.h"
+#include "api/decoding_plan.h"
 #include "runtime/attention.h"
 
 namespace attnscore {
@@ -52,8 +53,14 @@ class ArrayView {
     }
     // Get an array of two axes as a matrix; false where its strides are no multiples of its elements.
     bool get_matrix(Matrix& to) const;
+    // Whether the strides are multiples of the elements.
+    bool has_whole_strides() const;
+    // False where they are not, or where there are too many axes.
+    bool get_layout(ArrayLayout& to) const;
     // Append kind, dtype, shape and strides to `to`: all but the address.
     void append_signature(std::string& to) const;
+    // Append kind, dtype and shape without the axis `length_axis`.
+    void append_signature_without(int length_axis, std::string& to) const;
 
    private:
     enum class Kind : char { none, numpy, tensor };

@@ -289,6 +289,14 @@ class Backend(ABC):
         # One without a kind has symbolic sizes.
         return None if None in kinds else tuple(zip(kinds, (self.memory(x).strides for x in arrays), strict=True))
 
+    def decoding_signature(self, arrays: Sequence[Array], head_axis: int) -> bytes | None:
+        """Return the signature of query, key, value and a boolean mask or valid lengths, for any number of keys.
+
+        None where autograd records them, where there are no keys or the lengths do not fit, or where the native module
+        does not read the arrays.
+        """
+        return None
+
     def device_signature(self, arrays: Sequence[Array]) -> Signature | None:
         """Return `signature` of arrays on an accelerator; None unless all are, and plain."""
         return None

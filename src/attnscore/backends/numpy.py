@@ -92,6 +92,12 @@ class NumpyBackend(Backend):
             layouts = tuple((x.shape, x.dtype, x.strides) for x in arrays)
         return layouts
 
+    def decoding_signature(self, arrays: Sequence[Array], head_axis: int) -> bytes | None:
+        if native.module is None:
+            return None
+        signature: bytes | None = native.module.decoding_signature(arrays, head_axis)
+        return signature
+
     def buffers(self, arrays: Sequence[Array]) -> Sequence[Array]:
         return arrays
 

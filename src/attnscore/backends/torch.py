@@ -64,6 +64,11 @@ def _is_watched() -> bool:
     )
 
 
+def _may_be_wrapped() -> bool:
+    """Whether a transform may wrap what is computed from plain tensors."""
+    return _is_watched() or private.are_transforms_active() or bool(private.dual_levels._current_level >= 0)
+
+
 class TorchBackend(Backend):
     """Array operations of PyTorch."""
 
@@ -177,8 +182,7 @@ class TorchBackend(Backend):
         return None if x.is_nested else (type(x), x.shape, x.dtype, x.device, x.layout)
 
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
-        # A transform may wrap what is computed from plain tensors.
-        if _is_watched() or private.are_transforms_active() or private.dual_levels._current_level >= 0:
+        if _may_be_wrapped():
             return None
         # Parameters pass the same checks as tensors.
         if _SHARES_LAYOUTS:
@@ -186,8 +190,14 @@ class TorchBackend(Backend):
             return layouts
         return tuple((x.shape, x.dtype, x.stride()) for x in arrays) if self.is_plain(*arrays) else None
 
+    def decoding_signature(self, arrays: Sequence[Array], head_axis: int) -> bytes | None:
+        if not _SHARES_LAYOUTS or self.needs_grad(*arrays[:3]) or _may_be_wrapped():
+            return None
+        signature: bytes | None = native.module.decoding_signature(arrays, head_axis)
+        return signature
+
     def device_signature(self, arrays: Sequence[Array]) -> Signature | None:
-        if _is_watched() or private.are_transforms_active() or private.dual_levels._current_level >= 0:
+        if _may_be_wrapped():
             return None
         for x in arrays:
             if type(x) not in _PLAIN or not x.is_cuda or x.layout != torch.strided or x.is_neg() or x.is_conj():

@@ -9,8 +9,7 @@
   mask, and valid lengths, enter by shape and strides, and each call reads their values.
 - A score that projects or normalises queries and keys is lowered at each call, to a score of the computed arrays that
   has a plan of its own (`plans/lowered.py`).
-- A call that differs from an earlier one in the lengths of its sequences gets its plan from the earlier one's, without
-  most checks.
+- A dot product that autograd does not record has one plan for any number of keys: a KV cache grows at each step.
 - A cached plan holds no array of a caller. A call without a signature gets a plan for itself alone.
 """
 
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,14 +37,21 @@ from attnscore.scores import Dot, Gaussian, ScaledDot, SoftCap, Temperature
 from attnscore.scores.base import Score, arrays_of, with_arrays
 
 PLANS: BoundedCache[Plan] = BoundedCache(256, thresholds.PLANNED_HEADS)
+# First in the signatures of plans for any number of keys.
+_ANY_KEY_LEN = "any number of keys"
 _LENS_DTYPES = ("int32", "int64")
 _WRAPPERS = (SoftCap, Temperature)
 # Dtypes of NumPy's masks and lengths that each call reads, in the byte order of the machine.
 _DTYPES_READ_AT_EACH_CALL = {np.dtype(name): name for name in ("bool", *_LENS_DTYPES)}
 
 
-def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> tuple[Hashable, ...] | None:
-    """Return the cache key of a call's plan, or None where it cannot be cached; `options` are the other arguments."""
+def signature(
+    arguments: CallArguments, options: tuple[Hashable, ...], *, with_key_len: bool = False
+) -> tuple[Hashable, ...] | None:
+    """Return the cache key of a call's plan, or None where it cannot be cached; `options` are the other arguments.
+
+    It is the key of a plan for any number of keys where a call may have one, unless `with_key_len`.
+    """
     query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
     kind = type(query)
     if (score_signature := _score_signature(score)) is None or (ops := backends.of_type(kind)) is None:
@@ -53,11 +60,17 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> tuple[
         # The types may differ: some arrays may be parameters, or differentiated, and others not.
         if type(x) is not kind and backends.of_type(type(x)) is not ops:
             return None
+    score_numbers, score_arrays = score_signature
+    is_masked = mask is not None or valid_lens is not None
+    mask_array = _read_at_each_call(ops, query, mask, valid_lens) if is_masked else None
+    if not with_key_len and bias is sink is seed is None and (mask_array is not None or not is_masked):
+        decoding_signature = _decoding_signature(ops, options, score_numbers, [query, key, value], mask_array)
+        if decoding_signature is not None:
+            return decoding_signature
     _, _, _, dropout, *_ = options
     if type(dropout) is float and dropout and seed is None and ops.draws_seeds_by_example():
         # Inside a vmap each example may draw a seed of its own, which no plan takes.
         return None
-    score_numbers, score_arrays = score_signature
     arrays = [query, key, value, *score_arrays]
     numbers: list[Hashable] = [score_numbers, bias is None, sink is None, *map(type, options), options]
     if bias is not None or sink is not None or seed is not None:
@@ -68,69 +81,43 @@ def signature(arguments: CallArguments, options: tuple[Hashable, ...]) -> tuple[
         if any(backends.of_type(type(x)) is not ops for x in extras):
             return None
         arrays += extras
-    if mask is not None or valid_lens is not None:
-        mask_array = _read_at_each_call(ops, query, mask, valid_lens)
-        if mask_array is None:
-            mask_numbers = arguments_signature(mask, valid_lens)
-            if mask_numbers is None:
-                return None
-            numbers.append(mask_numbers)
+    if mask_array is not None:
+        numbers.append("mask" if valid_lens is None else "valid_lens")
+        if type(mask_array) is np.ndarray and kind is not np.ndarray:
+            numbers += (mask_array.shape, mask_array.strides)
         else:
-            numbers.append("mask" if valid_lens is None else "valid_lens")
-            if type(mask_array) is np.ndarray and kind is not np.ndarray:
-                numbers += (mask_array.shape, mask_array.strides)
-            else:
-                arrays.append(mask_array)
+            arrays.append(mask_array)
+    elif is_masked:
+        mask_numbers = arguments_signature(mask, valid_lens)
+        if mask_numbers is None:
+            return None
+        numbers.append(mask_numbers)
     layouts = ops.signature(arrays)
     if layouts is None and _is_scaled_dot(score_numbers):
         layouts = ops.device_signature(arrays)
     return None if layouts is None else (*numbers, layouts)
 
 
-def _separate_lengths(
-    cache_key: tuple[Hashable, ...] | None, arguments: CallArguments, options: tuple[Hashable, ...]
-) -> tuple[Hashable, tuple[int, int]] | None:
-    """Return the signature of a call without its numbers of queries and keys, and these numbers.
+def _decoding_signature(
+    ops: Backend, options: tuple[Any, ...], score_numbers: Hashable, arrays: list[Array], mask_array: Array | None
+) -> tuple[Hashable, ...] | None:
+    """Return the cache key of a plan for any number of keys, or None where a call has no such plan.
 
-    None where the plan of the call cannot be made from the plan of other lengths.
-
-    A KV cache grows by a key at each step of decoding. The plan of a step is made from the plan of another step in a
-    third of the time.
+    `arrays` are query, key and value, and `mask_array` the boolean mask or the valid lengths, if there are any.
     """
-    if cache_key is None or type(cache_key[-1]) is not bytes:
-        # The native module has not read these arrays: they may be elsewhere, misaligned, or wrapped by a transform.
+    head_axis, normalizer, kernel_name, dropout, return_weights, return_stats = options
+    if return_weights is not False or return_stats is not False or type(dropout) is not float or dropout:
         return None
-    query, key, value, score, mask, valid_lens, bias, sink, _ = arguments
-    head_axis, _, _, dropout, _, return_stats = options
-    if not (bias is sink is None) or type(dropout) is not float or dropout or return_stats is not False:
+    if type(kernel_name) is not str or kernel_name not in ("auto", "native"):
         return None
-    score_signature = _score_signature(score)
-    if score_signature is None or not _is_dot_product(score_signature[0]):
+    if type(head_axis) is not int or head_axis not in (-3, -2):
         return None
-    if type(head_axis) is not int or min(len(x.shape) for x in (query, key, value)) < 2:
+    if type(normalizer) is not str or normalizer != "softmax" or not _is_dot_product(score_numbers):
         return None
-    ops: Any = backends.of_type(type(query))
-    signature: list[Hashable] = [ops, score_signature[0], *map(type, options), options]
-    lengths = []
-    for x in (query, key, value):
-        axis = len(x.shape) - (3 if head_axis == -2 and len(x.shape) >= 4 else 2)
-        lengths.append(x.shape[axis])
-        signature += [x.dtype, x.shape[:axis], x.shape[axis + 1 :]]
-    query_len, key_len, value_len = lengths
-    if key_len != value_len or 0 in lengths:
-        return None
-    if mask is not None or valid_lens is not None:
-        array = _read_at_each_call(ops, query, mask, valid_lens)
-        if array is None:
-            return None
-        shape = array.shape
-        if mask is None and len(shape) == 1:
-            signature += ["valid_lens", shape]
-        elif mask is not None and len(shape) >= 2 and shape[-2] in (1, query_len) and shape[-1] in (1, key_len):
-            signature += ["mask", shape[:-2]]
-        else:
-            return None
-    return tuple(signature), (query_len, key_len)
+    if mask_array is not None:
+        arrays.append(mask_array)
+    layouts = ops.decoding_signature(arrays, head_axis)
+    return None if layouts is None else (_ANY_KEY_LEN, score_numbers, head_axis, kernel_name, layouts)
 
 
 def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Array | None:
@@ -191,10 +178,12 @@ def plan_for(
     """
     if (cached_plan := PLANS.get(cache_key)) is not None:
         return cached_plan, arguments
-    key_without_lengths, lengths = _separate_lengths(cache_key, arguments, options) or (None, (0, 0))
-    if isinstance(similar_plan := PLANS.get(key_without_lengths), NativePlan):
-        cached_plan = similar_plan.with_lengths(*lengths)
-        return PLANS.put(cache_key, cached_plan, cached_plan.cache_weight), arguments
+    decoding_key = None
+    if cache_key is not None and cache_key[0] == _ANY_KEY_LEN:
+        # Only a native plan reads the number of keys at each call.
+        decoding_key, cache_key = cache_key, signature(arguments, options, with_key_len=True)
+        if (cached_plan := PLANS.get(cache_key)) is not None:
+            return cached_plan, arguments
     ops = backends.of_type(type(arguments.query)) or backends.of({"query": arguments.query})
     examples = arguments if cache_key is None else _without_gradients(ops, arguments)
     is_detached = examples is not arguments
@@ -218,8 +207,8 @@ def plan_for(
         # `build_problem` draws a seed where the caller gave none; with None the plan would draw another.
         arguments = arguments._replace(seed=problem.dropout.seed)
     if plan.is_reusable:
-        if type(plan) is NativePlan:
-            PLANS.put(key_without_lengths, plan, plan.cache_weight)
+        if decoding_key is not None and type(plan) is NativePlan:
+            plan, cache_key = replace(plan, reads_key_len=True), decoding_key
         return PLANS.put(cache_key, plan, plan.cache_weight), arguments
     # A plan of one call runs on the arrays of its problem, which autograd has to record.
     return plan_for(None, arguments, options, has_value=has_value) if is_detached else (plan, arguments)

@@ -24,7 +24,7 @@ from attnscore.backends.base import Array, Backend, DifferentiableOp, HostArray,
 from attnscore.backends.native import module as _native
 from attnscore.base import thresholds
 from attnscore.base.arguments import CallArguments
-from attnscore.base.layout import AxisLayout
+from attnscore.base.layout import AxisLayout, ScoreShape
 from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel, Plan, SinglePlan, snapshot
 from attnscore.kernels.native.marshalling import (
@@ -151,11 +151,6 @@ class Operand(NamedTuple):
     def name(self) -> str:
         return self.kind.name
 
-    def with_length(self, length: int) -> Operand:
-        """Return the operand of a call that has so many queries, or keys."""
-        canonical, gradient, filled = ((*x[:-2], length, x[-1]) for x in (self.canonical, self.gradient, self.filled))
-        return self._replace(canonical=canonical, gradient=gradient, filled=filled)
-
 
 @dataclass(frozen=True, eq=False)
 class Computation:
@@ -263,6 +258,8 @@ class NativePlan(Plan):
     computation: Computation
     layout: AxisLayout
     operands: tuple[Operand, ...]
+    reads_key_len: bool = False
+    """Whether each call may have another number of keys than `layout`; such a plan has no backward."""
     _forwards: dict[bool, Forward] = field(default_factory=dict)
     _backwards: dict[Hashable, Backward] = field(default_factory=dict)
     _layouts: list[Signature | None] = field(default_factory=list)
@@ -275,16 +272,6 @@ class NativePlan(Plan):
     @property
     def cache_weight(self) -> int:
         return math.prod(self.layout.score_shape.rows[:-1])
-
-    def with_lengths(self, query_len: int, key_len: int) -> NativePlan:
-        """Return the plan of calls that differ from this plan's calls in the numbers of queries and keys.
-
-        Besides query, key and value, the plan reads a boolean mask at most, or one valid length for each sequence.
-        """
-        score_shape = dataclasses.replace(self.layout.score_shape, query_len=query_len, key_len=key_len)
-        layout = dataclasses.replace(self.layout, score_shape=score_shape)
-        operands = tuple(map(Operand.with_length, self.operands, (query_len, key_len, key_len)))
-        return NativePlan(self.computation, layout, operands)
 
     def run(self, arguments: CallArguments) -> Any:
         """Return the result of `attend`."""
@@ -302,7 +289,7 @@ class NativePlan(Plan):
             # A plan checks no values except the bandwidth: NaN, infinity and numbers not above 0 raise.
             if not 0 < ops.number(score.bandwidth) < math.inf:  # type: ignore[operator]  # it is not traced
                 score.check(query.shape[-1], key.shape[-1])
-        if ops.has_autodiff and ops.needs_grad(*arrays):
+        if ops.has_autodiff and not self.reads_key_len and ops.needs_grad(*arrays):
             return self.record(arguments, score, arrays)
         return self.compute(arguments, arrays)
 
@@ -340,7 +327,7 @@ class NativePlan(Plan):
         empty = _empty_aligned if ops.wants_aligned else np.empty
         filled = plan.allocate_and_run(buffers, lens, empty, filled_layouts, seed, computation.threads())
         if filled is None:
-            ValidLens(mask).check(ops, self.layout.score_shape)
+            ValidLens(mask).check(ops, self._score_shape(arrays[1]))
         results, from_memory, like = [], ops.from_memory, arrays[2]
         for position, dtype, axis in outputs:
             x = from_memory(filled[position], dtype, like)
@@ -386,6 +373,11 @@ class NativePlan(Plan):
             inputs["start"], inputs["stop"] = bounds
         return list(inputs.values())
 
+    def _score_shape(self, key: Array) -> ScoreShape:
+        """Return the shape of the scores of a call with this key."""
+        key_len = key.shape[-3 if self.layout.is_length_before_heads else -2]
+        return dataclasses.replace(self.layout.score_shape, key_len=key_len)
+
     @cached_property
     def _lens_bounds(self) -> tuple[HostArray, ...]:
         """Bounds (start, stop), all 0, of the shape that those of valid lengths have; () where calls pass none."""
@@ -416,7 +408,11 @@ class NativePlan(Plan):
         saved_names = computation.saved if saves else ()
         examples = {name: self._example(name) for name in FILLED if name in (*computation.returned, *saved_names)}
         inputs, filled_examples = self._inputs(arrays, mask), [examples.get(name) for name in FILLED]
-        plan = computation.module.plan_forward(computation.spec, inputs, filled_examples)
+        if self.reads_key_len:
+            of_caller = (layout.axes >= 4, layout.is_length_before_heads)
+            plan = computation.module.plan_decoding(computation.spec, inputs, filled_examples, *of_caller)
+        else:
+            plan = computation.module.plan_forward(computation.spec, inputs, filled_examples)
         rows, filled_names = layout.rows, tuple(examples)
         columns = {"out": (layout.value_dim,), **dict.fromkeys(PAIRS, (layout.score_shape.key_len,))}
         filled = tuple(((*rows, *columns.get(name, ())), x.dtype) for name, x in examples.items())

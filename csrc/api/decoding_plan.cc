@@ -1,0 +1,106 @@
+#include "api/decoding_plan.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace attnscore {
+namespace {
+
+// Set the address of each array that is present to the next one of `arrays`.
+template <class Arrays, size_t N>
+void set_addresses(const Field<Arrays> (&fields)[N], Arrays& to, std::vector<Extent>::const_iterator& arrays) {
+    for (const auto& field : fields)
+        if ((to.*field.array).present) (to.*field.array).data = arrays++->data;
+}
+
+void set_layout(Array& array, const ArrayLayout& layout) {
+    array.shape = layout.shape.data();
+    array.strides = layout.strides.data();
+}
+
+ArrayLayout layout_of(const Array& array) {
+    ArrayLayout layout;
+    layout.axes = static_cast<size_t>(array.ndim);
+    if (layout.axes > layout.shape.size()) throw_invalid(array, "fewer axes", shape_text(array));
+    std::copy_n(array.shape, array.ndim, layout.shape.begin());
+    std::copy_n(array.strides, array.ndim, layout.strides.begin());
+    return layout;
+}
+
+}  // namespace
+
+DecodingPlan::DecodingPlan(const Problem& score, const Inputs& in, const ForwardArrays& arrays, bool has_heads,
+                           bool length_before_heads)
+    : score_(score),
+      inputs_(in),
+      filled_(arrays),
+      has_heads_(has_heads),
+      length_before_heads_(length_before_heads),
+      // Checks the examples.
+      intervals_(CallPlan(score, in, arrays).intervals()) {
+    hold_layouts(kInputs, inputs_);
+    hold_layouts(kForwardArrays, filled_);
+}
+
+// Replace the examples' shapes and strides, which are the caller's, by copies.
+template <class Arrays, size_t N>
+void DecodingPlan::hold_layouts(const Field<Arrays> (&fields)[N], Arrays& arrays) {
+    for (const auto& field : fields) {
+        Array& a = arrays.*field.array;
+        if (a.present) set_layout(a, layouts_.emplace_back(layout_of(a)));
+    }
+}
+
+// The layout on the canonical axes of an array like `example` on the caller's axes.
+ArrayLayout DecodingPlan::canonical_layout(const Array& example, const ArrayLayout& caller, bool is_mask) const {
+    // Axes are counted from the last one: columns, rows, group, head, and those in front.
+    constexpr size_t kRows = 1, kGroup = 2, kHead = 3;
+    const size_t rows_of_caller = is_mask ? 1 : rows(), heads_of_caller = 3 - rows_of_caller;
+    ArrayLayout layout = layout_of(example);
+    layout.shape[layout.from_end(is_mask ? 0 : kRows)] = caller.shape[caller.from_end(is_mask ? 0 : rows_of_caller)];
+    for (size_t axis = 0; axis < layout.axes; ++axis) {
+        // A mask has an axis of query heads, key and value one of KV heads.
+        if ((axis == kHead && !has_heads_) || (axis == kGroup && !(has_heads_ && is_mask))) continue;
+        const size_t from = axis == 0       ? 0
+                            : axis == kRows ? rows_of_caller
+                            : axis <= kHead ? heads_of_caller
+                                            : axis - (has_heads_ ? 1 : 2);
+        if (from >= caller.axes) continue;
+        const int64_t heads_in_group = axis == kHead && is_mask ? layout.shape[layout.from_end(kGroup)] : 1;
+        layout.strides[layout.from_end(axis)] = caller.strides[caller.from_end(from)] * heads_in_group;
+    }
+    return layout;
+}
+
+std::unique_ptr<CallPlan> DecodingPlan::make_plan(const std::vector<Extent>& arrays,
+                                                  const std::vector<ArrayLayout>& by_key) const {
+    check_count(layouts_.size(), arrays.size());
+    Inputs in = inputs_;
+    ForwardArrays filled = filled_;
+    auto next = arrays.begin();
+    set_addresses(kInputs, in, next);
+    set_addresses(kForwardArrays, filled, next);
+    const ArrayLayout key = canonical_layout(in.key, by_key[0], false);
+    const ArrayLayout value = canonical_layout(in.value, by_key[1], false);
+    set_layout(in.key, key);
+    set_layout(in.value, value);
+    ArrayLayout mask;
+    if (has_mask()) set_layout(in.mask, mask = canonical_layout(in.mask, by_key[2], true));
+    return std::make_unique<CallPlan>(score_, in, filled);
+}
+
+void DecodingPlan::run(const Kernels& kernels, const std::vector<Extent>& arrays,
+                       const std::vector<ArrayLayout>& by_key, uint64_t seed, Threads threads) const {
+    if (is_busy_.exchange(true, std::memory_order_acquire)) {
+        make_plan(arrays, by_key)->run(kernels, arrays, seed, threads);
+        return;
+    }
+    const Release release{is_busy_};
+    if (by_key != planned_) {
+        plan_ = make_plan(arrays, by_key);
+        planned_ = by_key;
+    }
+    plan_->run(kernels, arrays, seed, threads);
+}
+
+}  // namespace attnscore
