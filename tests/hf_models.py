@@ -572,7 +572,7 @@ def table(examined: list[Row]) -> str:
         "|---|---|---|",
         f"| work | {classes['works']} | {len(names['works'])}, listed in `{WORKING.relative_to(ROOT)}` |",
         f"| refused, by the argument that the error names | {classes['refused']} | {'; '.join(refusals(examined))} |",
-        f"| keep their own attention: transformers' interface is not used | {classes['not used']} |"
+        f"| have no attention, or keep their own: transformers' interface is not used | {classes['not used']} |"
         f" {', '.join(names['not used'])} |",
         "| not checked: eager attention does not run with the inputs that the script makes from the names of arguments"
         f" | {classes['not run']} |"

@@ -282,13 +282,13 @@ def _by_expanded_square(ops: Backend, form: DistanceForm) -> tuple[Array, Array,
 
 @final
 class FewKeys(_Formula):
-    """A term for each key, for single queries over few keys in programs whose compiler fuses them."""
+    """A term for each key, for one or two queries over few keys in programs whose compiler fuses them."""
 
     name = "few_keys"
-    summary = "a term for each key, for single queries in compiled programs"
+    summary = "a term for each key, for one or two queries in compiled programs"
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
-        return () if _has_few_keys(problem) else ("not a compiled program of single queries over few keys",)
+        return () if _has_few_keys(problem) else ("not a compiled program of one or two queries over few keys",)
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         ops, rows = problem.ops, problem.score_shape.rows
@@ -323,7 +323,7 @@ class FewKeys(_Formula):
 
 
 def _has_few_keys(problem: Problem) -> bool:
-    """Whether a call has single queries over few keys, in a program whose compiler fuses its operations."""
+    """Whether a call has one or two queries over few keys, in a program whose compiler fuses its operations."""
     score_shape, form = problem.score_shape, problem.form
     if not _has_scores_and_mask_alone(problem) or 0 in form.key.shape:
         return False
