@@ -210,10 +210,10 @@ def _memory(name: str, sizes: dict[str, Any], **more: Any) -> Case:
 _TRANSFORMER = {"layers": 4, "heads": 8, "width": 256}
 _TRANSLATION = {"batch": 64, "steps": 10, "width": 256, "layers": 2, "vocabulary": 200}
 _GPT = {"batch": 4, "tokens": 256, **_TRANSFORMER}
-_GPT_WHAT = "GPT, 4 layers, 8 heads, width 256, 4 times 256 tokens"
+_GPT_WHAT = "GPT, 4 layers, 8 heads, width 256, batch 4, 256 tokens"
 _ENCODER_WHAT = "encoder, 4 layers, 8 heads, width 256"
 _PADDED = {"batch": 16, "tokens": 128, **_TRANSFORMER}
-_PADDED_WHAT = f"{_ENCODER_WHAT}, 16 times up to 128 tokens"
+_PADDED_WHAT = f"{_ENCODER_WHAT}, batch 16, up to 128 tokens each"
 
 CASES: tuple[Case, ...] = (
     Case("dot", _USUAL, ("sdpa", "naive", "xla", "onnxruntime")),
@@ -303,7 +303,7 @@ CASES: tuple[Case, ...] = (
     _model("encoder-padded", f"{_PADDED_WHAT}, training step", _PADDED, "sdpa"),
     _model(
         "encoder-packed",
-        f"{_PADDED_WHAT}, packed in attnscore: no padding, training step",
+        f"{_PADDED_WHAT}, packed in attnscore (no padding), training step",
         {**_PADDED, "packs": True},
         "sdpa",
     ),
@@ -322,7 +322,7 @@ CASES: tuple[Case, ...] = (
     ),
     _model(
         "keras-classifier",
-        "Keras text classifier, 32 times 200 tokens, width 64, 2 heads, train_on_batch",
+        "Keras text classifier, batch 32, 200 tokens, width 64, 2 heads, train_on_batch",
         {"batch": 32, "tokens": 200, "width": 64, "heads": 2, "vocabulary": 20000},
         "keras-multi-head",
         "tensorflow",
