@@ -410,10 +410,12 @@ class Counted:
             return self._function(*args, **options)
 
         integration.attention_forward = counted
+        integration.register()
         return self
 
     def __exit__(self, *_: object) -> None:
         integration.attention_forward = self._function
+        integration.register()
 
 
 def brief(error: BaseException) -> str:

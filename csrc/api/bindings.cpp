@@ -206,6 +206,20 @@ class Extents {
         values.reserve(objects.size() + 8);
         for (const nb::handle object : objects) add(object);
     }
+    // Also get the layouts of the arrays of a DecodingPlan that have an axis of keys.
+    Extents(const nb::tuple& objects, const DecodingPlan& plan, std::vector<ArrayLayout>& by_key) {
+        values.resize(objects.size());
+        by_key.resize(plan.has_mask() ? 3 : 2);
+        bool fits = objects.size() > by_key.size();
+        for (size_t i = 0; fits && i < objects.size(); ++i) {
+            ArrayLayout* layout = i > 0 && i <= by_key.size() ? &by_key[i - 1] : nullptr;
+            fits = get_extent(nb::handle(objects[i]).ptr(), values[i], layout);
+            fits = fits && (layout == nullptr || plan.has_keys(*layout, i - 1));
+        }
+        if (!fits) {
+            throw std::invalid_argument("arrays: expected query, key, value and the mask of the plan, if it has one");
+        }
+    }
     void add(nb::handle object) {
         Extent extent;
         if (!get_extent(object.ptr(), extent)) {
@@ -414,9 +428,8 @@ void run_plan(const CallPlan& plan, const nb::tuple& arrays, uint64_t seed, int 
 // valid lengths from which the intervals of the plan are made. None where a length is out of range: nothing ran, and
 // the caller raises.
 template <class Run>
-nb::object run_into_new(const CallPlan::Intervals& intervals, int64_t key_len, const nb::tuple& arrays,
-                        const nb::tuple& lens, nb::handle empty, const nb::tuple& layouts, const Run& run) {
-    Extents extents(arrays);
+nb::object run_into_new(const CallPlan::Intervals& intervals, int64_t key_len, Extents& extents, const nb::tuple& lens,
+                        nb::handle empty, const nb::tuple& layouts, const Run& run) {
     std::vector<int64_t> bounds;
     if (lens.size() > 0) {
         const auto [intervals_slot, rows, cols] = intervals;
@@ -451,25 +464,19 @@ nb::object allocate_and_run(const CallPlan& plan, const nb::tuple& arrays, const
                             const nb::tuple& layouts, uint64_t seed, int threads) {
     const Threads max_threads = threads_of(threads);
     const Kernels& chosen = selected_kernels();
-    return run_into_new(plan.intervals(), plan.key_len(), arrays, lens, empty, layouts,
-                        [&](const auto& extents) { plan.run(chosen, extents, seed, max_threads); });
+    Extents extents(arrays);
+    return run_into_new(plan.intervals(), plan.key_len(), extents, lens, empty, layouts,
+                        [&](const auto& all) { plan.run(chosen, all, seed, max_threads); });
 }
 
 nb::object allocate_and_run_decoding(const DecodingPlan& plan, const nb::tuple& arrays, const nb::tuple& lens,
                                      nb::handle empty, const nb::tuple& layouts, uint64_t seed, int threads) {
     const Threads max_threads = threads_of(threads);
     const Kernels& chosen = selected_kernels();
-    const size_t count = plan.has_mask() ? 3 : 2;
-    std::vector<ArrayLayout> by_key(count);
-    for (size_t i = 0; i < count; ++i) {
-        const ArrayView view(i + 1 < arrays.size() ? nb::object(arrays[i + 1]).ptr() : Py_None);
-        if (!view || !view.get_layout(by_key[i]) || !plan.has_keys(by_key[i], i)) {
-            throw std::invalid_argument("arrays: expected query, key, value and the mask of the plan, if it has one");
-        }
-    }
-    const int64_t key_len = plan.key_len(by_key[0]);
-    return run_into_new(plan.intervals(), key_len, arrays, lens, empty, layouts,
-                        [&](const auto& extents) { plan.run(chosen, extents, by_key, seed, max_threads); });
+    std::vector<ArrayLayout> by_key;
+    Extents extents(arrays, plan, by_key);
+    return run_into_new(plan.intervals(), plan.key_len(by_key[0]), extents, lens, empty, layouts,
+                        [&](const auto& all) { plan.run(chosen, all, by_key, seed, max_threads); });
 }
 
 }  // namespace

@@ -48,14 +48,25 @@ int64_t item_of(const NumpyDtype& dtype) {
     return dtype.number < kOwnTypes ? kLetterSizes[dtype.letter & 0x7f] : 0;
 }
 
-// The memory of an array whose strides are in units of so many bytes.
-Extent extent_of(char* data, int64_t item, int ndim, const int64_t* shape, const int64_t* strides, int64_t unit) {
-    Extent extent{data, 0, item};
+// Get memory and layout of an array whose strides are in units of so many bytes; false where it has no such layout.
+bool get_memory(char* data, int64_t item, int ndim, const int64_t* shape, const int64_t* strides, int64_t unit,
+                Extent& extent, ArrayLayout* layout) {
+    extent = {data, 0, item};
+    bool is_empty = false;
     for (int i = 0; i < ndim; ++i) {
-        if (shape[i] == 0) return {data};
+        is_empty = is_empty || shape[i] == 0;
         extent.add_axis(shape[i], strides[i] * unit);
     }
-    return extent;
+    if (is_empty) extent = {data};
+    if (layout == nullptr) return true;
+    layout->axes = static_cast<size_t>(ndim);
+    if (layout->axes > layout->shape.size()) return false;
+    for (size_t i = 0; i < layout->axes; ++i) {
+        layout->shape[i] = shape[i];
+        layout->strides[i] = strides[i] * unit / item;
+        if (layout->strides[i] * item != strides[i] * unit) return false;
+    }
+    return true;
 }
 
 // The parts of the DLPack 1.x ABI that are read here (github.com/dmlc/dlpack, dlpack.h).
@@ -141,13 +152,11 @@ bool set_tensor_types(PyObject* types, PyObject* exchange_api) {
     return true;
 }
 
-bool get_extent(PyObject* object, Extent& extent) {
+bool get_extent(PyObject* object, Extent& extent, ArrayLayout* layout) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == numpy_type) {
         const NumpyArray& x = numpy_array(object);
         const int64_t item = item_of(*x.dtype);
-        if (item == 0) return false;
-        extent = extent_of(x.data, item, x.ndim, x.shape, x.strides, 1);
-        return true;
+        return item != 0 && get_memory(x.data, item, x.ndim, x.shape, x.strides, 1, extent, layout);
     }
     DlTensor x;
     if (!is_tensor_type(Py_TYPE(object))) return false;
@@ -156,8 +165,8 @@ bool get_extent(PyObject* object, Extent& extent) {
         return false;
     }
     const int64_t item = x.bits / 8;
-    extent = extent_of(static_cast<char*>(x.data) + x.byte_offset, item, x.ndim, x.shape, x.strides, item);
-    return true;
+    char* data = static_cast<char*>(x.data) + x.byte_offset;
+    return get_memory(data, item, x.ndim, x.shape, x.strides, item, extent, layout);
 }
 
 ArrayView::ArrayView(PyObject* object) {
@@ -236,16 +245,6 @@ bool ArrayView::get_matrix(Matrix& to) const {
 bool ArrayView::has_whole_strides() const {
     const int64_t units = item_ / stride_unit_;
     return std::all_of(strides_, strides_ + ndim_, [units](int64_t stride) { return stride % units == 0; });
-}
-
-bool ArrayView::get_layout(ArrayLayout& to) const {
-    to.axes = static_cast<size_t>(ndim_);
-    if (to.axes > to.shape.size() || !has_whole_strides()) return false;
-    for (size_t i = 0; i < to.axes; ++i) {
-        to.shape[i] = shape_[i];
-        to.strides[i] = strides_[i] * stride_unit_ / item_;
-    }
-    return true;
 }
 
 void ArrayView::append_signature(std::string& to) const {

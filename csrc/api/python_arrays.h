@@ -21,9 +21,9 @@ bool set_numpy_type(PyObject* ndarray, PyObject* example, const void* address);
 // `__dlpack_c_exchange_api__`. Return false, and read none, where its version is unknown here.
 bool set_tensor_types(PyObject* types, PyObject* exchange_api);
 
-// Get the memory of an array. False where `object` is of none of these types, or of a dtype that is not read here: no
-// Python error is set then.
-bool get_extent(PyObject* object, Extent& extent);
+// Get the memory of an array and, unless `layout` is null, its shape and strides. False where `object` is of none of
+// these types, of a dtype that is not read here, or has no such layout: no Python error is set then.
+bool get_extent(PyObject* object, Extent& extent, ArrayLayout* layout = nullptr);
 
 // Memory, dtype, shape and strides of one array, valid while the array is held and unchanged.
 class ArrayView {
@@ -55,8 +55,6 @@ class ArrayView {
     bool get_matrix(Matrix& to) const;
     // Whether the strides are multiples of the elements.
     bool has_whole_strides() const;
-    // False where they are not, or where there are too many axes.
-    bool get_layout(ArrayLayout& to) const;
     // Append kind, dtype, shape and strides to `to`: all but the address.
     void append_signature(std::string& to) const;
     // Append kind, dtype and shape without the axis `length_axis`.

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,10 +104,7 @@ def register(name: str = "attnscore", *, observer: Observer | None = None) -> st
         text = message("transformers", "version 5.15 or later", "none here", hint=hint)
         raise FrameworkError(text) from error
 
-    def forward(*arguments: Any, **options: Any) -> Any:
-        return attention_forward(*arguments, observer=observer, **options)
-
-    AttentionInterface.register(name, forward)
+    AttentionInterface.register(name, functools.partial(attention_forward, observer=observer))
     AttentionMaskInterface.register(name, attention_mask)
     return name
 
@@ -148,7 +146,7 @@ def attention_forward(
         if others.get(option) is not None:
             expected, hint = "None; attnscore does not support it", 'model.set_attn_implementation("eager")'
             raise ArgumentError(message(option, expected, type(others[option]).__name__, hint=hint))
-    score = ats.ScaledDot(scaling)
+    score = _scaled_dot(scaling) if type(scaling) is float else ats.ScaledDot(scaling)
     packed: ats.Packed | None = None
     mask: Mask | Tensor | None
     if cu_seq_lens_q is not None:
@@ -185,6 +183,10 @@ def attention_forward(
         layer = getattr(module, "layer_idx", None)
         observer(AttentionCall(module, layer, more[-1], {"query": query, "key": key, **shared}))
     return out.transpose(1, 2).contiguous(), more[0] if output_attentions else None
+
+
+# Making one took a decoding step of a small model 3% of its time.
+_scaled_dot = functools.lru_cache(maxsize=64)(ats.ScaledDot)
 
 
 def _both(first: Mask, second: Mask | Tensor | None) -> Mask:

@@ -146,14 +146,16 @@ def attention_mask(
     return mask
 
 
-# By module: looking at all of its names took 8% of the time of a decoding step.
+# By class of configuration: looking at all names of its module took 8% of the time of a decoding step.
 _TAKES_BOOLEANS: BoundedCache[bool] = BoundedCache(64)
 
 
 def _takes_booleans(config: type) -> bool:
     """Return whether models with a class of configuration leave boolean masks as they are."""
+    if (cached := _TAKES_BOOLEANS.get(config)) is not None:
+        return cached
     module = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
-    return module is None or _TAKES_BOOLEANS.get_or_compute(module, lambda: _module_takes_booleans(module))
+    return module is None or _TAKES_BOOLEANS.put(config, _module_takes_booleans(module))
 
 
 # Constant to Dynamo, which does not trace the cache.

@@ -144,7 +144,8 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
         cls = scores.named(score)
         return (cls, ()) if isinstance(cls, type) else None
     if type(score) not in _WRAPPERS:
-        return score.signature() if isinstance(score, Score) else None
+        # Not isinstance, which calls Python code of an abstract class.
+        return score.signature() if Score in type(score).__mro__ else None
     # Of scaled dot products alone: the plans of others depend on what the inner score computes.
     number, inner = getattr(score, score.parameter), _score_signature(score.score)
     if type(number) not in (int, float) or inner is None or not _is_dot_product(inner[0]):

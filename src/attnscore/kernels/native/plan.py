@@ -297,7 +297,8 @@ class NativePlan(Plan):
         """Return the result of `attend` on these arrays, which autograd does not record."""
         computation = self.computation
         mask = arguments.valid_lens if computation.lens_rows else arguments.mask
-        outputs, _ = self.forward(arrays, mask, computation.seed_of(arguments), saves=False)
+        seed = computation.seed_of(arguments) if computation.dropout else 0
+        outputs, _ = self.forward(arrays, mask, seed, saves=False)
         return computation.present(outputs)
 
     def record(self, arguments: CallArguments, score: Any, arrays: Sequence[Array]) -> Any:
