@@ -20,6 +20,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from try_wheel import DRAWN_CALLS, SELF_CHECK, try_one
@@ -434,21 +435,29 @@ def main(destination: str, *names: str) -> int:
     says(rows[0].ran[0])
     needed = {platform.tag for platform in PLATFORMS if platform.tag in names or not names}
     needed |= {platform.kernels for platform in PLATFORMS if platform.tag in needed and platform.kernels}
-    for platform in PLATFORMS:
-        if platform.tag not in needed:
-            continue
+
+    def make(platform: Platform, abi: Abi, objects: Sequence[Path]) -> Row:
         try:
-            objects = compile_objects(platform)
-        except RuntimeError as error:
-            rows += [Row(f"{abi.tag}-{platform.tag}", error=str(error)) for abi in ABIS]
-            continue
-        says(f"compiled the kernels for {platform.tag}")
-        for abi in ABIS:
+            row = make_wheel(platform, abi, objects, pure, folder)
+        except (RuntimeError, OSError) as error:
+            row = Row(f"{abi.tag}-{platform.tag}", error=f"not built: {error}")
+        says(f"{row.wheel}: {row.error or 'done'}")
+        return row
+
+    # The checks of a wheel, ten minutes in an emulator, keep one core busy: the next kernels are compiled on the other.
+    made: list[Future[Row]] = []
+    with ThreadPoolExecutor(1) as beside:
+        for platform in PLATFORMS:
+            if platform.tag not in needed:
+                continue
             try:
-                rows.append(make_wheel(platform, abi, objects, pure, folder))
-            except (RuntimeError, OSError) as error:
-                rows.append(Row(f"{abi.tag}-{platform.tag}", error=f"not built: {error}"))
-            says(f"{rows[-1].wheel}: {rows[-1].error or 'done'}")
+                objects = compile_objects(platform)
+            except RuntimeError as error:
+                rows += [Row(f"{abi.tag}-{platform.tag}", error=str(error)) for abi in ABIS]
+                continue
+            says(f"compiled the kernels for {platform.tag}")
+            made += [beside.submit(make, platform, abi, objects) for abi in ABIS]
+    rows += [each.result() for each in made]
     print_table(rows, folder)
     return sum(bool(row.error) for row in rows)
 
