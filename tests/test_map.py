@@ -100,7 +100,7 @@ def first_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_map_counts_all_files_of_a_call() -> None:
     query, key, value = torch.randn(3, 2, 3, 5, 8)
     miss, hit = (len(files_of(lambda: ats.attend(query, key, value))) for _ in range(2))
-    assert f"a miss runs code of {miss} files of the package, a hit code of {hit}." in PAGE.read_text()
+    assert f"a cache miss runs code from {miss} files of the package, and a cache hit from {hit}." in PAGE.read_text()
     assert miss <= 18 and hit <= 6
 
 
