@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attnscore as ats
+from attnscore.scores import Score
 from harness import pullback_of
 from own_scores import OwnSquare
 
@@ -148,3 +149,8 @@ def test_two_arrays_of_one_name_are_an_error() -> None:
     with pytest.raises(ats.ArgumentError, match=r"different names in Scaled and .*, got 2 arrays named \['scale'\]"):
         ats.attend(x, x, x, score=Scaled(number, ats.ScaledDot(number)))
     ats.attend(x, x, x, score=Scaled(2.0, ats.ScaledDot(number)))
+
+
+def test_the_repr_of_a_score_without_fields() -> None:
+    plain = type("Plain", (Score,), dict.fromkeys(("tile", "lower", "check")))
+    assert "Plain object" in repr(plain())

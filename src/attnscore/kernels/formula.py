@@ -210,7 +210,7 @@ def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: boo
 
     def scores_of(*arrays: Array) -> Array:
         in_accumulator = {name: ops.astype(x, dtype) for name, x in zip(names, arrays, strict=True)}
-        return ops.astype(form.with_arrays(in_accumulator).scores(ops), dtype)
+        return ops.astype(form.with_arrays(in_accumulator).scores_and_pullback(ops)[0], dtype)
 
     vjp: VjpFunction = lambda _: ()  # noqa: E731
     is_exact = None

@@ -80,7 +80,7 @@ class Additive(Score):
 
     def project_key(self, ops: Backend, key: Array) -> Array:
         """Return the key of `lower`, for parameters of all heads."""
-        return _project_keys(ops, key, self.W_k)
+        return _project(ops, key, self.W_k)
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
         # There is no query yet: W_q gives its dimension.
@@ -88,7 +88,7 @@ class Additive(Score):
         self.check(shape[-1], key.shape[-1])
         if self.W_k is None:
             return key, self
-        projected = _project_keys(ops, key, per_head(ops, "W_k", self.W_k, None, key, 2))
+        projected = _project(ops, key, per_head(ops, "W_k", self.W_k, None, key, 2))
         return projected, dataclasses.replace(self, W_k=None)
 
     def check(self, dim: int, key_dim: int) -> None:
@@ -121,6 +121,7 @@ class Additive(Score):
         projections = (self.W_q, self.W_k, self.bias)
         arrays = [x for x in (self.w_v, *projections) if x is not None]
         axes = [len(getattr(x, "shape", ())) for x in (self.w_v, *projections)]
+        # Where a plan projects (`plans.lowered`), it works on the caller's axes, which parameters per head do not fit.
         if len(arrays) > 1 and (axes[0] != 1 or axes[1] > 2 or axes[2] > 2 or axes[3] > 1):
             return None
         numbers = (Additive, self.activation, type(self.negative_slope), self.negative_slope)
@@ -140,13 +141,13 @@ class Additive(Score):
             for name, weight in (("W_q", self.W_q), ("W_k", self.W_k))
         )
         bias = None if self.bias is None else ops.expand_dims(per_head(ops, "bias", self.bias, query, key, 1), -2)
-        return _project_query(ops, query, W_q, bias), _project_keys(ops, key, W_k)
+        return _project_query(ops, query, W_q, bias), _project(ops, key, W_k)
 
 
 def _project_query(ops: Backend, query: Array, weight: Array | None, bias: Array | None) -> Array:
-    """Return W_q q + bias; rows that are not finite propagate to no parameter."""
+    """Return W_q q + bias, without what is None; rows that are not finite propagate to no parameter."""
     if bias is None:
-        return _project_keys(ops, query, weight)
+        return _project(ops, query, weight)
 
     def project(x: Array) -> Array:
         projected = x if weight is None else ops.matmul(x, ops.matrix_transpose(weight))
@@ -159,9 +160,9 @@ def _project_query(ops: Backend, query: Array, weight: Array | None, bias: Array
     return with_nonfinite_rows_isolated(ops, query, project, keeps_infinity=True)
 
 
-def _project_keys(ops: Backend, key: Array, weight: Array | None) -> Array:
-    """Return W_k k; rows that are not finite propagate to no parameter."""
+def _project(ops: Backend, x: Array, weight: Array | None) -> Array:
+    """Return W x, `x` itself where the weight is None; rows that are not finite propagate to no parameter."""
     if weight is None:
-        return key
-    key, weight = widen(ops, key, weight)
-    return projected(ops, key, ops.matrix_transpose(weight), keeps_infinity=True)
+        return x
+    x, weight = widen(ops, x, weight)
+    return projected(ops, x, ops.matrix_transpose(weight), keeps_infinity=True)

@@ -217,7 +217,7 @@ def with_arrays(score: Any, change: Callable[[Array], Array]) -> Any:
             arrays[name] = change(value)
         elif hasattr(value, "tile"):
             arrays[name] = with_arrays(value, change)
-        elif isinstance(value, (tuple, list)) and any(map(_holds_arrays, value)):
+        elif isinstance(value, (tuple, list)):
             items = tuple(change(x) if backends.is_array(x) else with_arrays(x, change) for x in value)
             if any(new is not old for new, old in zip(items, value, strict=True)):
                 arrays[name] = items
@@ -231,10 +231,6 @@ def with_new_arrays(score: Any, arrays: Iterable[Array]) -> Any:
     return with_arrays(score, lambda _: next(left))
 
 
-def _holds_arrays(x: Any) -> bool:
-    return backends.is_array(x) or bool(arrays_of(x))
-
-
 def operations_of(score: Any, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
     """Return ``score.operations``; a custom score without that method counts as a matrix product."""
     if not hasattr(score, "operations"):
@@ -243,9 +239,9 @@ def operations_of(score: Any, query_len: int, key_len: int, dim: int, key_dim: i
 
 
 def describe(score: Any) -> str:
-    """Return a one-line repr of a score: its fields, with arrays by shape."""
+    """Return a one-line repr of a score: its fields, with arrays by shape; without fields Python's own repr."""
     if not dataclasses.is_dataclass(score):
-        return repr(score)
+        return object.__repr__(score)
     parts = []
     for field in dataclasses.fields(score):
         value = getattr(score, field.name)
@@ -269,9 +265,7 @@ def check_all_positive(name: str, x: Any) -> None:
     if not backends.is_array(x):
         check_positive(name, x)
         return
-    values = backends.host(x)
-    if values is not None and values.dtype.name == "bfloat16":
-        values = values.astype(np.float32)  # ml_dtypes registers it with kind "V"
+    values = backends.host(backends.variable_value(x))
     if values is not None and (values.dtype.kind not in "iuf" or not ((values > 0) & np.isfinite(values)).all()):
         raise ArgumentError(message(name, "finite numbers above 0", f"{values.reshape(-1)[:8].tolist()}"))
 
@@ -282,11 +276,13 @@ def with_dtype(ops: Backend, score: Any, dtype: str) -> Any:
 
 
 def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
-    """Raise unless the score's arrays are of the caller's framework, floating, and on the device of `query`."""
+    """Raise unless the score's arrays are of the caller's framework, floating, and on the device of `query`.
+
+    Raise also where a score that is no dataclass holds arrays that need a gradient: `arrays_of` does not find them.
+    """
     for name, x in arrays_of(score).items():
         backends.of({"query": query, name: x})
-        backends.check_dense(ops, {name: x})
-        backends.check_devices(ops, query, {name: x})
+        backends.check_compatible(ops, query, {name: x})
         if not ops.is_floating(x):
             raise DtypeError(message(name, FLOATING, ops.dtype(x)))
     for part in scores_in(score):
@@ -302,7 +298,7 @@ def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
 
 
 def generic_form(ops: Backend, score: Any, query: Array, key: Array) -> TileForm:
-    """Return the lowered form of a score that has only ``tile``."""
+    """Return the lowered form of a score that has only ``tile``; takes the arguments of `lower`."""
     arrays: list[Array] = []
 
     def keep(x: Array) -> Array:
@@ -360,7 +356,7 @@ def check(score: Any, dim: int, key_dim: int) -> None:
 def widen(ops: Backend, *arrays: Array) -> tuple[Array, ...]:
     """Return the arrays in one dtype that can hold sums: the widest of theirs, at least float32."""
     dtypes = {*map(ops.dtype, arrays)}
-    if dtypes in _WIDE:
+    if dtypes in _WIDE:  # half of the time, in each planned call that projects
         return arrays
     target = max(map(accumulator, dtypes), key=_WIDTHS.__getitem__)
     return arrays if dtypes == {target} else tuple(ops.astype(x, target) for x in arrays)
@@ -432,7 +428,7 @@ def with_nonfinite_rows_isolated(
 
 
 def projected(ops: Backend, x: Array, matrix: Array, *, keeps_infinity: bool = False) -> Array:
-    """Return ``x @ matrix`` by `with_nonfinite_rows_isolated`.
+    """Return ``x @ matrix`` by `with_nonfinite_rows_isolated`, which reads `keeps_infinity`.
 
     Where a framework isolates the rows in the gradient alone, they keep the value of the product.
     """

@@ -63,7 +63,7 @@ class Bilinear(Score):
         return projected(ops, key, ops.matrix_transpose(weight))
 
     def _projects_key(self, query: Array, key: Array) -> bool:
-        """Return whether W is applied to the keys: not where it has heads, which each key would have too."""
+        """Return whether W is applied to the keys: not a W of each head, nor where a size is not known."""
         shapes = tuple(query.shape), tuple(key.shape)
         if len(self.W.shape) > 2 or not all(type(n) is int for shape in shapes for n in shape):
             return False

@@ -6,7 +6,7 @@ concatenated channels; the native kernel runs both. Other combinations are added
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -72,20 +72,21 @@ class Combination(Score):
         return total
 
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
-        return self._joined(ops, [lower(ops, score, query, key) for score in self.scores], query, key)
+        return self._joined(ops, lower, query, key)
 
     def lower_rowwise(self, ops: Backend, query: Array, key: Array) -> Form:
-        forms = [lower_rowwise(ops, score, query, key) for score in self.scores]
-        return self._joined(ops, forms, query, key, rowwise=True)
+        return self._joined(ops, lower_rowwise, query, key)
 
-    def _joined(self, ops: Backend, forms: list[Form], query: Array, key: Array, *, rowwise: bool = False) -> Form:
-        """Return the form of the weighted sum."""
-        numbers = [1.0 if backends.is_array(weight) else float(weight) for weight in self.weights]
-        for i, weight in enumerate(self.weights):
+    def _joined(self, ops: Backend, lower_term: Callable[..., Form], query: Array, key: Array) -> Form:
+        """Return the form of the weighted sum of the scores, each lowered by `lower_term`."""
+        forms, numbers = [], []
+        for i, (score, weight) in enumerate(zip(self.scores, self.weights, strict=True)):
+            form = lower_term(ops, score, query, key)
             if backends.is_array(weight):
-                factor = learned(ops, f"weights[{i}]", weight, query, key, forms[i].query)
-                forms[i] = multiplied(ops, forms[i], factor)
-        return joined(ops, forms, numbers, rowwise=rowwise)
+                form = multiplied(ops, form, learned(ops, f"weights[{i}]", weight, query, key, form.query))
+            forms.append(form)
+            numbers.append(1.0 if backends.is_array(weight) else float(weight))
+        return joined(ops, forms, numbers, rowwise=lower_term is lower_rowwise)
 
     def check(self, dim: int, key_dim: int) -> None:
         for i, (score, weight) in enumerate(zip(self.scores, self.weights, strict=True)):
@@ -148,9 +149,9 @@ def _joined_products(ops: Backend, forms: Sequence[InnerForm], numbers: Sequence
     """Return the product of concatenated queries and keys; factors that differ go into the queries."""
     factors = [number * form.scale for form, number in zip(forms, numbers, strict=True)]
     scale = factors[0] if len(set(factors)) == 1 else 1.0
-    inner = [1.0 if scale == factor else factor for factor in factors]
+    query_factors = [1.0 if scale == factor else factor for factor in factors]
     queries = _concatenated(
-        ops, [x.query if n == 1 else widen(ops, x.query)[0] * n for x, n in zip(forms, inner, strict=True)]
+        ops, [x.query if n == 1 else widen(ops, x.query)[0] * n for x, n in zip(forms, query_factors, strict=True)]
     )
     biases: dict[str, Array] = {}
     for name in ("query_bias", "key_bias"):

@@ -77,13 +77,8 @@ class Form(ABC):
         return self.with_arrays({name: cut(x, self.role(name)) for name, x in self.arrays().items()})
 
     @final
-    def scores(self, ops: Backend) -> Array:
-        """Return the scores (..., query, key) of all queries and keys that the form holds."""
-        return self.scores_and_pullback(ops)[0]
-
-    @final
     def scores_and_pullback(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
-        """Return the scores after `caps`, and their VJP; see `raw`."""
+        """Return the scores (..., query, key) after `caps`, and their VJP; see `raw`."""
         scores, raw_vjp = self.raw(ops, visible)
         slopes = []
         for cap, factor in self.caps:

@@ -72,18 +72,15 @@ class Gaussian(Score):
         return -self._scale(ops, query, key) * ops.sum(difference * difference, axis=-1)
 
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
-        query, key = self._in_bandwidths(ops, *widen(ops, query, key))
-        scale = self._scale(ops, query, key)
-        if not hasattr(scale, "shape"):
-            if not backends.is_array(self.bandwidth):
-                # The VJP multiplies with twice the scale.
-                dtype = ops.dtype(query)
-                check_held("bandwidth", self.bandwidth, dtype, 2 * scale, 1 / math.sqrt(largest_of(dtype)))
-            if _is_inner_faster(ops, query, key) and (inner := _inner_form(ops, query, key, scale)) is not None:
-                return inner
-        return DistanceForm(query, key, scale)
+        form = self.lower_rowwise(ops, query, key)
+        if not backends.is_array(self.bandwidth):
+            # The VJP multiplies by twice the scale, 1 / bandwidth^2, which the dtype has to hold.
+            dtype = ops.dtype(form.query)
+            check_held("bandwidth", self.bandwidth, dtype, 2 * form.scale, 1 / math.sqrt(largest_of(dtype)))
+        inner = as_product(ops, form) if _is_inner_faster(ops, form.query, form.key) else None
+        return form if inner is None else inner
 
-    def lower_rowwise(self, ops: Backend, query: Array, key: Array) -> Form:
+    def lower_rowwise(self, ops: Backend, query: Array, key: Array) -> DistanceForm:
         # An inner product has the centre of all keys subtracted, and suits some norms only.
         query, key = self._in_bandwidths(ops, *widen(ops, query, key))
         return DistanceForm(query, key, self._scale(ops, query, key))
@@ -117,16 +114,14 @@ class Gaussian(Score):
         """Return the bandwidth as (1, 1) or (head, group, 1, 1), or with dim last; in a dtype that holds sums."""
         if not self._is_per_dim():
             return learned(ops, "bandwidth", self.bandwidth, query, key, key)
-        heads, dim = self.bandwidth.shape
-        bandwidth = ops.reshape(self.bandwidth, (heads, 1, dim))
+        bandwidth = ops.expand_dims(self.bandwidth, -2)
         return widen(ops, per_head(ops, "bandwidth", bandwidth, query, key, 2), key)[0]
 
     def _in_bandwidths(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
-        """Return query and key in units of the bandwidth of each dimension, where there is one for each."""
+        """Return query and key over the bandwidth of each dimension; unchanged where one serves all dimensions."""
         if not self._is_per_dim():
             return query, key
-        bandwidth = self._canonical(ops, query, key)
-        query, key, bandwidth = widen(ops, query, key, bandwidth)
+        query, key, bandwidth = widen(ops, query, key, self._canonical(ops, query, key))
         # Not x / bandwidth: for a huge x of a masked key, that is infinite in the gradient of the bandwidth.
         factor = 1.0 / bandwidth
         query, key = (with_nonfinite_rows_isolated(ops, x, lambda x: x * factor) for x in (query, key))
@@ -167,12 +162,10 @@ def _is_inner_faster(ops: Backend, query: Array, key: Array) -> bool:
 
 
 def as_product(ops: Backend, form: DistanceForm) -> InnerForm | None:
-    """Return a distance as an inner product with squared norms; None where that would cancel."""
-    return None if backends.is_array(form.scale) else _inner_form(ops, form.query, form.key, form.scale)
-
-
-def _inner_form(ops: Backend, query: Array, key: Array, scale: float) -> InnerForm | None:
-    """Return the inner-product form, with the squared norms as biases, or None where it would cancel."""
+    """Return a distance as an inner product, the squared norms as biases; None where it would cancel."""
+    query, key, scale = form.query, form.key, form.scale
+    if backends.is_array(scale):
+        return None
     norms, largest = _norms(ops, query, key)
     if not math.isfinite(largest):
         return None
