@@ -456,7 +456,7 @@ def _wrap(mask: Mask, kinds: type[Mask] | tuple[type[Mask], ...]) -> str:
 
 
 def _field_repr(x: object) -> str:
-    """Return a field as the mask's repr shows it: an array of more than 8 entries by shape and dtype."""
+    """Return a field as the mask's repr shows it: an array that is large, or not readable here, by shape and dtype."""
     shape = getattr(x, "shape", None)
     if shape is None:
         return repr(x)

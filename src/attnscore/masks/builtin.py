@@ -21,6 +21,7 @@ from attnscore.masks.base import And, Ends, IntervalMask, IntervalSetMask, Mask,
 from attnscore.masks.index_values import (
     ALIGN_HINT,
     Align,
+    as_booleans,
     at_rows,
     check_align,
     check_boolean,
@@ -30,9 +31,8 @@ from attnscore.masks.index_values import (
     check_widths,
     document_intervals,
     host_ints,
+    id_arrays,
     index_values_spec,
-    per_batch,
-    small_ids,
     window_ends,
 )
 from attnscore.masks.intervals import MAX_INTERVALS, Intervals, IntervalSet, runs_of
@@ -126,8 +126,7 @@ class KeyPadding(IntervalSetMask):
         return cls(~(array if values is None else values.astype(bool)))
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        array = ops.asarray(self.array, rows)
-        visible = entries_of(ops, array if ops.dtype(array) == "bool" else array != 0, cols, -1)
+        visible = entries_of(ops, as_booleans(ops, self.array, rows), cols, -1)
         return score_shape.batch_to_canonical(ops, ops.expand_dims(visible, 1))
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
@@ -278,7 +277,7 @@ class Documents(Mask):
     key_ids: Any = None
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        query_ids, key_ids = (per_batch(ops, score_shape, ids, rows, flat=True) for ids in small_ids(self.ids))
+        query_ids, key_ids = id_arrays(ops, self.ids, rows)
         query_ids = ops.expand_dims(entries_of(ops, query_ids, ops.reshape(rows, (1, -1)), -1), -1)
         key_ids = ops.expand_dims(entries_of(ops, key_ids, cols, -1), 1)
         return score_shape.batch_to_canonical(ops, ops.logical_and(ops.equal(query_ids, key_ids), query_ids >= 0))

@@ -80,13 +80,13 @@ def cached_mask(mask: Mask, ops: Backend, score_shape: ScoreShape, check: Callab
         check(mask)
         return mask.for_call(ops, score_shape)
     cached = _find_cached(mask, score_shape, check)
-    if cached is None:
+    if cached is None:  # otherwise the mask, or an equal one, was checked before it was cached
         check(mask)
     return cached if isinstance(cached, CachedMask) else _prepare_for_call(mask, ops, score_shape)
 
 
 def _find_cached(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask | None:
-    """Return the cached mask of the same values, or `mask` where they are no intervals; None: it has no signature."""
+    """Return the cached mask of the same values, `mask` where it is no intervals, None where it cannot be cached."""
     has_many_rows = score_shape.batch * score_shape.query_len > thresholds.CACHED_MASK_ROWS
     if has_many_rows or (signature := _signature(mask)) is None:
         return None
@@ -118,6 +118,7 @@ def _prepare_for_call(mask: Mask, ops: Backend, score_shape: ScoreShape) -> Mask
     """Return a checked mask as a call uses it: in an AND, the parts whose values the host knows are cached masks."""
     if not isinstance(mask, And):
         return mask.for_call(ops, score_shape)
+    # The parts were checked together.
     parts = ((part, _find_cached(part, score_shape, lambda _: None)) for part in (mask.first, mask.second))
     first, second = (x if isinstance(x, CachedMask) else _prepare_for_call(part, ops, score_shape) for part, x in parts)
     return mask if first is mask.first and second is mask.second else And(first, second)

@@ -44,6 +44,7 @@ def without_interval_parts(
         return [part for part in parts if tracer.trace(part) is None]
     count, others = 1 if intervals is None else intervals.count, []
     for part in parts:
+        # The AND of m and n intervals has at most m + n - 1.
         limit = _max_intervals(part)
         if limit is None or count + limit - 1 > MAX_INTERVALS:
             others.append(part)
@@ -179,6 +180,7 @@ class _Tracer:
         """Return a mask that is one interval a query."""
         rows = self.ops.reshape(self.ops.positions(0, self.score_shape.query_len, self.like), (1, -1))
         ends = mask.ends(self.ops, self.score_shape, rows)
+        # As arrays, where an end is None or a number.
         start, stop = (
             bound if end is None else end if getattr(end, "shape", ()) else bound * 0 + end
             for end, bound in zip(ends, self._all_keys(), strict=True)

@@ -44,6 +44,7 @@ class EvaluatedFunction(Mask):
     function: Callable[..., Any]
     captured: tuple[Any, ...] = ()
     heads: int = 0
+    """Number of heads for `materialize`; 0 where it was not given. A call counts its own heads."""
 
     @final
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
@@ -64,7 +65,7 @@ class EvaluatedFunction(Mask):
             hint = "captured=(array,) is a tuple of one"
             raise MaskError(message("captured", "a tuple of arrays", shown(self.captured), hint=hint))
         heads = score_shape.heads * score_shape.groups
-        if not is_whole(self.heads) or self.heads not in (0, heads):
+        if not is_whole(self.heads) or self.heads not in (0, heads):  # 0: not given
             raise MaskError(message("heads", f"0, or the number of heads ({heads})", shown(self.heads)))
 
     @final
@@ -116,7 +117,7 @@ class MaskFunction(IntervalSetMask, EvaluatedFunction):
         also broadcast, as (batch, 1, 1, 1). Traced arrays of JAX and TensorFlow have to be passed here; others may
         stay in a closure.
     heads : whole number, optional
-        For `materialize`: the number of heads that the function distinguishes; 0 for none, or the heads of the call.
+        For `materialize`, which knows no heads: their number, where the function distinguishes them.
 
     Raises
     ------
@@ -148,7 +149,7 @@ class MaskFunction(IntervalSetMask, EvaluatedFunction):
         return self._snapshot_mask(ops, heads, *lengths, score_shape.batch)
 
     def _snapshot_mask(self, ops: Backend, heads: int, *lengths: int) -> Mask:
-        """Return the mask of the function as it is now: its intervals, or a copy of the function where it has none."""
+        """Return the function as it is now: its intervals, or a copy without them; `lengths`: queries, keys, batch."""
         (function, captured), key = snapshot((self.function, tuple(self.captured)))
         evaluated = EvaluatedFunction(function, captured, self.heads)
         if any(map(is_unknown, lengths)):
@@ -171,7 +172,7 @@ _INTERVALS: BoundedCache[CachedMask | None] = BoundedCache(256, thresholds.ALL_F
 def _search(
     mask: EvaluatedFunction, ops: Backend, heads: int, query_len: int, key_len: int, batch: int
 ) -> IntervalSet | None:
-    """Return the intervals, by evaluating all pairs; None where there are too many, or the host cannot evaluate."""
+    """Return the intervals, by evaluating all pairs; None if too many, of each head, or not evaluable on the host."""
     captured = [_on_host(ops, x) for x in mask.captured]
     if any(x is None for x in captured):
         return None
@@ -221,19 +222,20 @@ def _intervals_by_chunks(
     first = evaluate(0, 1)
     if first is None:
         return None
-    shared, most_runs = len(first) == 1, 1
-    count = max(1, thresholds.MASK_PAIRS // (key_len * (1 if shared else batch)))
-    for i in range(0, query_len, count):
-        queries = i, min(i + count, query_len)
+    # Whether all batch rows have the same mask, as far as it is evaluated.
+    is_shared, most_runs = len(first) == 1, 1
+    chunk = max(1, thresholds.MASK_PAIRS // (key_len * (1 if is_shared else batch)))
+    for i in range(0, query_len, chunk):
+        queries = i, min(i + chunk, query_len)
         block = evaluate(*queries)
         runs = None if block is None else _runs_of_block(block)
         if block is None or runs is None:
             return None
         start[: runs.count, :, slice(*queries)] = runs.start
         stop[: runs.count, :, slice(*queries)] = runs.stop
-        shared, most_runs = shared and len(block) == 1, max(most_runs, runs.count)
-    rows = 1 if shared else batch
-    return IntervalSet(start[:most_runs, :rows].copy(), stop[:most_runs, :rows].copy())
+        is_shared, most_runs = is_shared and len(block) == 1, max(most_runs, runs.count)
+    masks = 1 if is_shared else batch
+    return IntervalSet(start[:most_runs, :masks].copy(), stop[:most_runs, :masks].copy())
 
 
 def _runs_of_block(block: HostArray) -> IntervalSet | None:

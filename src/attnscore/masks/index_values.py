@@ -46,7 +46,7 @@ def lens_per_query(lens: HostArray, query_len: int, batch: int) -> HostArray:
 
 
 def document_intervals(query_ids: HostArray, key_ids: HostArray) -> tuple[HostArray, HostArray] | None:
-    """Return the interval of keys with each query's id; None when such keys are not contiguous."""
+    """Return the interval of keys with each query's id, empty without such keys; None when they are not contiguous."""
     ids, inverse = np.unique(query_ids, return_inverse=True)
     start, stop = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
     unique_key_ids, first, count = np.unique(key_ids, return_index=True, return_counts=True)
@@ -60,21 +60,26 @@ def document_intervals(query_ids: HostArray, key_ids: HostArray) -> tuple[HostAr
     return start[inverse.reshape(-1)], stop[inverse.reshape(-1)]
 
 
-def small_ids(ids: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return ids of queries and keys, numbered anew where they exceed 32 bits: JAX has no more by default."""
-    query_ids, key_ids = map(host_ints, ids)
-    if query_ids is None or key_ids is None or all(np.abs(x).max(initial=0) < 2**31 for x in (query_ids, key_ids)):
-        return ids
-    unique_ids = np.unique(np.append(query_ids, key_ids))
-    query_ids, key_ids = (np.where(x < 0, -1, np.searchsorted(unique_ids, x)) for x in (query_ids, key_ids))
-    return query_ids, key_ids
+def as_booleans(ops: Backend, x: Any, like: Array) -> Array:
+    """Return key padding as booleans: zeros and ones stand for False and True."""
+    array = ops.asarray(x, like)
+    return array if ops.dtype(array) == "bool" else array != 0
 
 
-def per_batch(ops: Backend, score_shape: ScoreShape, x: Any, like: Array, *, flat: bool = False) -> Array:
-    """Return one value, or one per batch row, on the canonical axes; with `flat`, ids as (batch or 1, length)."""
+def id_arrays(ops: Backend, ids: tuple[Any, ...], like: Array) -> list[Array]:
+    """Return ids of queries and ids of keys, (batch or 1, length) each."""
+    values = [x for x in map(host_ints, ids) if x is not None]
+    if len(values) == 2 and any(np.abs(x).max(initial=0) >= 2**31 for x in values):
+        # Numbered anew, as JAX has no integers above 32 bits by default.
+        unique_ids = np.unique(np.append(*values))
+        ids = tuple(np.where(x < 0, -1, np.searchsorted(unique_ids, x)) for x in values)
+    arrays = (ops.astype(ops.asarray(x, like), "int64") for x in ids)
+    return [x if len(x.shape) == 2 else ops.reshape(x, (1, -1)) for x in arrays]
+
+
+def per_batch(ops: Backend, score_shape: ScoreShape, x: Any, like: Array) -> Array:
+    """Return one value, or one per batch row, on the canonical axes."""
     x = ops.astype(ops.asarray(x, like), "int64")
-    if flat:
-        return x if len(x.shape) == 2 else ops.reshape(x, (1, -1))
     return score_shape.batch_to_canonical(ops, ops.reshape(x, (-1, 1, 1)))
 
 
@@ -116,7 +121,7 @@ def check_widths(left: Any, right: Any) -> None:
 
 
 def check_cumulative(name: str, cu: Any, highest: Any) -> HostArray | None:
-    """Return cumulative lengths, checked to rise from 0 to `highest` at most; None where the host cannot read them."""
+    """Return cumulative lengths that rise from 0 to `highest` at most (None: to any); None if not readable here."""
     values = check_whole(name, cu)
     if values is None:
         return None

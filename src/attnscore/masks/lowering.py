@@ -19,7 +19,7 @@ from attnscore.masks.base import And, Mask, Not, Or, all_of, atoms_of, parts_of
 from attnscore.masks.builtin import Dense, Documents, KeyPadding
 from attnscore.masks.dynamic_intervals import without_interval_parts
 from attnscore.masks.function import EvaluatedFunction
-from attnscore.masks.index_values import per_batch, small_ids
+from attnscore.masks.index_values import as_booleans, id_arrays
 from attnscore.masks.intervals import IntervalSet
 from attnscore.masks.shape_spec import shape_of
 
@@ -65,6 +65,7 @@ def _is_custom_code(mask: Mask) -> bool:
 def partition(remaining: Mask | None) -> tuple[Parts, Parts]:
     """Split `remaining`, a mask without intervals, into parts that are direct operands and parts to evaluate."""
     parts = [] if remaining is None else parts_of(remaining)
+    # A position has one id, so that a second mask of documents is evaluated.
     documents = [part for part in parts if isinstance(part, Documents)][:1]
     direct: Parts = [part for part in parts if isinstance(part, KeyPadding) or part in documents]
     others = [part for part in parts if part not in direct]
@@ -105,14 +106,11 @@ def arrays(
     operands: dict[str, Array] = {}
     documents = next((part for part in direct if isinstance(part, Documents)), None)
     if documents is not None:
-        ids = zip(_IDS, small_ids(documents.ids), strict=True)
-        operands = {name: per_batch(ops, score_shape, x, like, flat=True) for name, x in ids}
+        operands = dict(zip(_IDS, id_arrays(ops, documents.ids, like), strict=True))
     others = [part for part in direct if part is not documents and not isinstance(part, KeyPadding)]
     masks: list[Array] = []
-    for padding in direct:
-        if not isinstance(padding, KeyPadding):
-            continue
-        keys = _as_booleans(ops, like, padding)
+    for padding in (part for part in direct if isinstance(part, KeyPadding)):
+        keys = as_booleans(ops, padding.array, like)
         if not others and not with_evaluated:
             masks.append(score_shape.batch_to_canonical(ops, ops.expand_dims(keys, 1)))
             continue
@@ -124,11 +122,6 @@ def arrays(
         operands["key_ids"] = ops.where(keys, operands["key_ids"], -1)
     masks += [evaluate(ops, score_shape, like, part) for part in others]
     return operands | {"mask": reduce(ops.logical_and, masks)} if masks else operands
-
-
-def _as_booleans(ops: Backend, like: Array, mask: KeyPadding | Dense) -> Array:
-    array = ops.asarray(mask.array, like)
-    return array if ops.dtype(array) == "bool" else array != 0
 
 
 # ---- evaluation by blocks
@@ -144,7 +137,7 @@ def evaluate(
     if isinstance(mask, Not):
         return ~evaluate(ops, score_shape, like, mask.mask, rows, cols)
     if isinstance(mask, Dense):
-        array = score_shape.to_canonical(ops, _as_booleans(ops, like, mask))
+        array = score_shape.to_canonical(ops, ops.asarray(mask.array, like))
         for axis, span in ((-2, rows), (-1, cols)):
             if span is not None and array.shape[axis] > 1:
                 array = ops.slice_axis(array, axis, *span)

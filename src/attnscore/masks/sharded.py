@@ -61,8 +61,8 @@ class Sharded(CompoundMask, IntervalSetMask):
             zero = np.zeros((1, 1, len(rows)), np.int64)
             intervals: IntervalSet | None = IntervalSet(zero, zero + self.key_len)
         else:
-            inside = np.minimum(rows, max(0, self.query_len - 1)) if self.padded else rows
-            intervals = self.mask.interval_set_at(inside, self.query_len, self.key_len, batch)
+            real_rows = np.minimum(rows, self.query_len - 1) if self.padded else rows
+            intervals = self.mask.interval_set_at(real_rows, self.query_len, self.key_len, batch)
         if intervals is None:
             return None
         start, stop = (np.searchsorted(cols, end) for end in (intervals.start, intervals.stop))
@@ -80,8 +80,8 @@ class Sharded(CompoundMask, IntervalSetMask):
         super().check(ops, score_shape)
 
     def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
-        # As traced arrays the host could no longer read the positions. Decided by type: whether the host can read a
-        # framework's array may differ between `leaves` and `with_leaves`.
+        # Known positions stay: the host could not read traced ones, for which a program has a `PLACEHOLDER`. The type
+        # decides: whether the host can read a framework's array may differ between `leaves` and `with_leaves`.
         if not all(isinstance(x, np.ndarray) and x is not PLACEHOLDER for x in (self.rows, self.cols)):
             return super().map_leaves(change)
         return self if self.mask is None else self._with_fields({"mask": self.mask.map_leaves(change)})
