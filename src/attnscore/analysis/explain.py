@@ -218,12 +218,12 @@ def explain(
     reject_unknown(explain, unknown)
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
-    flag = check_flag("return_weights", return_weights)
+    return_weights = check_flag("return_weights", return_weights)
     with backends.of({"query": query}).numeric_scope():
         problem, _ = build_problem(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer,
-            statistics=return_stats, matrix="weights" if flag else None,
+            statistics=return_stats, matrix="weights" if return_weights else None,
         )  # fmt: skip
         score_shape, layout = problem.score_shape, problem.layout
         # First, because it raises for symbolic sizes.
@@ -246,7 +246,7 @@ def explain(
     elements = sum(math.prod(x.shape) for x in (problem.query, problem.key, problem.value))
     elements += math.prod(score_shape.rows) * layout.value_dim
     weights = None
-    if flag:
+    if return_weights:
         pairs = math.prod(score_shape.rows) * score_shape.key_len
         is_second = chosen_kernel.matrix_is_second_pass
         source = "a second pass over the scores" if is_second else "the pass that gives the output"

@@ -133,6 +133,7 @@ def _unmasked(ops: Any, score_shape: ScoreShape, mask: Any, valid_lens: Any, lik
     rows = ops.reshape(ops.positions(0, score_shape.query_len, like), (score_shape.query_len, 1))
     cols = ops.reshape(ops.positions(0, score_shape.key_len, like), (1, score_shape.key_len))
     full = ops.broadcast_to(combined.visible(ops, score_shape, rows, cols), (*score_shape.rows, score_shape.key_len))
+    # The numbers of axes and dimensions, here 0, are not read.
     return AxisLayout(0, -3, score_shape, 0, 0, 0).scores_from_canonical(ops, full)
 
 
@@ -200,14 +201,13 @@ def softmax_pullback(weights: Array, grad: Array) -> Array:
 def _check_weights(arrays: dict[str, Array]) -> Backend:
     """Return the backend of dense floating arrays with one axis or more, on one device."""
     ops = backends.of(arrays)
-    backends.check_dense(ops, arrays)
+    backends.check_compatible(ops, next(iter(arrays.values())), arrays)
     shapes = {name: tuple(x.shape) for name, x in arrays.items()}
     for name, x in arrays.items():
         if not ops.is_floating(x):
             raise DtypeError(message(name, FLOATING, ops.dtype(x)))
         if not shapes[name]:
             raise ShapeError(message(name, "1 axis or more", 0, shapes=shapes))
-    backends.check_devices(ops, next(iter(arrays.values())), arrays)
     return ops
 
 

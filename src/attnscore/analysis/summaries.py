@@ -84,6 +84,7 @@ def top_weights(
             raise ArgumentError(message("k", expected, shown(k)))
         intervals, widest = problem.visibility[0], score_shape.key_len
         if intervals is not None and intervals.single is not None:
+            # `_unmasked_keys` rounds the number of keys of a block up to a power of 2.
             start, stop = intervals.single
             widest = min(widest, max(1, 2 * int((stop - start).max(initial=0))))
         step = max(thresholds.TOP_QUERIES, thresholds.POOLED_WEIGHTS // (_matrices(problem) * widest))

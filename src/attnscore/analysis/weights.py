@@ -72,7 +72,7 @@ def attention_weights(
     backends.check_not_recorded(ops, "attention_weights")
     is_whole_matrix = query_index is None and key_index is None
     if is_whole_matrix and type(key) is type(query) and len(key.shape) >= 2 and ops.is_plain(query, key):
-        # The call of `attend` for values of value_dim 0.
+        # The call of `attend` for values of value_dim 0, with return_weights=True.
         values, options = key[..., :0], (head_axis, normalizer, "auto", 0.0, True, False)
         arguments = CallArguments(query, key, values, score, mask, valid_lens, bias, sink, None)
         signature = plans.signature(arguments, options)

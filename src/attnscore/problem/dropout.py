@@ -40,7 +40,7 @@ class PairDropout(Dropout):
 
 
 def check_dropout(probability: Any, seed: Any, draw: Callable[[], Any]) -> Dropout | None:
-    """Return the dropout of a call, or None if there is none."""
+    """Return the dropout of a call, None if there is none; ``draw()`` gives the seed where it is None."""
     if not is_number(probability) or not 0 <= probability < 1:
         raise ArgumentError(message("dropout", "a number in [0, 1)", shown(probability)))
     if seed is not None and not isinstance(seed, SeedHalves) and not is_whole(seed):

@@ -176,15 +176,15 @@ def _heads(query: int, key: int, value: int, shapes: dict[str, Shape]) -> tuple[
     """Return the number of KV heads, and of query heads that share each, from the heads of the three arrays."""
     if key != value and 1 not in (key, value):
         raise ShapeError(message("value", f"as many heads as key ({key}) or 1", value, shapes=shapes))
-    kv = max(key, value) if 0 not in (key, value) else 0
-    if kv == query == 0:
+    kv_heads = max(key, value) if 0 not in (key, value) else 0
+    if kv_heads == query == 0:
         return 0, 1
     if query == 1:
-        return kv, 1
-    if kv == 0 or query % kv:
+        return kv_heads, 1
+    if kv_heads == 0 or query % kv_heads:
         expected = f"a number of heads that divides the {query} of query"
-        raise ShapeError(message("key", expected, kv, shapes=shapes, hint=_LAYOUT_HINT))
-    return kv, query // kv
+        raise ShapeError(message("key", expected, kv_heads, shapes=shapes, hint=_LAYOUT_HINT))
+    return kv_heads, query // kv_heads
 
 
 def check_extra(ops: Backend, name: str, x: Any, like: Array) -> Array:
@@ -211,8 +211,9 @@ def check_bias(ops: Backend, bias: Any, layout: AxisLayout, like: Array) -> Arra
     bias = check_extra(ops, "bias", bias, like)
     check_bias_shape(tuple(bias.shape), layout.score_shape)
     bias = layout.score_shape.to_canonical(ops, bias)
-    is_open = bias.shape[-1] is None and bias.shape[-2] == 1
-    return relative.expand_if_relative(ops, bias, layout.score_shape) if is_open else bias
+    # With one row of unknown length, only the graph shows when it runs.
+    may_be_relative = bias.shape[-1] is None and bias.shape[-2] == 1
+    return relative.expand_if_relative(ops, bias, layout.score_shape) if may_be_relative else bias
 
 
 def check_sink(ops: Backend, sink: Any, layout: AxisLayout, like: Array) -> Array:
@@ -276,7 +277,7 @@ def build_problem(
         raise ArgumentError(message("sink", expected, shown(sink)))
     checked_mask = None
     if mask is not None or valid_lens is not None:
-        checked_mask = _mask(ops, mask, valid_lens, layout, query)
+        checked_mask = _check_mask(ops, mask, valid_lens, layout, query)
     checked_dropout = None
     if type(dropout) is not float or dropout != 0 or seed is not None:
         checked_dropout = check_dropout(dropout, ops.as_seed(seed), lambda: ops.draw_seed(query))
@@ -340,8 +341,8 @@ def requested_statistics(return_stats: Any, normalizer: Any = "softmax") -> tupl
     return tuple(name for name in available if name in names)
 
 
-def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: Array) -> Mask | None:
-    """Return `mask` and `valid_lens` as one checked mask."""
+def _check_mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: Array) -> Mask | None:
+    """Return `mask` and `valid_lens`, not both None, as one checked mask."""
     combined = cast(Mask, as_mask(mask, valid_lens, layout.score_shape))
     ops.check_can_mask(layout.score_shape.query_len, layout.score_shape.key_len)
 
@@ -353,10 +354,10 @@ def _mask(ops: Backend, mask: Any, valid_lens: Any, layout: AxisLayout, query: A
     try:
         return cached_mask(combined, ops, layout.score_shape, check)
     except MaskError as error:
-        misfit = str(error).startswith(("valid_lens: expected shape", "valid_lens: expected numbers from"))
+        is_misfit = str(error).startswith(("valid_lens: expected shape", "valid_lens: expected numbers from"))
         shape = layout.score_shape
-        # Sequences have mostly more positions than heads.
+        # Sequences have mostly more positions than heads, so the caller may have meant the other `head_axis`.
         has_more_heads = not is_unknown(shape.key_len) and shape.heads * shape.groups > shape.key_len
-        if not misfit or layout.axes < 4 or layout.head_axis == -2 or not has_more_heads:
+        if not is_misfit or layout.axes < 4 or layout.head_axis == -2 or not has_more_heads:
             raise
         raise MaskError(f"{error}. Hint: {_LAYOUT_HINT}") from None

@@ -171,13 +171,15 @@ def of_pairs(ops: Backend, bias: Array, query_len: int, key_len: int) -> Array:
     return ops.reshape(ops.take(bias, ops.reshape(index, (-1,)), -1), (*bias.shape[:-2], query_len, key_len))
 
 
-def expand_if_relative(ops: Backend, bias: Array, shape: ScoreShape) -> Array:
+def expand_if_relative(ops: Backend, bias: Array, score_shape: ScoreShape) -> Array:
     """Return a bias (..., 1, unknown), expanded to all pairs if it proves to be relative when the graph runs."""
-    allowed = [*((1, n) for n in shape.rows), (1, shape.key_len, shape.query_len + shape.key_len - 1)]
+    query_len, key_len = score_shape.query_len, score_shape.key_len
+    allowed = [*((1, n) for n in score_shape.rows), (1, key_len, query_len + key_len - 1)]
     bias = ops.assert_shape(bias, [("bias", bias, [allowed])])
-    size, keys = (ops.positions(n, 1, bias)[0] for n in (ops.shape(bias)[-1], shape.key_len))
+    # The sizes as numbers of the graph.
+    size, keys = (ops.positions(n, 1, bias)[0] for n in (ops.shape(bias)[-1], key_len))
     is_relative = ops.logical_and(size != keys, size != 1)
-    return ops.cond(is_relative, lambda x: of_pairs(ops, x, shape.query_len, shape.key_len), bias)
+    return ops.cond(is_relative, lambda x: of_pairs(ops, x, query_len, key_len), bias)
 
 
 def tile(ops: Backend, bias: Array, query_len: int, rows: Span, cols: Span) -> Array:
@@ -214,5 +216,5 @@ def sum_diagonals(ops: Backend, grad: Array) -> Array:
 
 
 def _extra_zeros(count: Any) -> int:
-    """Return how many zeros are appended to a line: JAX has to see that no size of a symbolic line is negative."""
+    """Return how many zeros `tile` appends to a line: with 2, JAX sees that no size of a symbolic line is negative."""
     return 2 if is_unknown(count) else 0
