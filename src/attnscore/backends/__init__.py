@@ -44,13 +44,13 @@ _TABLE = {
 # By package: the array class ("" for every class with a shape) and the framework. cupy is recognised so that the error
 # can say that it is not supported. Ours holds an array on a tape.
 _ARRAYS = {
-    package: (kind, name)
+    package: (array_class, name)
     for name, patterns in (
         *((name, entry.arrays) for name, entry in _TABLE.items()),
         ("cupy", ("cupy",)),
         ("numpy", ("attnscore.Variable",)),
     )
-    for package, _, kind in (pattern.partition(".") for pattern in patterns)
+    for package, _, array_class in (pattern.partition(".") for pattern in patterns)
 }
 
 # NumPy 1.23 makes an array of objects of a ragged list, and warns; later ones raise. Catching warnings costs 3 us.
@@ -74,7 +74,7 @@ _BY_TYPE: dict[type, Backend] = {}
 
 
 def _name_of(kind: type) -> str | None:
-    """Return the framework of an array type, by the packages of its bases, so that subclasses count."""
+    """Return the framework of an array type, by the packages of its bases, so that subclasses count; None if none."""
     if kind not in _NAMES:
         _NAMES[kind] = _find_name(kind)
     return _NAMES[kind]
@@ -86,11 +86,11 @@ _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _find_name(kind: type) -> str | None:
     for base in kind.__mro__:
-        root = base.__module__.partition(".")[0]
-        if root in _ARRAYS:
-            meant, name = _ARRAYS[root]
-            if base.__name__ == meant if meant else hasattr(kind, "shape"):
-                return name
+        package = base.__module__.partition(".")[0]
+        if package in _ARRAYS:
+            array_class, framework = _ARRAYS[package]
+            if base.__name__ == array_class if array_class else hasattr(kind, "shape"):
+                return framework
     return None
 
 
@@ -114,26 +114,26 @@ def of(arrays: Mapping[str, Any]) -> Backend:
             hint = "convert it first, for example with numpy.asarray"
             raise FrameworkError(message(argument, "an array of " + " or ".join(_TABLE), got, hint=hint))
         names[argument] = name
-    kinds = set(names.values())
-    if len(kinds) > 1:
+    if len(frameworks) > 1:
         listed = ", ".join(f"{argument}: {name}" for argument, name in names.items())
         raise FrameworkError(message(", ".join(names), "arrays of one framework", listed))
-    (name,) = kinds
+    (name,) = set(names.values())
     if name not in _TABLE:
         raise FrameworkError(message(", ".join(names), "arrays of " + " or ".join(_TABLE), f"arrays of {name}"))
     return load(name)
 
 
 def check_devices(ops: Backend, query: Any, others: Mapping[str, Any], *, host_passes: bool = False) -> None:
-    """Raise DeviceError unless every array is on the device of `query` (or, with `host_passes`, on the CPU)."""
-    home = ops.device(query)
+    """Raise DeviceError unless the framework's arrays are on the device of `query`, or, with `host_passes`, the CPU."""
+    query_device = ops.device(query)
+    allowed = (query_device, "cpu") if host_passes else (query_device,)
     for name, x in others.items():
         if _name_of(type(x)) != ops.name:
             continue
         device = ops.device(x)
         # "" is no device: the array is traced, or the framework moves it by itself.
-        if "" not in (home, device) and device not in ((home, "cpu") if host_passes else (home,)):
-            raise DeviceError(message(name, f"an array on {home}, where query is", f"one on {device}"))
+        if "" not in (query_device, device) and device not in allowed:
+            raise DeviceError(message(name, f"an array on {query_device}, where query is", f"one on {device}"))
 
 
 def check_dense(ops: Backend, arrays: Mapping[str, Any]) -> None:
@@ -187,6 +187,7 @@ _READER_OF: dict[type, Callable[[Any], Any] | None] = {}
 
 
 def _reader(kind: type) -> Callable[[Any], Any] | None:
+    """Return the function that reads the variables of a class; None for a class of no variables."""
     if kind not in _READER_OF:
         named = (base for base in kind.__mro__ if base.__name__ == "Variable")
         roots = [base.__module__.partition(".")[0] for base in named]
@@ -241,7 +242,7 @@ def outside_graphs(reason: str = "only attend and layers are operators") -> Call
         @functools.wraps(method)
         def called(*args: Any, **kwargs: Any) -> Any:
             torch = sys.modules.get("torch")
-            # Once outside, for every call: after a break Dynamo meets the function again in a frame of its own.
+            # Once wrapped, at every call: after a break Dynamo meets the function again, in a frame of its own.
             if name in _OUTSIDE or (torch is not None and torch.compiler.is_compiling()):
                 return _OUTSIDE[_made_outside(name)](*args, **kwargs)
             return method(*args, **kwargs)
@@ -252,6 +253,7 @@ def outside_graphs(reason: str = "only attend and layers are operators") -> Call
 
 
 def _made_outside(name: str) -> str:
+    """Wrap a function of `_METHODS` so that the compiler leaves it out; return its name, which is its key."""
     if name not in _OUTSIDE:
         method, reason = _METHODS[name]
         _OUTSIDE[name] = sys.modules["torch"].compiler.disable(method, reason=reason)
@@ -264,7 +266,7 @@ _made_outside._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def availability() -> dict[str, str | None]:
     """Return for each framework None if it can be used here, otherwise the reason why not."""
-    return {name: _missing(name) for name in _TABLE}
+    return {name: _why_unavailable(name) for name in _TABLE}
 
 
 def fallbacks() -> dict[str, str]:
@@ -272,7 +274,7 @@ def fallbacks() -> dict[str, str]:
     return {name: cost for backend in _LOADED.values() for name, cost in backend.fallbacks.items()}
 
 
-def _missing(name: str) -> str | None:
+def _why_unavailable(name: str) -> str | None:
     entry = _TABLE[name]
     if entry.numpy_below and sys.version_info >= (3, 12):
         return f"it needs NumPy below {entry.numpy_below.removesuffix('.0')}, which Python 3.12 and later do not have"

@@ -248,13 +248,11 @@ class Backend(ABC):
     def has_cpu_buffer(self, x: Array) -> bool:
         """Whether native code on the CPU can read the memory of `x` without a copy."""
 
-    def check_can_mask(self, query_len: Any, key_len: Any) -> None:
+    def check_can_mask(self, query_len: Any, key_len: Any) -> None:  # noqa: B027  # most programs can
         """Raise FrameworkError where the program that is made now cannot mask scores of these lengths."""
-        return
 
-    def check_can_draw(self) -> None:
+    def check_can_draw(self) -> None:  # noqa: B027  # most frameworks can
         """Raise FrameworkError where the gradient of a call would draw other random numbers than its forward."""
-        return
 
     def needs_one_tile(self) -> bool:
         """Whether the program that is made now cannot loop over tiles of known lengths."""

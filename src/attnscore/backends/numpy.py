@@ -70,7 +70,7 @@ class NumpyBackend(Backend):
         return array.astype(np.float32) if name_of(array.dtype) == "bfloat16" else array
 
     def copy(self, x: Array) -> Array:
-        # Broadcast axes stay so.
+        # An axis that is broadcast (stride 0) stays so, without memory for its copies.
         once = x[tuple(slice(None) if stride else slice(0, 1) for stride in x.strides)]
         return np.broadcast_to(once.copy(), x.shape)
 
@@ -93,9 +93,8 @@ class NumpyBackend(Backend):
         return layouts
 
     def decoding_signature(self, arrays: Sequence[Array], head_axis: int) -> bytes | None:
-        if native.module is None:
-            return None
-        signature: bytes | None = native.module.decoding_signature(arrays, head_axis)
+        module = native.module
+        signature: bytes | None = None if module is None else module.decoding_signature(arrays, head_axis)
         return signature
 
     def buffers(self, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -159,13 +158,13 @@ class NumpyBackend(Backend):
         # Of groups of 64 entries, the k groups with the largest maxima hold the k largest entries: a tenth of the time.
         groups = x.shape[-1] // 64
         if groups >= 4 * k:
-            whole = x[..., : 64 * groups].reshape(*x.shape[:-1], 64, groups)
-            largest = np.argpartition(-np.fmax.reduce(whole, axis=-2), k - 1, axis=-1)[..., :k]
-            members = (largest[..., None, :] + groups * np.arange(64)[:, None]).reshape(*x.shape[:-1], -1)
-            others = np.broadcast_to(np.arange(64 * groups, x.shape[-1]), (*x.shape[:-1], x.shape[-1] % 64))
-            members = np.concatenate([members, others], axis=-1)
-            values, index = self.top_k(np.take_along_axis(x, members, -1), k)
-            return values, np.take_along_axis(members, index, -1)
+            by_group = x[..., : 64 * groups].reshape(*x.shape[:-1], 64, groups)
+            best_groups = np.argpartition(-np.fmax.reduce(by_group, axis=-2), k - 1, axis=-1)[..., :k]
+            candidates = (best_groups[..., None, :] + groups * np.arange(64)[:, None]).reshape(*x.shape[:-1], -1)
+            ungrouped = np.broadcast_to(np.arange(64 * groups, x.shape[-1]), (*x.shape[:-1], x.shape[-1] % 64))
+            candidates = np.concatenate([candidates, ungrouped], axis=-1)
+            values, index = self.top_k(np.take_along_axis(x, candidates, -1), k)
+            return values, np.take_along_axis(candidates, index, -1)
         index = np.argpartition(-x, k - 1, axis=-1)[..., :k] if k < x.shape[-1] else np.argsort(-x, axis=-1)
         values = np.take_along_axis(x, index, -1)
         order = np.argsort(-values, axis=-1, kind="stable")

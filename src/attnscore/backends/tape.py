@@ -97,6 +97,7 @@ class Tape:
             return out
         vjps = _RULES[name](ops, out, *args, **options) if name in _RULES else ()
         parents = [(x, vjp) for x, vjp in zip(leaves, vjps, strict=False) if vjp and isinstance(x, Variable)]
+        # A variable without a VJP would get a gradient of 0.
         if len(parents) < len(variables):
             _refuse(name)
         return Variable(self, out, parents)
@@ -149,7 +150,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-# ---- Rules: the VJP of each array among the arguments; `Tape.gradients` sums over the axes that were broadcast.
+# ---- Rules: from the result y and the arguments of an operation to the VJP of each array among the arguments, a
+# function of the gradient g of y. `Tape.gradients` sums over the axes that were broadcast.
 
 
 def _matmul(ops: Backend, y: Array, a: Array, b: Array) -> tuple[Vjp, Vjp]:
@@ -174,7 +176,7 @@ def _getitem(ops: Backend, y: Array, x: Array, index: Any) -> tuple[Vjp]:
         entries = index if isinstance(index, tuple) else (index,)
         if all(isinstance(i, (int, slice, type(None), type(...))) for i in entries):
             grad[index] = g
-        else:
+        else:  # an array of indices may name an entry twice
             np.add.at(grad, index, g)
         return grad
 

@@ -45,7 +45,7 @@ _FLOATS = tuple(_DTYPES[name] for name in DTYPES)
 # Types without overridden operations (__torch_function__, __torch_dispatch__).
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NO_DISPATCH: Any = torch.Tensor.__torch_dispatch__
-# Device types that attention runs on, and their autocast dtypes outside `numeric_scope`.
+# Device types that attention runs on, and the autocast dtypes of those whose autocast `numeric_scope` has turned off.
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 _NO_SCOPE = contextlib.nullcontext()
 _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={})  # noqa: B039  # never mutated
@@ -282,10 +282,10 @@ class TorchBackend(Backend):
         return all(map(self.has_cpu_buffer, arrays)) and not self.needs_grad(*arrays)
 
     def sums_of_rows(self, x: Array, places: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Array:
-        """Return the sums (n, width) of the rows ``places[ends[i]:ends[i + 1]]``, with any threads in one order."""
-        at, offsets = map(torch.from_numpy, (places, ends))
+        """Return the sums (n, width) of the rows ``places[ends[i]:ends[i + 1]]``, the same with any threads."""
+        indices, offsets = map(torch.from_numpy, (places, ends))
         # A quarter of the time of gathering the rows alone (rows of 64 numbers, one thread).
-        return torch.nn.functional.embedding_bag(at, x, offsets, mode="sum", include_last_offset=True)
+        return torch.nn.functional.embedding_bag(indices, x, offsets, mode="sum", include_last_offset=True)
 
     def searchsorted(self, ordered: Array, values: Array) -> Array:
         if private.is_wrapped(ordered) or torch.onnx.is_in_onnx_export():
@@ -303,13 +303,13 @@ class TorchBackend(Backend):
         return self._without_autocast([kind for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)])
 
     @contextlib.contextmanager
-    def _without_autocast(self, kinds: list[str]) -> Iterator[None]:
-        active = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
-        token = _AUTOCAST.set(active)
+    def _without_autocast(self, device_types: list[str]) -> Iterator[None]:
+        """Turn autocast off, and keep its dtypes for `autocast`, which casts the inputs to them."""
+        token = _AUTOCAST.set({device_type: torch.get_autocast_dtype(device_type) for device_type in device_types})
         try:
-            with contextlib.ExitStack() as off:
-                for kind in active:
-                    off.enter_context(torch.autocast(kind, enabled=False))
+            with contextlib.ExitStack() as autocast_off:
+                for device_type in device_types:
+                    autocast_off.enter_context(torch.autocast(device_type, enabled=False))
                 yield
         finally:
             _AUTOCAST.reset(token)
@@ -330,7 +330,7 @@ class TorchBackend(Backend):
             return x.detach().clone()
 
     def version(self, x: Array) -> int | None:
-        # A program that is compiled reads neither.
+        # A compiled program cannot read it, and tensors of inference mode have none.
         return None if is_compiling() or x.is_inference() else x._version
 
     def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
@@ -341,7 +341,7 @@ class TorchBackend(Backend):
         return super().plain_product(x, matrix, threads)
 
     def known_finite(self, x: Array) -> bool:
-        # A program for ONNX takes all entries to be finite.
+        # A program has no values yet; one for ONNX takes all entries to be finite.
         if is_compiling():
             return torch.onnx.is_in_onnx_export()
         if _SHARES_LAYOUTS and x.numel() <= thresholds.READ_ON_ONE_THREAD:
@@ -361,9 +361,10 @@ class TorchBackend(Backend):
             return run.forward(operands)
         masks = [x for x in run.constants() if isinstance(x, torch.Tensor)]
         if any(is_traced(x) or _is_dual(x) for x in (*operands, *masks)):
+            # The kernel that was chosen for such tensors runs PyTorch's operations, which PyTorch differentiates.
             return run.forward(operands)
         if private.are_transforms_active():
-            # The transform wraps none of the operands (a model that it closes over): it takes PyTorch's own operations.
+            # The transform wraps no operand (a model that it closes over). It takes PyTorch's operations alone.
             return run.streaming().forward(operands)
         outputs: tuple[Array, ...] = _AttentionFunction.apply(run.with_backward(), *operands)  # type: ignore[no-untyped-call]  # torch's own
         return outputs
@@ -401,8 +402,7 @@ class TorchBackend(Backend):
         return int(seed)
 
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
-        active = _AUTOCAST.get()
-        dtype = active.get(arrays[0].device.type) if active else None
+        dtype = _AUTOCAST.get().get(arrays[0].device.type)
         if dtype is None:
             return arrays
         return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in arrays)
@@ -423,6 +423,7 @@ class _AttentionFunction(torch.autograd.Function):
         masks = [x for x in run.constants() if isinstance(x, torch.Tensor) and not x.is_inference()]
         ctx.versions = [(x, x._version) for x in masks]
         if len(returned) > 1:
+            # The gradient of an output that nothing reads is None, not zeros.
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*returned[run.differentiable_count :])
         # Saved like the output that depends on it: a checkpoint around the call may draw another seed.
@@ -437,8 +438,8 @@ class _AttentionFunction(torch.autograd.Function):
                 "the mask of attend() has been modified by an inplace operation, and its gradient needs it as it was. "
                 "Hint: give the call a copy (mask.clone())"
             )
-        run, saved, last = ctx.run, ctx.saved_tensors, ctx.count + ctx.run.saved_count
-        operands, outputs, seed = saved[: ctx.count], saved[ctx.count : last], saved[last:]
+        run, saved, stop = ctx.run, ctx.saved_tensors, ctx.count + ctx.run.saved_count
+        operands, outputs, seed = saved[: ctx.count], saved[ctx.count : stop], saved[stop:]
         if seed and int(seed[0]) != run.seed:
             run = run.with_seed(int(seed[0]))
         requested = ctx.needs_input_grad[1:]

@@ -68,7 +68,7 @@ if _resolve("torch._C.DispatchKeySet.raw_repr", None, _GENERAL) is None:
 
 
 def _plain_keys() -> frozenset[int]:
-    """Return the dispatch keys of plain CPU tensors, with and without autograd."""
+    """Return the dispatch keys of plain CPU tensors, with and without autograd; none where the release hides them."""
     if _keys is None or _without_modes is None:
         return frozenset()
     with _without_modes(), torch.inference_mode():

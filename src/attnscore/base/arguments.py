@@ -36,7 +36,8 @@ class CallArguments(NamedTuple):
     seed: Any
 
 
-# Spellings here of arguments that other libraries have, or objects of this one; {} is the value, | parts two lines.
+# What to write in place of an argument of other libraries, or of another object of this one. {} stands for the value; |
+# separates alternatives, each of which shows where the function has its argument.
 _INSTEAD = {
     **dict.fromkeys(("scale", "scaling", "sm_scale", "softmax_scale"), "score=ats.ScaledDot({})"),
     **dict.fromkeys(("temperature", "T"), 'score=ats.Temperature("scaled_dot", {})'),
@@ -59,10 +60,10 @@ def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> 
         return
     name, x = next(iter(unknown.items()))
     names = [*inspect.signature(function).parameters]
-    lines = [line for line in _INSTEAD.get(name, "").split("|") if line.partition("=")[0] in names]
-    if lines:
-        written = ", ".join(lines).replace("{}", repr(x) if isinstance(x, (int, float)) else name)
-        hint = "leave it out" if x is None or x is False else written
+    alternatives = [text for text in _INSTEAD.get(name, "").split("|") if text.partition("=")[0] in names]
+    if alternatives:
+        replacement = ", ".join(alternatives).replace("{}", repr(x) if isinstance(x, (int, float)) else name)
+        hint = "leave it out" if x is None or x is False else replacement
     else:
         hint = did_you_mean(name, names) or f"it takes {', '.join(names)}"
     raise UnknownArgument(f"{function.__qualname__}() got an unexpected keyword argument {name!r}. Hint: {hint}")
@@ -76,9 +77,9 @@ def hides_unknown(function: Function) -> Function:
     return function
 
 
-def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn a caller, `stacklevel` frames up, of an old spelling that works until 0.2."""
-    warnings.warn(f"{old} is now {new}; the old spelling works until 0.2", DeprecationWarning, stacklevel=stacklevel)
+def warn_renamed(old: str, new: str) -> None:
+    """Warn the caller of the calling function of an old spelling that works until 0.2."""
+    warnings.warn(f"{old} is now {new}; the old spelling works until 0.2", DeprecationWarning, stacklevel=3)
 
 
 def renamed_argument(old: str, new: str) -> Callable[[Function], Function]:
@@ -130,11 +131,10 @@ def shown(x: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def check_positive(
-    name: str, x: Any, expected: str = "a finite number above 0", *, if_array: str | None = None
-) -> float:
+def check_positive(name: str, x: Any, *, if_array: str | None = None) -> float:
     """Return a finite number above 0; `if_array` is the hint if `x` is an array, such as a learned parameter."""
-    if not is_number(x) or not _finite(x) or not x > 0:
+    expected = "a finite number above 0"
+    if not is_number(x) or not _is_finite(x) or not x > 0:
         if if_array is not None and not is_number(x) and hasattr(x, "shape") and not isinstance(x, type):
             # Without its value: a tracer has none, and its repr has many lines.
             raise ArgumentError(message(name, expected, f"an array ({type(x).__name__})", hint=if_array))
@@ -144,7 +144,7 @@ def check_positive(
 
 def check_number(name: str, x: Any) -> float:
     """Return a finite number."""
-    if not is_number(x) or not _finite(x):
+    if not is_number(x) or not _is_finite(x):
         raise ArgumentError(message(name, "a number (finite)", shown(x)))
     return float(x)
 
@@ -159,10 +159,10 @@ def largest_of(dtype: str) -> float:
 
 
 def check_held(name: str, x: Any, dtype: str, factor: float, smallest: float | None = None) -> float:
-    """Return `factor`; raise ArgumentError if it overflows in `dtype`, in which scores are computed.
+    """Return `factor`, which a call computes from its argument `x`; raise ArgumentError if it overflows in `dtype`.
 
-    Scores are multiplied by it because of the argument `x`, whose valid range begins at `smallest`, or, where that is
-    None, ends at the largest number of the dtype.
+    The message gives the range in which `x` is valid: from `smallest` on, where the factor is an inverse; None: up to
+    the largest number of the dtype.
     """
     largest = largest_of(dtype)
     if math.isfinite(factor) and abs(factor) <= largest:
@@ -186,14 +186,14 @@ def check_flag(name: str, x: Any) -> bool:
 
 
 def check_choice(name: str, x: Any, choices: Sequence[str], *, hint: str | None = None) -> str:
-    """Return one of the names in `choices`; `hint` is the one where `x` is like none of them."""
+    """Return one of the names in `choices`; the message has `hint` where `x` resembles none of them."""
     if not isinstance(x, str) or x not in choices:
         hint = did_you_mean(x, choices) or hint
         raise ArgumentError(message(name, "one of " + ", ".join(choices), shown(x), hint=hint))
     return x
 
 
-def _finite(x: Real) -> bool:
+def _is_finite(x: Real) -> bool:
     try:
         # torch.compile cannot trace math.isfinite.
         return -math.inf < float(x) < math.inf

@@ -40,7 +40,7 @@ class BoundedCache(Generic[Result]):
         self._maxsize, self._max_weight = maxsize, max_weight
         self._entries: dict[Hashable, _Entry[Result]] = {}
         self._inserted = 0
-        # Of all entries; threads that insert at the same time may lose one until they are counted.
+        # The sum over all entries, from which threads that insert at the same time may lose one, until the next count.
         self._weight: float = 0
 
     def get(self, key: Hashable) -> Result | None:
@@ -94,7 +94,7 @@ class BoundedCache(Generic[Result]):
         self._weight = 0
 
     def _make_room(self, newest: Hashable) -> None:
-        """Drop the least recently used entries where not all fit, and an eighth more of them, so that this is rare."""
+        """Drop the least recently used entries until all weights fit, and, so that this is rare, an eighth is free."""
         entries = self._entries.copy()
         count, weight = len(entries), sum(map(_WEIGHT, entries.values()))
         entries.pop(newest, None)

@@ -42,7 +42,7 @@ def is_unknown(length: Any) -> bool:
 
 @functools.singledispatch
 def at_most(length: Any, limit: int) -> Any:
-    """Return the smaller of the two, and at least 1; backends register their unknown sizes."""
+    """Return the smaller of the two, at least 1, as a tile has no size of 0; backends register their unknown sizes."""
     return max(1, min(length, limit))
 
 
@@ -53,14 +53,12 @@ def may_equal(first: Any, second: Any) -> bool:
 
 def must_equal(first: Any, second: Any) -> bool:
     """Whether two sizes are equal whatever a graph learns when it runs."""
-    if is_unknown(first) or is_unknown(second):
-        return surely_equal(*((first, second) if is_unknown(first) else (second, first)))
-    return bool(first == second)
+    return surely_equal(first, second) if is_unknown(first) else surely_equal(second, first)
 
 
 @functools.singledispatch
 def surely_equal(length: Any, other: Any) -> bool:
-    """Return `must_equal` of an unknown size and another one; frameworks that decide it otherwise register theirs."""
+    """Return `must_equal` of two sizes, the first unknown where one is; frameworks register theirs for such sizes."""
     return bool(length == other)
 
 
@@ -74,6 +72,7 @@ def broadcast(*shapes: Sequence[Any]) -> tuple[Any, ...]:
         numbers = {n for n in lengths if not is_unknown(n)} - {1}
         if len(numbers) > 1:
             raise ValueError(f"lengths {sorted(numbers)} do not broadcast")
+        # An `Unknown` before a None, which has no arithmetic.
         unknown = sorted((n for n in lengths if is_unknown(n)), key=lambda n: n is None)
         result.append(numbers.pop() if numbers else unknown[0] if unknown else 1)
     return tuple(result)
@@ -118,22 +117,16 @@ class ScoreShape:
 
     def to_canonical(self, ops: Backend, x: Array) -> Array:
         """View a caller's array, broadcastable to (..., query, key), on the canonical axes."""
-        shape = ops.shape(x)
-        if len(shape) < 2:
-            shape = (1,) * (2 - len(shape)) + shape
-        if self.has_heads:
-            head = shape[-3] if len(shape) > 2 else 1
-            split = self._split(head)
-            lead = shape[:-3]
-        else:
-            split, lead = (1, 1), shape[:-2]
-        lead = (1,) * (len(self.lead) - len(lead)) + lead
+        shape, axes = ops.shape(x), 3 if self.has_heads else 2
+        shape = (1,) * (axes - len(shape)) + shape
+        lead = (1,) * (len(self.lead) - len(shape[:-axes])) + shape[:-axes]
+        split = self._split(shape[-3]) if self.has_heads else (1, 1)
         return ops.reshape(x, (*lead, *split, *shape[-2:]))
 
     def _split(self, head: Any) -> tuple[Any, Any]:
         """Split the size of a caller's axis of heads into (head, group): (1, 1) where it is broadcast."""
         if is_unknown(head):
-            # It may be 1 when the graph runs.
+            # It is 1 or heads * groups when the graph runs.
             return at_most(head, self.heads), at_most(head, self.groups) if self.groups > 1 else 1
         return (1, 1) if head == 1 else (self.heads, self.groups)
 
@@ -144,7 +137,7 @@ class ScoreShape:
 
 @dataclass(frozen=True)
 class AxisLayout:
-    """Conversion between the caller's axes and the canonical axes."""
+    """Conversion between the caller's axes, `axes` of them, and the canonical axes."""
 
     axes: int
     head_axis: int
@@ -259,6 +252,6 @@ def entries_of(ops: Backend, x: Array, index: Array, axis: int) -> Array:
         return x
     index = ops.reshape(index, (-1,))
     if is_unknown(x.shape[axis]) and not ops.settles_sizes:
-        # Its one entry, if it is broadcast when the graph runs.
+        # If the axis proves to be broadcast when the graph runs, each index becomes 0.
         index = index % ops.shape(x)[axis]
     return ops.take(x, index, axis)

@@ -112,7 +112,7 @@ class JaxBackend(Backend):
 
     def has_cpu_buffer(self, x: Array) -> bool:
         *tracers, x = layers_of(x)
-        # The gradient hook is called with the primals of reverse-mode tracers.
+        # The gradient hook is called with the primals of reverse-mode tracers, a custom call with all examples of vmap.
         if not set(map(kind_of, tracers)) <= ({REVERSE, MAPPED} if ffi.registered() else {REVERSE}):
             return False
         if kind_of(x) == RECORDED:
@@ -180,6 +180,7 @@ class JaxBackend(Backend):
         arrays: Sequence[Array],
         otherwise: Callable[..., tuple[Array, ...]],
     ) -> tuple[Array, ...]:
+        # Not `otherwise`: `platforms.call` has the program for other platforms and for derivatives.
         from jax.experimental.buffer_callback import buffer_callback
 
         def call(_: Any, out: Any, *buffers: Any) -> None:
@@ -268,8 +269,7 @@ class JaxBackend(Backend):
         return gradients.with_own_vjp(run, arrays, (), lambda _: run)
 
     def vjp(self, function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:
-        value, vjp = jax.vjp(function, *inputs)
-        return value, vjp
+        return jax.vjp(function, *inputs)
 
     def product_of_rows(self, x: Array, matrix: Array, bias: Array | None = None) -> Array | None:
         arrays = (x, matrix) if bias is None else (x, matrix, bias)

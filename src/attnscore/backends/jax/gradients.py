@@ -31,7 +31,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     # Arrays of masks may belong to another framework, or have strides that JAX does not take.
     constants = [x if isinstance(x, jax.Array) else importable(np.asarray(detached(x))) for x in variables]
     if (sharding := sharding_of_rows(operands)) is not None:
-
+        # With automatic axes: custom calls and loops have no rules for explicit ones.
         def unsharded(operands: Sequence[Array], placed: Sequence[Array]) -> tuple[Array, ...]:
             left = iter(placed)
             return differentiable(with_variables([next(left) if is_placed(x) else x for x in constants]), operands)
@@ -60,7 +60,10 @@ def with_own_vjp(
     """
 
     def call(method: str, constants: Sequence[Array], *arguments: Any, requested: Sequence[bool] | None = None) -> Any:
-        """Call a method of the op; in a program `streaming` has its derivatives, and its place on other platforms."""
+        """Call a method of the op: at once, or in a program, where derivatives and other platforms take `streaming`.
+
+        A program computes all gradients, whatever is `requested`: its two versions return arrays, and no None.
+        """
         if not any(kind_of(x) == RECORDED for x in layers_of_all(jax.tree.leaves((constants, arguments)))):
             selection = () if requested is None else (requested,)
             return getattr(with_constants(constants), method)(*arguments, *selection)
@@ -100,6 +103,7 @@ def product_of_rows(x: Array, matrix: Array, *bias: Array) -> Array:
 
 
 def _differentiate_product(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Array]:
+    """Return `product_of_rows` and its tangent, 0 for the rows that are not finite."""
     product, (x, matrix, *_) = product_of_rows(*primals), primals
     # No product with a non-finite row is finite: one column shows it within a fused loop.
     finite = jnp.isfinite(product[..., :1])

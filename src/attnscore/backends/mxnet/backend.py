@@ -146,7 +146,7 @@ class MxnetBackend(Backend):
 
     def matmul(self, a: Array, b: Array) -> Array:
         first, second = a.shape[:-2], b.shape[:-2]
-        # The gradient of a product that broadcasts is wrong for all but its first axis (seen in 1.9.1).
+        # Gradients of a product that broadcasts are wrong for all but its first axis (1.9.1), and five axes broadcast.
         if first != second and (autograd.is_recording() or max(len(first), len(second)) > _MAX_AXES - 2):
             lead = np.broadcast_shapes(first, second)
             a, b = (self.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
@@ -155,8 +155,8 @@ class MxnetBackend(Backend):
     def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
         # With a number on one side, where() gives the array on the other side the wrong gradient (seen in 1.9.1).
         like = next((x for x in (a, b) if hasattr(x, "shape")), None)
-        one = () if like is None or not like.shape else (1,)
-        a, b = (x if hasattr(x, "shape") or like is None else self.full(one, x, like) for x in (a, b))
+        number_shape = () if like is None or not like.shape else (1,)
+        a, b = (x if hasattr(x, "shape") or like is None else self.full(number_shape, x, like) for x in (a, b))
         shape = np.broadcast_shapes(*(x.shape for x in (condition, a, b) if hasattr(x, "shape")))
         if 0 in shape:
             # where() of empty arrays aborts the process.

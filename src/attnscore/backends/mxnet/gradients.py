@@ -88,15 +88,17 @@ def _record(
     """Record `outputs` as a function of `inputs`, with ``backward(grads, requested)`` as its VJP."""
     number = next(_NUMBERS)
 
-    def run(outs: int, ins: int, arrays: Any, requests: Any, _training: int, _state: Any) -> bool:
+    def run(output_count: int, input_count: int, handles: Any, requests: Any, _training: int, _state: Any) -> bool:
         # MXNet is C++: no exception may pass through it. It reports the failure.
         try:
-            handles = [mx.np.ndarray(handle=ctypes.cast(arrays[i], NDArrayHandle), writable=i >= outs)
-                    for i in range(outs + ins)]  # fmt: skip
-            requested = [requests[i] != _NULL for i in range(ins)]
+            # The gradients of the outputs, then the arrays for the gradients of the inputs.
+            arrays = [mx.np.ndarray(handle=ctypes.cast(handles[i], NDArrayHandle), writable=i >= output_count)
+                    for i in range(output_count + input_count)]  # fmt: skip
+            requested = [requests[i] != _NULL for i in range(input_count)]
             with mx.util.np_shape(True), autograd.pause():
-                gradients = backward(handles[:outs], requested)
-                for target, grad, request in zip(handles[outs:], gradients, requests[:ins], strict=True):
+                gradients = backward(arrays[:output_count], requested)
+                targets = zip(arrays[output_count:], gradients, requests[:input_count], strict=True)
+                for target, grad, request in targets:
                     if grad is not None and request != _NULL and grad.size:
                         target[()] = target + grad if request == _ADD else grad
         except Exception:

@@ -114,6 +114,7 @@ class TensorFlowBackend(Backend):
         elif isinstance(x, tf.Variable):
             values = x.numpy() if tf.executing_eagerly() else None
         else:
+            # A symbolic tensor may be a constant of its graph.
             values = tf.get_static_value(x) if isinstance(x, tf.Tensor) and not hasattr(x, "numpy") else None
         if values is None:
             return None
@@ -310,7 +311,7 @@ class TensorFlowBackend(Backend):
         return hasattr(x, "numpy") and bool(tf.reduce_all(tf.math.is_finite(x)))
 
     def product_of_rows(self, x: Array, matrix: Array, bias: Array | None = None) -> Array | None:
-        # Elsewhere a gradient that is written by hand is not taken, or the compiler fuses the zeros of `isolated`.
+        # Elsewhere TensorFlow drops a custom gradient, or the compiler fuses zeros in place of non-finite rows.
         if len(matrix.shape) != 2 or x.dtype != matrix.dtype or not graphs.calls_back(x):
             return None
         return gradients.product_of_rows(x, matrix, bias)

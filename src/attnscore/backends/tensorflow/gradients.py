@@ -66,10 +66,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     def hook(*arrays: Array) -> Any:
         # `vjp` is the gradient, so an eager tape records no operation of the forward. In a graph the operations keep
         # their own gradients, because TensorFlow drops `vjp` where it rewrites the graph.
-        if is_eager or is_cut:
-            outputs = run.forward([tf.stop_gradient(x) for x in arrays])
-        else:
-            outputs = run.forward(list(arrays))
+        outputs = run.forward([tf.stop_gradient(x) for x in arrays] if is_eager or is_cut else list(arrays))
         if is_cut:
             outputs = tuple(tf.raw_ops.PreventGradient(input=x, message=_REWRITTEN) for x in outputs)
 
@@ -114,9 +111,10 @@ def _times_transposed(rows: Array, matrix: Array) -> Array:
 
 
 def product_of_rows(x: Array, matrix: Array, bias: Array | None) -> Array:
-    """Return ``x @ matrix + bias`` in a graph; rows that are not finite pass no gradient on.
+    """Return ``x @ matrix + bias`` in a graph; rows of `x` that are not finite pass no gradient on.
 
-    Another branch replaces them by zeros: if the gradient of the matrix is finite, so are all rows in it.
+    The gradient of the matrix sums products with all rows, so one that is not finite makes it so too. A branch that
+    rarely runs then computes the gradients again, with zeros in place of these rows.
     """
     features, units = matrix.shape
     if 0 in (features, units):  # by which no axis can be inferred
@@ -125,10 +123,11 @@ def product_of_rows(x: Array, matrix: Array, bias: Array | None) -> Array:
     shape = x.shape if x.shape.is_fully_defined() else tf.shape(x)
 
     def gradients(rows: Array, grads: Array) -> list[Array]:
+        """Return the gradients of the rows of `x`, of the matrix and of the bias."""
         products = [_times_transposed(grads, matrix), tf.matmul(rows, grads, transpose_a=True)]
         return products if bias is None else [*products, tf.reduce_sum(grads, 0)]
 
-    def isolated(rows: Array, grads: Array) -> list[Array]:
+    def gradients_of_finite(rows: Array, grads: Array) -> list[Array]:
         finite = tf.reduce_all(tf.math.is_finite(rows), -1, keepdims=True)
         return gradients(*(tf.where(finite, array, tf.zeros((), array.dtype)) for array in (rows, grads)))
 
@@ -140,8 +139,9 @@ def product_of_rows(x: Array, matrix: Array, bias: Array | None) -> Array:
         def vjp(grad: Array, variables: Any = None) -> Any:
             rows, grads = tf.reshape(x, (-1, features)), tf.reshape(grad, (-1, units))
             plain = gradients(rows, grads)
-            is_wrong = ~tf.math.is_finite(tf.reduce_sum(tf.cast(plain[1], accumulator(plain[1].dtype.name))))
-            of_rows, *others = graphs.rarely(is_wrong, lambda: isolated(rows, grads), plain)
+            of_matrix = plain[1]
+            has_nonfinite = ~tf.math.is_finite(tf.reduce_sum(tf.cast(of_matrix, accumulator(of_matrix.dtype.name))))
+            of_rows, *others = graphs.rarely(has_nonfinite, lambda: gradients_of_finite(rows, grads), plain)
             passed = (tf.reshape(of_rows, shape), *others)
             return passed if variables is None else (passed, [None] * len(variables))
 
