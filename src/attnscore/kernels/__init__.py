@@ -61,7 +61,7 @@ def choose(name: str, problem: Problem) -> Kernel:
 
 
 def _facts(problem: Problem) -> set[Fact]:
-    """Return which of the facts that kernels need are true of a problem."""
+    """Return which of the facts that kernels need (`Kernel.needs`) are true of a problem."""
     ops, operands = problem.ops, problem.operands().values()
     is_staged = ops.has_programs and (ops.needs_host_callback(*operands) or ops.fuses(*operands))
     facts: dict[Fact, bool] = {"masked": problem.mask is not None, "staged": is_staged}

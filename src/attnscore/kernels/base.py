@@ -49,7 +49,7 @@ class Kernel(ABC):
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
         """Return the plan of all calls with this call's signature, or a plan of this call alone.
 
-        `arrays` are the caller's, where there are any: query, key, value, bias, sink, w_v of an additive score,
+        `arrays` are the caller's own, those that the call has: query, key, value, bias, sink, w_v of an additive score,
         the bandwidth of a Gaussian, and a boolean mask or valid lengths that are the whole mask.
         """
         return SinglePlan(self, problem, tiles)
@@ -60,7 +60,7 @@ class Kernel(ABC):
         return self
 
     def with_backward(self, problem: Problem, tiles: TilePlan) -> Kernel:
-        """Return the kernel for a forward that a backward follows: itself, or one that saves the scores."""
+        """Return the kernel for a forward that a backward follows: itself, or one that keeps more for the backward."""
         return self
 
     def explain_tiles(self, problem: Problem, tiles: TilePlan) -> TilePlan:
@@ -187,10 +187,8 @@ class SinglePlan(Plan, DifferentiableOp):
         variable_arrays = (*leaves, *pairs, *seed)
 
         def with_variables(arrays: Sequence[Array]) -> SinglePlan:
-            """Return this plan with other arrays of mask, dropout and seed.
-
-            A gradient hook passes them as inputs, as it must not close over traced arrays.
-            """
+            """Return this plan with `arrays` in place of `variable_arrays`, in their order."""
+            # A gradient hook passes them as inputs, as it must not close over traced arrays.
             if all(map(operator.is_, arrays, variable_arrays)):
                 return self
             remaining = iter(arrays)
@@ -231,7 +229,7 @@ class SinglePlan(Plan, DifferentiableOp):
         return tuple(outputs[name] for name in self._outputs)
 
     def result(self, outputs: Sequence[Array]) -> Result:
-        """Return all outputs by name, or the saved ones."""
+        """Return the outputs, all or the saved ones alone, as a `Result`."""
         by_name = dict(zip(self._outputs, outputs, strict=False))
         statistics = {name: by_name[name] for name in self.problem.statistics if name in by_name}
         if "log_sum_exp" in self.problem.statistics:
@@ -264,9 +262,9 @@ class SinglePlan(Plan, DifferentiableOp):
         ops, arrays = self.problem.ops, tuple(self.operands().values())
         if not self.kernel.has_vjp:
             return self.result(self.forward(arrays))
-        # A program is differentiated after it is traced, and would share the memory of NumPy's arrays.
-        is_read_again = ops.needs_grad(*arrays) or ops.needs_host_callback(*arrays)
-        op = self.with_saved_mask() if is_read_again else self
+        # By a backward, or by a traced program, which would share the memory of NumPy's arrays.
+        mask_is_read_later = ops.needs_grad(*arrays) or ops.needs_host_callback(*arrays)
+        op = self.with_saved_mask() if mask_is_read_later else self
         return op.result(ops.differentiable(op, arrays))
 
     def with_saved_mask(self) -> SinglePlan:

@@ -36,6 +36,7 @@ class Dense(Kernel):
     has_vjp = False
 
     def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        # `_pool` loops over the keys of values that may not be finite.
         unknown = is_unknown(problem.value.shape[-2]) and not problem.ops.known_finite(problem.value)
         return ("a number of keys that is not known yet",) if unknown else ()
 
@@ -55,20 +56,19 @@ class Dense(Kernel):
         scores, visible = _scores(problem)
         masked_scores = ops.where(visible, scores, NEG_INF)
         weights_of = _softmax if problem.normalizer is None else _by_normalizer
-        every_weight, row_max, log_denom = weights_of(problem, masked_scores)
+        all_weights, row_max, log_denom = weights_of(problem, masked_scores)
         # exactly 0 where masked, also in a row with an unmasked NaN
-        weights = ops.where(visible, every_weight[..., : score_shape.key_len], 0.0)
-        factors = problem.keep_factors((0, score_shape.query_len), (0, score_shape.key_len))
-        pooling = weights if factors is None else weights * factors
+        weights = ops.where(visible, all_weights[..., : score_shape.key_len], 0.0)
+        dropout_factors = problem.keep_factors((0, score_shape.query_len), (0, score_shape.key_len))
+        dropped_weights = weights if dropout_factors is None else weights * dropout_factors
         count = ops.sum(ops.astype(visible, dtype), axis=-1, keepdims=True)
         # Selected, so that autodiff drops the gradient of a fully masked query: NaN times its weights of 0 is NaN.
-        out = ops.where(count > 0, _pool(ops, pooling, visible, value), 0.0)
-        pairs = Matrix(masked_scores, visible, weights, every_weight, count)
+        out = ops.where(count > 0, _pool(ops, dropped_weights, visible, value), 0.0)
+        pairs = Matrix(masked_scores, visible, weights, all_weights, count)
         defined = {name: TABLE[name].of_matrix for name in problem.statistics}
         statistics = {name: definition(ops, pairs) for name, definition in defined.items() if definition is not None}
-        matrix = masked_scores if problem.matrix == "scores" else weights
-        returned_matrix = None if problem.matrix is None else matrix
-        return Result(ops.astype(out, problem.dtype), row_max, log_denom, statistics, returned_matrix)
+        matrix = {None: None, "scores": masked_scores, "weights": weights}[problem.matrix]
+        return Result(ops.astype(out, problem.dtype), row_max, log_denom, statistics, matrix)
 
     def backward(
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
@@ -89,12 +89,12 @@ def _softmax(problem: Problem, scores: Array) -> tuple[Array, Array, Array]:
         row_max = ops.full((*score_shape.rows, 1), NEG_INF, scores)
     else:
         row_max = ops.max(logits, axis=-1, keepdims=True)
-    alive = row_max != NEG_INF
-    row_max = ops.where(alive, ops.stop_gradient(row_max), 0.0)
+    has_weight = row_max != NEG_INF
+    row_max = ops.where(has_weight, ops.stop_gradient(row_max), 0.0)
     exponentials = ops.exp(logits - row_max)
     total = ops.sum(exponentials, axis=-1, keepdims=True)
-    log_denom = ops.where(alive, ops.log(ops.where(alive, total, 1.0)), NEG_INF)
-    return exponentials / ops.where(alive, total, 1.0), row_max, log_denom
+    log_denom = ops.where(has_weight, ops.log(ops.where(has_weight, total, 1.0)), NEG_INF)
+    return exponentials / ops.where(has_weight, total, 1.0), row_max, log_denom
 
 
 def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array]:
@@ -111,20 +111,21 @@ def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array
     alpha = cast(Entmax, normalizer).alpha
     power = 1 / (alpha - 1)
     row_max = ops.max(scores, axis=-1, keepdims=True)
-    alive = row_max != NEG_INF
-    row_max = ops.where(alive, ops.stop_gradient(row_max), 0.0)
+    has_keys = row_max != NEG_INF
+    row_max = ops.where(has_keys, ops.stop_gradient(row_max), 0.0)
     logits = (alpha - 1) * (scores - row_max)
 
-    def positive(logits: Array, threshold: Array, exponent: float) -> Array:
+    def clipped_power(logits: Array, threshold: Array, exponent: float) -> Array:
+        """Return max(0, logits - threshold) ** exponent; NaN stays."""
         x = logits - threshold
         is_positive = x > 0
         return ops.where(is_positive, ops.where(is_positive, x, 1.0) ** exponent, ops.where(ops.isnan(x), x, 0.0))
 
-    fixed = ops.stop_gradient(logits)
+    detached = ops.stop_gradient(logits)
 
     def halve(_: int, interval: tuple[Array, Array]) -> tuple[Array, Array]:
         middle = (interval[0] + interval[1]) / 2
-        is_low = ops.sum(positive(fixed, middle, power), axis=-1, keepdims=True) >= 1
+        is_low = ops.sum(clipped_power(detached, middle, power), axis=-1, keepdims=True) >= 1
         return ops.where(is_low, middle, interval[0]), ops.where(is_low, interval[1], middle)
 
     low, _ = ops.loop(60 if problem.accumulator == "float64" else 30, halve, (zero - 1.0, zero))
@@ -132,10 +133,10 @@ def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array
     # fully masked query has none.
     threshold = low
     for _ in range(2):
-        total = ops.sum(positive(logits, threshold, power), axis=-1, keepdims=True)
-        slope = power * ops.sum(positive(logits, threshold, power - 1), axis=-1, keepdims=True)
-        threshold = threshold + ops.where(alive, (total - 1.0) / ops.where(slope == 0, 1.0, slope), 0.0)
-    return positive(logits, threshold, power), row_max, threshold
+        total = ops.sum(clipped_power(logits, threshold, power), axis=-1, keepdims=True)
+        slope = power * ops.sum(clipped_power(logits, threshold, power - 1), axis=-1, keepdims=True)
+        threshold = threshold + ops.where(has_keys, (total - 1.0) / ops.where(slope == 0, 1.0, slope), 0.0)
+    return clipped_power(logits, threshold, power), row_max, threshold
 
 
 def _scores(problem: Problem) -> tuple[Array, Array]:
@@ -153,17 +154,18 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
         if problem.has_relative_bias:
             bias = relative.of_pairs(ops, bias, score_shape.query_len, score_shape.key_len)
         visible = ops.logical_and(visible, bias != NEG_INF)
-    bad = None
+    is_nonfinite = None
     if not (ops.known_finite(query) and ops.known_finite(key)):
         # 0 * NaN in the gradient would propagate masked values: compute without such rows, then mark their pairs.
+        # Infinite rows that the score keeps are left out where they are masked in every pair.
         rows, cols = (nonfinite_rows(ops, x, problem.form.keeps_infinity) for x in (query, key))
-        bad = ops.logical_or(rows, ops.matrix_transpose(cols))
+        is_nonfinite = ops.logical_or(rows, ops.matrix_transpose(cols))
         query = ops.where(ops.logical_or(rows, _fully_masked(ops, visible, query)), 0.0, query)
         key = ops.where(ops.logical_or(cols, _fully_masked(ops, ops.matrix_transpose(visible), key)), 0.0, key)
     score = with_dtype(ops, problem.score, dtype)
     scores = ops.broadcast_to(ops.astype(checked_tile(ops, score, query, key), dtype), shape)
-    if bad is not None:
-        scores = ops.where(bad, float("nan"), scores)
+    if is_nonfinite is not None:
+        scores = ops.where(is_nonfinite, float("nan"), scores)
     if problem.bias is not None:
         scores = scores + ops.where(visible, bias, 0.0)
     return scores, visible
@@ -180,8 +182,8 @@ def _pool(ops: Backend, weights: Array, visible: Array, value: Array) -> Array:
     if ops.known_finite(value):
         return ops.matmul(weights, value)
     out = ops.matmul(weights, ops.where(ops.isfinite(value), value, 0.0))
-    bad = ops.where(ops.isfinite(value), 0.0, value)
+    nonfinite = ops.where(ops.isfinite(value), 0.0, value)
     # one key at a time, so that a non-finite value reaches only the queries that attend to it
     for j in range(value.shape[-2]):
-        out = out + ops.where(visible[..., j : j + 1], bad[..., j : j + 1, :], 0.0)
+        out = out + ops.where(visible[..., j : j + 1], nonfinite[..., j : j + 1, :], 0.0)
     return out

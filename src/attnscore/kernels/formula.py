@@ -38,7 +38,7 @@ _FORMS = (InnerForm, AdditiveForm, DistanceForm)
 
 
 class _Formula(Kernel):
-    """Base of both kernels. A gradient into the log-sum-exp alone is rare: tiled attention takes it."""
+    """Base of both kernels. Gradients come in of output and weights; tiled attention takes one of the weights alone."""
 
     needs = frozenset(("staged",))
     has_vjp = True
@@ -48,8 +48,8 @@ class _Formula(Kernel):
         return Streaming()
 
 
-def _has_scores_and_mask_alone(problem: Problem) -> bool:
-    """Return whether a call has a built-in score, perhaps a mask and dropout, and static sizes, none of them 0."""
+def _can_use_formula(problem: Problem) -> bool:
+    """Return whether a call has a built-in score, static sizes above 0, and no option but mask, dropout and weights."""
     if type(problem.form) not in _FORMS:
         return False
     sizes = (*problem.score_shape.rows, problem.score_shape.key_len, problem.layout.value_dim)
@@ -61,7 +61,7 @@ def _has_scores_and_mask_alone(problem: Problem) -> bool:
 
 
 def _max_and_log_denom(ops: Backend, scores: Array) -> tuple[Array, Array]:
-    """Return the largest score of each row and the log of its denominator; a program without a use drops them."""
+    """Return the largest score of each row and the log of its denominator; a program that uses neither drops them."""
     row_max = online_softmax.safe_max(ops, ops.max(scores, axis=-1, keepdims=True))
     return row_max, ops.log(ops.sum(ops.exp(scores - row_max), axis=-1, keepdims=True))
 
@@ -79,6 +79,7 @@ class OneTile(_Formula):
     """
 
     may_expand_squares: bool = True
+    """Whether a distance may be computed by expanding its square; not in the branch that avoids this."""
 
     name = "one_tile"
     summary = "the formula on a single tile, for small calls of graphs"
@@ -89,7 +90,7 @@ class OneTile(_Formula):
         if (
             ops.has_slow_callbacks
             and ops.needs_host_callback(*problem.operands().values())
-            and _has_scores_and_mask_alone(problem)
+            and _can_use_formula(problem)
         ):
             tiles = tiling.plan(problem)
             if (tiles.query_tile >= shape.query_len and tiles.key_tile >= shape.key_len) or _expands_square(problem):
@@ -170,20 +171,20 @@ class OneTile(_Formula):
 
 @dataclass(frozen=True, eq=False)
 class _Tile:
-    """All pairs, by the formula."""
+    """Scores and weights of all pairs, by the formula."""
 
     raw: Array
     """Scores before the mask."""
     scores: Array
     is_exact: Array | None
-    """Whether the scores are finite and as accurate as the form's; None where the form has computed them."""
+    """Whether `raw` is finite and as accurate as the form's own scores; None where it has the form's own scores."""
     unmasked: Array | None
     weights: Array
     """Weights before dropout; 0 where masked."""
     dropout_factors: Array | None
     value: Array
     scores_vjp: VjpFunction
-    """VJP from a gradient of `raw` to the gradients of the form's arrays, in their order; a forward's gives none."""
+    """VJP from a gradient of `raw` to the gradients of the form's arrays, in their order; for a backward alone."""
 
     @property
     def dropped_weights(self) -> Array:
@@ -215,7 +216,7 @@ def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: boo
     vjp: VjpFunction = lambda _: ()  # noqa: E731
     is_exact = None
     if expands_square or isinstance(form, InnerForm):
-        # The framework's own would transpose the gradient of the keys.
+        # The framework's own VJP would transpose the gradient of the keys.
         form_in_accumulator: Any = form.part(lambda x, _: ops.astype(x, dtype))
         if expands_square:
             raw, is_exact, form_vjp = _by_expanded_square(ops, form_in_accumulator)
@@ -227,7 +228,7 @@ def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: boo
     else:
         raw = scores_of(*form.arrays().values())
     shape = (*score_shape.rows, score_shape.key_len)
-    # Heads that share query and key.
+    # Heads that share query and key have the same scores.
     scores = raw if tuple(raw.shape) == shape else ops.broadcast_to(raw, shape)
     unmasked = None
     if problem.mask is not None:
@@ -242,21 +243,23 @@ def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: boo
 
 
 def _needs_recomputing(ops: Backend, tile: _Tile, result: Array) -> Array | None:
-    """Return whether `result` is less accurate than the slower way, or not finite; None where it cannot be either."""
-    if tile.is_exact is not None and tile.unmasked is None:
-        return ~tile.is_exact
+    """Return the condition on which a rarely taken branch recomputes `result`; None where no branch is needed.
+
+    With a mask, a non-finite number may come from a masked pair, as 0 * NaN; without one it is the right result. An
+    expanded square that is not accurate (`_Tile.is_exact`) is computed again too.
+    """
     if tile.unmasked is None:
-        return None
-    # A sum is finite only if every entry is.
+        return None if tile.is_exact is None else ~tile.is_exact
+    # A sum is finite only if every entry is. Scores that are exact are finite.
     total: Any = 0.0
-    for x in (result,) if tile.is_exact is not None else (tile.raw, result):
+    for x in (tile.raw, result) if tile.is_exact is None else (result,):
         total = total + ops.sum(x, axis=tuple(range(len(x.shape))))
     is_right = ops.isfinite(total)
     return ~(is_right if tile.is_exact is None else ops.logical_and(is_right, tile.is_exact))
 
 
 def _by_expanded_square(ops: Backend, form: DistanceForm) -> tuple[Array, Array, FormPullback]:
-    """Return the scores of a distance by |q|^2 + |k|^2 - 2 q.k, whether they are finite and exact, and their VJP."""
+    """Return the scores of a distance by |q|^2 + |k|^2 - 2 q.k, whether all are finite and accurate, and their VJP."""
     query, key, scale = form.query, form.key, form.scale
     norms = [ops.sum(x * x, axis=-1, keepdims=True) for x in (query, key)]
     squared = norms[0] + ops.matrix_transpose(norms[1]) - 2 * ops.matmul(query, ops.matrix_transpose(key))
@@ -277,7 +280,7 @@ def _by_expanded_square(ops: Backend, form: DistanceForm) -> tuple[Array, Array,
     return -scale * squared, ops.equal(too_large_count, 0.0), vjp
 
 
-# Few keys
+# Few keys. A row is one query of one head.
 
 
 @final
@@ -316,6 +319,7 @@ class FewKeys(_Formula):
         grad_scores = _zero_where_masked(ops, unmasked, weights * (grad_weights - total))
         gradients = {**scores_vjp(grad_scores), "value": _times(ops, unmasked, weights, grad_out)}
         if query_len > 1:
+            # Each query had its own copy of the keys and values.
             for name in ("key", "value"):
                 by_query = ops.reshape(gradients[name], (-1, query_len, *gradients[name].shape[1:]))
                 gradients[name] = ops.sum(by_query, axis=1)
@@ -325,7 +329,7 @@ class FewKeys(_Formula):
 def _has_few_keys(problem: Problem) -> bool:
     """Whether a call has one or two queries over few keys, in a program whose compiler fuses its operations."""
     score_shape, form = problem.score_shape, problem.form
-    if not _has_scores_and_mask_alone(problem) or 0 in form.key.shape:
+    if not _can_use_formula(problem) or 0 in form.key.shape:
         return False
     if problem.dropout is not None or form.caps or not {"query_bias", "key_bias"}.isdisjoint(form.arrays()):
         return False
@@ -373,7 +377,7 @@ def _scores(
         return _inner_products(ops, query, key), inner_vjp
     if isinstance(form, AdditiveForm):
         # Zeros for masked pairs keep NaN out of the product that is the gradient of w_v.
-        hidden = _zero_where_masked(ops, _by_dims(unmasked), query + key)
+        hidden = _zero_where_masked(ops, unmasked, query + key)
         activated = form.activation.value(ops, hidden)
 
         def additive_vjp(grad: Array) -> dict[str, Array]:
@@ -394,7 +398,7 @@ def _scores(
 
 
 def _by_rows(problem: Problem, x: Array, role: Role) -> Array:
-    """Return an array as (row, 1 or key, dim), where a row is a query, in the dtype of sums; a shared one as (dim,)."""
+    """Return an array in the dtype of sums as (row, 1 or key, dim), keys repeated for each row; a shared one (dim,)."""
     ops, score_shape = problem.ops, problem.score_shape
     shape = x.shape[-1:] if role == "shared" else (-1, 1 if role == "query" else score_shape.key_len, x.shape[-1])
     if role == "key" and score_shape.query_len > 1:
@@ -423,13 +427,11 @@ def _weighted_sum(ops: Backend, unmasked: Array | None, weights: Array, x: Array
 
 def _times(ops: Backend, unmasked: Array | None, by_pairs: Array, x: Array) -> Array:
     """Return the products of each pair's number with a row of `x` (row, 1 or key, dim); 0 where masked."""
-    return _zero_where_masked(ops, _by_dims(unmasked), by_pairs[..., None] * x)
-
-
-def _by_dims(unmasked: Array | None) -> Array | None:
-    return None if unmasked is None else unmasked[..., None]
+    return _zero_where_masked(ops, unmasked, by_pairs[..., None] * x)
 
 
 def _zero_where_masked(ops: Backend, unmasked: Array | None, x: Array) -> Array:
-    """Return `x` with 0 for masked pairs; `unmasked` is None where there are none."""
-    return x if unmasked is None else ops.where(unmasked, x, 0.0)
+    """Return `x`, which has a number or a vector for each pair, with 0 for masked pairs; `unmasked` None: all pairs."""
+    if unmasked is None:
+        return x
+    return ops.where(unmasked if len(x.shape) == len(unmasked.shape) else unmasked[..., None], x, 0.0)

@@ -28,10 +28,6 @@ from attnscore.scores.forms import InnerForm
 DEVICES = ("cuda",)
 """Types of devices on which PyTorch's function is taken."""
 
-SdpaInputs = tuple[Array, Array, Array]
-"""Query, key and value, each (batch, head, length, dim)."""
-
-
 Record = tuple[dict[str, Array], Array]
 """The operands and the output of a forward, with the autograd graph between them."""
 
@@ -77,8 +73,8 @@ class Fused(Kernel):
         else:
             out = _attention(problem, problem.operands())
         # PyTorch returns neither row_max nor log_denom: no statistic is requested, and the backward reads neither.
-        nothing = out[..., :1].detach() * 0.0
-        return Result(out, row_max=nothing, log_denom=nothing.clone(), statistics={})
+        zeros = out[..., :1].detach() * 0.0
+        return Result(out, row_max=zeros, log_denom=zeros.clone(), statistics={})
 
     def backward(
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
@@ -87,6 +83,7 @@ class Fused(Kernel):
 
         ops, operands = problem.ops, problem.operands()
         if ops.needs_grad(*operands.values(), *([] if grads.out is None else [grads.out])):
+            # A gradient of these gradients is wanted, which PyTorch's function does not have.
             return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
         if grads.out is None:
             return {name: torch.zeros_like(x) for name, x in operands.items()}
@@ -142,20 +139,17 @@ def _is_unmasked(problem: Problem) -> bool:
     return not np.any(interval_set.start) and bool(np.all(interval_set.stop == problem.score_shape.key_len))
 
 
-def _sdpa_inputs(problem: Problem, operands: dict[str, Array]) -> SdpaInputs:
-    """Return query, key and value as PyTorch's function takes them: views, unless leading axes are broadcast."""
+def _sdpa_inputs(problem: Problem, operands: dict[str, Array]) -> tuple[Array, Array, Array]:
+    """Return query, key and value as (batch, head, length, dim), for PyTorch: views, but copies of broadcast axes."""
     shape = problem.score_shape
     # Where every query head has keys or values of its own, both are expanded to all query heads.
-    is_grouped = all(operands[name].shape[-3] == 1 for name in ("key", "value"))
-    groups = shape.groups if is_grouped else 1
-    counts = {"query": shape.groups, "key": shape.groups // groups, "value": shape.groups // groups}
+    key_groups = 1 if all(operands[name].shape[-3] == 1 for name in ("key", "value")) else shape.groups
 
-    def merged(name: str, count: int) -> Array:
-        x = operands[name].expand(*shape.lead, shape.heads, count, *operands[name].shape[-2:])
-        return x.reshape(-1, shape.heads * count, *x.shape[-2:])
+    def merged(name: str, groups: int) -> Array:
+        x = operands[name].expand(*shape.lead, shape.heads, groups, *operands[name].shape[-2:])
+        return x.reshape(-1, shape.heads * groups, *x.shape[-2:])
 
-    query, key, value = (merged(name, count) for name, count in counts.items())
-    return query, key, value
+    return merged("query", shape.groups), merged("key", key_groups), merged("value", key_groups)
 
 
 def _attention(problem: Problem, operands: dict[str, Array]) -> Array:
@@ -171,7 +165,7 @@ def _attention(problem: Problem, operands: dict[str, Array]) -> Array:
 
 
 def _has_implementation(problem: Problem) -> bool:
-    """Return whether PyTorch computes the call in one kernel."""
+    """Return whether PyTorch has a fused implementation for the call, which does not store the matrix of scores."""
     from torch.backends import cuda
 
     query, key, value = _sdpa_inputs(problem, problem.operands())

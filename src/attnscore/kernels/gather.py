@@ -153,12 +153,12 @@ class _GatheredPlan(TilePlan):
     @cached_property
     def fractions(self) -> dict[str, float]:
         pairs = self.query_len * self.key_len
-        entries = sum(block.slots.size for block in self.call.blocks)
+        entries = sum(block.edges.size for block in self.call.blocks)
         return {"skip": 1 - entries / pairs, "full": 0.0, "partial": entries / pairs}
 
     def __str__(self) -> str:
         blocks, lens = self.call.blocks, self.call.table.lens
-        edges, entries = int(lens.sum()), sum(block.slots.size for block in blocks)
+        edges, entries = int(lens.sum()), sum(block.edges.size for block in blocks)
         return (
             f"{edges:,} edges, up to {lens.max()} a query, gathered as {entries:,} in blocks of "
             f"{'neighbouring queries' if self.call.split is _edge_order_blocks else 'similar degree'} ({len(blocks)})"
@@ -170,21 +170,25 @@ class _Block(NamedTuple):
 
     members: HostArray
     """Queries of the block, (batch, query)."""
-    slots: HostArray
-    """Edges that are gathered, (batch, entry); after the last edge of a row, arbitrary ones."""
+    edges: HostArray
+    """Indices of the edges that are gathered, (batch, entry); after the last edge of a row, arbitrary ones."""
     start: HostArray
-    """First entry of each query: (batch, query)."""
+    """First entry of each query, (batch, query)."""
     stop: HostArray
+    """End of the entries of each query, (batch, query)."""
 
     @property
     def has_edge(self) -> HostArray:
         """Whether an entry is an edge of a member, not padding: (batch, entry)."""
-        has_edge: HostArray = np.arange(self.slots.shape[1]) < self.stop.max(-1, initial=0, keepdims=True)
+        has_edge: HostArray = np.arange(self.edges.shape[1]) < self.stop.max(-1, initial=0, keepdims=True)
         return has_edge
 
 
 def _edge_order_blocks(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
-    """Return neighbouring queries in blocks of one batch row, each of at most `limit` edges or a single query."""
+    """Return neighbouring queries, with `lens` edges from `start` each, in blocks of one batch row.
+
+    A block has at most `limit` edges or one query.
+    """
     stop, blocks, first = start + lens, [], 0
     while first < len(lens):
         last = max(first + 1, int(np.searchsorted(stop, start[first] + limit, "right")))
@@ -202,21 +206,20 @@ def _degree_blocks(start: HostArray, lens: HostArray, limit: int) -> list[_Block
     while first < len(order):
         longest = int(degrees_falling[first])
         count = max(1, min(len(order) - first, limit // max(1, longest)))
-        edges = edge_counts[first + 1 : first + count + 1] - edge_counts[first]
-        padding = longest * np.arange(1, count + 1) - edges
-        # The first query has no padding; from the first one with too much on, the block ends.
-        too_much = padding > thresholds.PADDED_SHARE * edges + thresholds.PADDED_ENTRIES
+        edge_sums = edge_counts[first + 1 : first + count + 1] - edge_counts[first]
+        padding = longest * np.arange(1, count + 1) - edge_sums
+        # The block ends in front of the query with which there is too much padding; its first query has none.
+        too_much = padding > thresholds.PADDED_SHARE * edge_sums + thresholds.PADDED_ENTRIES
         members = order[first : first + (int(too_much.argmax()) if too_much.any() else count), None]
-        slots = start[members] + np.arange(longest)
-        degrees = lens[members]
-        slots = np.where(np.arange(longest) < degrees, slots, 0)
-        blocks.append(_Block(members, slots, np.zeros_like(degrees), degrees))
+        degrees, entry = lens[members], np.arange(longest)
+        edges = np.where(entry < degrees, start[members] + entry, 0)
+        blocks.append(_Block(members, edges, np.zeros_like(degrees), degrees))
         first += len(members)
     return blocks
 
 
 def _inverse(blocks: Sequence[_Block]) -> HostArray:
-    """Return the position of each query among the members of all blocks."""
+    """Return the place of each query among the members of all blocks."""
     return np.argsort(np.concatenate([block.members.reshape(-1) for block in blocks]), kind="stable")
 
 
@@ -231,11 +234,12 @@ class _Sums:
     gathered: Sequence[_Block]
     """The blocks of the entries."""
     limit: int
+    """Limit of entries in a block."""
     _orders_by_matrix: dict[int, tuple[HostArray, HostArray]] = field(default_factory=dict)
 
     @cached_property
     def blocks(self) -> list[_Block]:
-        """Blocks of the ids."""
+        """Blocks of ids, in which an id takes the place of a query, and an entry of its sum that of an edge."""
         return _degree_blocks(self.ends[:-1], np.diff(self.ends), self.limit)
 
     @cached_property
@@ -245,11 +249,12 @@ class _Sums:
     def order_by_matrix(self, count: int) -> tuple[HostArray, HostArray]:
         """Return `order` and `ends` of the same sums for each of `count` matrices, in blocks (batch, matrix, entry)."""
         if count not in self._orders_by_matrix:
-            sizes = np.array([block.slots.shape for block in self.gathered])
+            sizes = np.array([block.edges.shape for block in self.gathered])
             firsts = np.append(0, np.cumsum(sizes.prod(1)))
             block = np.searchsorted(firsts, self.order, "right") - 1
             entries = sizes[block, 1]
             entry = (self.order - firsts[block]) % entries
+            # In front of a row of a block lie `count` times as many entries.
             matrix, total = np.arange(count)[:, None], len(self.order)
             order = (count * (self.order - entry) + entry + matrix * entries).reshape(-1)
             ends = np.append((self.ends[:-1] + matrix * total).reshape(-1), count * total)
@@ -258,15 +263,15 @@ class _Sums:
         return self._orders_by_matrix[count]
 
     def run(self, ops: Backend, x: Array) -> Array:
-        """Return the sums (ids, width) of the rows of `x`, the last of which is 0."""
+        """Return the sums (id, width) of rows of `x`: a row for each entry, and a last row of zeros, for padding."""
         sums = []
         for block in self.blocks:
-            slots = block.slots
-            if not slots.size:
-                sums.append(ops.zeros((len(slots), x.shape[1]), x))
+            shape = block.edges.shape
+            if 0 in shape:
+                sums.append(ops.zeros((shape[0], x.shape[1]), x))
                 continue
-            rows = _take(ops, x, np.where(block.has_edge, self.order[slots], x.shape[0] - 1).reshape(-1))
-            sums.append(ops.sum(ops.reshape(rows, (*slots.shape, x.shape[1])), axis=1))
+            rows = _take(ops, x, np.where(block.has_edge, self.order[block.edges], x.shape[0] - 1).reshape(-1))
+            sums.append(ops.sum(ops.reshape(rows, (*shape, x.shape[1])), axis=1))
         return _take(ops, ops.concat(sums, 0), self.inverse)
 
 
@@ -274,26 +279,24 @@ class _KeyGradientMemory:
     """Memory of gradients with an axis of keys: one array for all blocks, summed without joining their rows first."""
 
     def __init__(self, call: _GatheredCall) -> None:
-        self.call, self.entries = call, sum(block.slots.size for block in call.blocks)
+        self.call, self.entries = call, sum(block.edges.size for block in call.blocks)
         self._rows: dict[str, HostArray] = {}
-        self._used: dict[str, int] = {}
         self._shapes: dict[str, list[tuple[int, ...]]] = {}
 
     def zeros(self, name: str, shape: tuple[int, ...], dtype: str) -> HostArray:
-        """Return zeros for a gradient of the next block."""
-        # A framework that copies misaligned arrays would copy each block.
+        """Return zeros for a gradient of the next block: for key and value, its part of the array of all blocks."""
+        # A framework that copies misaligned arrays would copy each part.
         if self.call.ops.wants_aligned or name not in ("key", "value"):
             return allocate_aligned(np.zeros, shape, dtype)
         matrices, dim = math.prod(shape[1:-2]), shape[-1]
         if name not in self._rows:
             self._rows[name], self._shapes[name] = allocate_aligned(np.zeros, (self.entries * matrices, dim), dtype), []
-            self._used[name] = 0
-        first, self._used[name] = self._used[name], self._used[name] + math.prod(shape[:-1])
+        first = sum(math.prod(x[:-1]) for x in self._shapes[name])
         self._shapes[name].append(shape)
-        return self._rows[name][first : self._used[name]].reshape(shape)
+        return self._rows[name][first : first + math.prod(shape[:-1])].reshape(shape)
 
     def joined_rows(self, name: str, parts: Sequence[Array]) -> Array | None:
-        """Return the rows of all blocks where the gradients `parts` were computed in this memory, else None."""
+        """Return the rows of all blocks where the gradients `parts` were computed in this memory, otherwise None."""
         if self._shapes.get(name) != [tuple(x.shape) for x in parts]:
             return None
         return self.call.ops.from_memory(self._rows[name], self.call.problem.accumulator, parts[0])
@@ -339,7 +342,7 @@ class _GatheredCall:
         """Return the problem of a block: the queries against the gathered keys."""
         problem, (batch, queries) = self.problem, block.members.shape
         score_shape = dataclasses.replace(
-            self.score_shape, lead=(batch, *self.score_shape.lead), query_len=queries, key_len=block.slots.shape[1],
+            self.score_shape, lead=(batch, *self.score_shape.lead), query_len=queries, key_len=block.edges.shape[1],
             has_batch=True, has_heads=True,
         )  # fmt: skip
         entries = {id(read): read(block) for read in self._readers.values()}
@@ -361,7 +364,7 @@ class _GatheredCall:
     def _block_mask(self, block: _Block) -> Mask | None:
         """Return the mask of a block: it masks the padding, and keys outside the intervals of the remaining mask."""
         if self.intervals is None:
-            is_full = not block.start.any() and (block.stop == block.slots.shape[1]).all()
+            is_full = not block.start.any() and (block.stop == block.edges.shape[1]).all()
             return None if is_full else CachedMask(block.start, block.stop, "the neighbours of each query")
         keys, unmasked = self._keys(block), np.zeros(1, bool)
         # With intervals the blocks are `_degree_blocks`, of one query a batch row.
@@ -385,7 +388,7 @@ class _GatheredCall:
 
     def _keys(self, block: _Block) -> HostArray:
         """Return the key of each entry of a block."""
-        return self.table.indices[block.slots] if block.slots.size else block.slots
+        return self.table.indices[block.edges] if block.edges.size else block.edges
 
     # From the canonical axes into a block: (batch, *lead, head, group, query or entry, dim)
 
@@ -397,8 +400,8 @@ class _GatheredCall:
 
     def _slice(self, x: Array, block: _Block) -> Array:
         """Return a view of the rows of neighbouring queries, with an axis of one batch row before it."""
-        axis, (_, count) = len(x.shape) - 2, block.members.shape
-        rows = x if x.shape[axis] == 1 else self.ops.slice_axis(x, axis, int(block.members[0, 0]), count)
+        first, count = int(block.members[0, 0]), block.members.shape[1]
+        rows = x if x.shape[-2] == 1 else self.ops.slice_axis(x, -2, first, count)
         return self.ops.expand_dims(rows, 0)
 
     def keys_of(self, x: Array) -> Callable[[_Block], Array]:
@@ -436,11 +439,11 @@ class _GatheredCall:
 
     def _flat_indices(self, x: Array, block: _Block) -> HostArray:
         """Return the index of each pair in the flattened last two axes of `x`; an axis of length 1 is broadcast."""
-        keys, rows = self._keys(block), self.table.rows[block.slots] if block.slots.size else block.slots
+        keys, queries = self._keys(block), self.table.rows[block.edges] if block.edges.size else block.edges
         if self.score_shape.is_relative(tuple(x.shape)):
-            return keys - rows + self.score_shape.query_len - 1
-        queries, count = x.shape[-2:]
-        indices: HostArray = (rows if queries > 1 else 0 * rows) * count + (keys if count > 1 else 0 * keys)
+            return keys - queries + self.score_shape.query_len - 1
+        height, width = x.shape[-2:]
+        indices: HostArray = (queries if height > 1 else 0 * queries) * width + (keys if width > 1 else 0 * keys)
         return indices
 
     # From blocks back to the canonical axes
@@ -469,7 +472,7 @@ class _GatheredCall:
         return _rows_back(self.ops, rows, tuple(parts[0].shape[1:-2]), parts[0].shape[-1])
 
     def join_keys(self, parts: Sequence[Array], joined_rows: Array | None = None) -> Array:
-        """Return an array with an axis of keys: the sums of the blocks' entries for each key."""
+        """Return an array with an axis of keys: sums of the entries of each key; `joined_rows`: see `_sum_entries`."""
         sums = self.table.plans.get_or_compute(
             ("sums", self.split, self.limit), lambda: self._sums(self._keys, self.score_shape.key_len)
         )
@@ -512,7 +515,7 @@ class _GatheredCall:
     def _sums(self, ids_of: Callable[[_Block], HostArray], count: int) -> _Sums:
         """Plan the sums of the edges with the same id; ``ids_of(block)`` are below `count`."""
         has_edge = np.concatenate([block.has_edge.reshape(-1) for block in self.blocks])
-        all_ids = [np.broadcast_to(ids_of(block), block.slots.shape).reshape(-1) for block in self.blocks]
+        all_ids = [np.broadcast_to(ids_of(block), block.edges.shape).reshape(-1) for block in self.blocks]
         ids = np.concatenate(all_ids)[has_edge]
         ends = np.append(0, np.cumsum(np.bincount(ids, minlength=count)))
         return _Sums(ends, np.flatnonzero(has_edge)[np.argsort(ids, kind="stable")], self.blocks, self.limit)

@@ -35,7 +35,7 @@ from attnscore.scores.forms import FormPullback, Role, times
 def _score_tile(
     inputs: _Inputs, tiles: TilePlan, rows: Span, cols: Span, partial: bool
 ) -> tuple[Array, Array | None, FormPullback]:
-    """Return the scores of a tile (-inf where masked), its unmasked pairs (None: all) and the VJP of the scores."""
+    """Return the scores of a tile (-inf where masked), unmasked pairs (None: all) and VJP; `partial`: read the mask."""
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
     spans: dict[str, Span] = {"query": rows, "key": cols}
 
@@ -71,16 +71,17 @@ def _all_scores(inputs: _Inputs, tiles: TilePlan, rows: Span) -> tuple[Array, Ar
     query would need 34 MB for each of several arrays.
     """
     problem, ops, key_len = inputs.problem, inputs.problem.ops, inputs.problem.score_shape.key_len
-    shape = (*problem.score_shape.rows[:-1], rows[1], key_len)
-    step = key_len if is_unknown(key_len) or problem.form.values_per_pair() == 1 else tiles.key_tile
+    key_spans: list[Span] = [(0, key_len)]
+    if not is_unknown(key_len) and problem.form.values_per_pair() > 1:
+        size = tiles.key_tile
+        key_spans = [(first, min(size, key_len - first)) for first in range(0, max(1, key_len), size)]
     tiles_of_scores = []
-    for first in (0,) if is_unknown(key_len) else range(0, max(1, key_len), max(1, step)):
-        cols = (first, step if is_unknown(key_len) else min(step, key_len - first))
+    for cols in key_spans:
         scores, unmasked, _ = _score_tile(inputs, tiles, rows, cols, partial=problem.mask is not None)
-        shape_of_tile = (*shape[:-1], cols[1])
-        if ops.shape(scores) != shape_of_tile:
+        shape = (*problem.score_shape.rows[:-1], rows[1], cols[1])
+        if ops.shape(scores) != shape:
             # Heads that share query and key are broadcast; a copy, because the caller may write to the result.
-            scores = scores + ops.zeros(shape_of_tile, scores)
+            scores = scores + ops.zeros(shape, scores)
         tiles_of_scores.append((scores, unmasked))
     if len(tiles_of_scores) == 1:
         return tiles_of_scores[0]
@@ -128,8 +129,8 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
         value = ops.astype(_slice(ops, problem.value, -2, cols), dtype)
 
         def pool(weights: Array) -> Array:
-            factors = problem.keep_factors(rows, cols)
-            dropped = weights if factors is None else weights * factors
+            dropout_factors = problem.keep_factors(rows, cols)
+            dropped = weights if dropout_factors is None else weights * dropout_factors
             return _weighted_sum(ops, dropped, unmasked, value, inputs.skips_nan_isolation)
 
         return online_softmax.update(ops, state, scores, unmasked, cols[0], pool, requested)
@@ -155,6 +156,7 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
             # The same tiles with and without the matrix, so that it changes no bit of the output.
             state = _iter_key_tiles(problem, tiles, tile, visit, state)
         elif problem.matrix == "weights" and scores.shape[-1] != 0:
+            # There is no output: statistics come from the scores of the matrix.
             state = update(state, scores, unmasked, rows, (0, score_shape.key_len))
         out, row_max, log_denom, statistics = online_softmax.finish(ops, state, sink, requested)
         return ops.astype(out, problem.dtype), row_max, log_denom, *matrix, *statistics.values()
@@ -187,6 +189,7 @@ def _normalized_query_tile(
 
         return _iter_key_tiles(problem, tiles, tile, visit, carry)
 
+    # The online softmax with an output of width 0 finds the largest score and the statistics.
     score_stats = tuple(name for name in requested if TABLE[name].describes == "scores")
     state = online_softmax.start(ops, shape, 0, problem.value, dtype, score_stats)
     if normalizer.threshold_slope != 0 or score_stats or "max_weight" in requested:
@@ -209,8 +212,8 @@ def _normalized_query_tile(
         sums: tuple[Array, Array, Array], scores: Array, unmasked: Array | None, cols: Span
     ) -> tuple[Array, Array, Array]:
         weights, value = weights_of(scores, unmasked), ops.astype(_slice(ops, problem.value, -2, cols), dtype)
-        factors = problem.keep_factors(rows, cols)
-        dropped = weights if factors is None else weights * factors
+        dropout_factors = problem.keep_factors(rows, cols)
+        dropped = weights if dropout_factors is None else weights * dropout_factors
         return (
             sums[0] + _weighted_sum(ops, dropped, unmasked, value, inputs.skips_nan_isolation),
             sums[1] + ops.sum(weights, axis=-1, keepdims=True),
@@ -230,7 +233,7 @@ def _normalized_query_tile(
 
 @dataclass(frozen=True, eq=False)
 class _RowContext:
-    """Numbers and gradients of every query that the backward has before it visits the first tile."""
+    """Saved numbers and gradients of every query, as all tiles of the backward read them."""
 
     result: Result
     grads: RowGradients
@@ -255,7 +258,7 @@ class _RowContext:
 
 
 def _row_context(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> _RowContext:
-    """Collect the numbers of every query that the tiles of the backward read: saved numbers, gradients and delta."""
+    """Return saved numbers, gradients and delta of every query, for the tiles of the backward."""
     problem, ops = inputs.problem, inputs.problem.ops
     if grads.out is None:
         grads = dataclasses.replace(grads, out=ops.zeros(ops.shape(result.out), result.out))
@@ -311,6 +314,7 @@ def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads:
         zero = 0.0 * _slice(ops, result.row_max, -2, rows)
         products, slopes = _iter_key_tiles(problem, tiles, tile, visit, (zero, zero))
         if grads.log_sum_exp is not None:
+            # The threshold is saved as log_denom: this is its gradient.
             products = products - normalizer.threshold_slope * _slice(ops, grads.log_sum_exp, -2, rows)
         return (products / ops.where(slopes == 0, 1.0, slopes),)
 
@@ -330,17 +334,17 @@ def _normalizer_values(
 def _weight_gradients(
     problem: Problem, grads: RowGradients, rows: Span, cols: Span
 ) -> tuple[Array, Array, Array | None]:
-    """Return the gradients of the weights and of the outputs of a tile, and the factors of dropout, if any."""
+    """Return a tile's gradients of the weights before dropout and of the output, and its factors of dropout, if any."""
     ops, dtype = problem.ops, problem.accumulator
-    # Forward: out = (p * keep) @ value
+    # Forward: out = (p * dropout_factors) @ value
     value = ops.astype(_slice(ops, problem.value, -2, cols), dtype)
     grad_out = ops.astype(_slice(ops, grads.out, -2, rows), dtype)
-    grad_p, keep = ops.matmul(grad_out, ops.matrix_transpose(value)), problem.keep_factors(rows, cols)
-    if keep is not None:
-        grad_p = grad_p * keep
+    grad_p, dropout_factors = ops.matmul(grad_out, ops.matrix_transpose(value)), problem.keep_factors(rows, cols)
+    if dropout_factors is not None:
+        grad_p = grad_p * dropout_factors
     if grads.matrix is not None:
         grad_p = grad_p + _matrix_gradient(problem, grads.matrix, rows, cols)
-    return grad_p, grad_out, keep
+    return grad_p, grad_out, dropout_factors
 
 
 def _matrix_gradient(problem: Problem, grad: Array, rows: Span, cols: Span) -> Array:
@@ -376,8 +380,8 @@ def _tile_gradients(
                 for function in (problem.normalizer.weights, problem.normalizer.slopes)
             )
             log_p = None
-        grad_p, grad_out, keep = _weight_gradients(problem, context.grads, rows, cols)
-        dropped_p = p if keep is None else p * keep
+        grad_p, grad_out, dropout_factors = _weight_gradients(problem, context.grads, rows, cols)
+        dropped_p = p if dropout_factors is None else p * dropout_factors
         attended_by = None if unmasked is None else ops.matrix_transpose(unmasked)
         grad_value = _weighted_sum(
             ops, ops.matrix_transpose(dropped_p), attended_by, grad_out, context.skips_nan_isolation
@@ -467,7 +471,7 @@ def _sink_gradient(problem: Problem, sink: Array, context: _RowContext) -> Array
 
 
 def _add(ops: Backend, buffer: Array, grad: Array, axis: int | None, span: Span) -> Array:
-    """Add a tile's gradient to its buffer, at `span` of `axis`, summed over the axes that were broadcast."""
+    """Add a tile's gradient to its buffer, at `span` of `axis` (None: everywhere), summed over broadcast axes."""
     shape = list(buffer.shape)
     if axis is None or shape[axis] == 1:
         return buffer + sum_to(ops, grad, shape)
@@ -527,13 +531,13 @@ def _map_query_tiles(
     arrays: Collection[Array],
     columns: Iterable[tuple[int, str]],
 ) -> tuple[Array, ...]:
-    """Concatenate ``query_tile_result(tile, rows)`` of all query tiles; the result depends on `arrays`.
+    """Concatenate ``query_tile_result(tile, rows)`` of all query tiles, which computes from `arrays`.
 
     `columns` are the length of the last axis and the dtype of each array in the result.
     """
     ops, length, tile, tail = problem.ops, tiles.query_len, tiles.query_tile, tiles.tail
     full = len(tiles.segments) - (tail > 0)
-    if full + (tail > 0) < 2:
+    if len(tiles.segments) < 2:
         return query_tile_result(0, (0, length))
     if ops.needs_grad(*arrays) or not all(map(ops.has_cpu_buffer, arrays)):
         results = ops.map_tiles(full, lambda i: query_tile_result(i, (i * tile, tile)))
@@ -564,7 +568,9 @@ class _Inputs:
     problem: Problem
     """The problem, with zeros for queries and keys that hold a NaN, or an infinity that the form does not keep."""
     nonfinite_query: Array | None
+    """Which queries were replaced, (..., query, 1); None where no query and no key had to be."""
     nonfinite_key: Array | None
+    """Which keys were replaced, (..., 1, key), or None."""
     skips_nan_isolation: bool
     """True where no pair is masked or the values are known to be finite: P V then needs no separate handling of NaN."""
     keeps_infinity: bool = False

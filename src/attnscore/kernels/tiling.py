@@ -27,7 +27,7 @@ from attnscore.problem.problem import Problem
 
 
 class DynamicSegment(NamedTuple):
-    """The only segment of a query tile whose index is traced; its key tiles are partial."""
+    """Keys start <= j < stop of a query tile whose index is traced: its only segment, all of partial tiles."""
 
     start: Array
     stop: Array
@@ -58,7 +58,7 @@ class TilePlan:
     """The part of the mask that the intervals do not express: it is read in partial tiles."""
 
     def segments_of(self, ops: Backend, tile: Any, like: Array) -> tuple[Segment, ...] | DynamicSegment:
-        """Return the segments of a query tile, whose index may be traced."""
+        """Return the segments of query tile number `tile`; a traced number is that of a whole tile, not of the tail."""
         if not self.segments:
             return ()
         if isinstance(tile, int):
@@ -78,10 +78,8 @@ class TilePlan:
     def visible(self, ops: Backend, score_shape: ScoreShape, like: Array, rows: Span, cols: Span) -> Array:
         """Return the unmasked pairs of a partial tile, broadcastable on the canonical axes."""
         columns = ops.reshape(ops.positions(*cols, like), (1, cols[1]))
-        unmasked = None
-        for interval in (
-            () if self.interval_set is None else zip(self.interval_set.start, self.interval_set.stop, strict=True)
-        ):
+        unmasked, intervals = None, self.interval_set
+        for interval in () if intervals is None else zip(intervals.start, intervals.stop, strict=True):
             if isinstance(rows[0], int):
                 row_ends = [ops.asarray(end[:, rows[0] : rows[0] + rows[1], None], like) for end in interval]
             else:
@@ -123,9 +121,11 @@ class TilePlan:
 
         @cache
         def round_to_tiles(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+            """Round full segments inward to whole tiles; the other tiles that a segment touches become partial."""
             merged: list[Segment] = []
 
             def add(start: int, stop: int, partial: bool) -> None:
+                """Append the part that is not in `merged`, joined to the last segment if that is of the same kind."""
                 start, stop = max(merged[-1].stop if merged else first, start), min(last, stop)
                 if stop <= start:
                     return
@@ -172,12 +172,14 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     """Plan the tiles of a problem; `tile` (queries, keys) overrides their sizes."""
     score_shape = problem.score_shape
     interval_set, remaining = problem.visibility
-    scores = thresholds.ACCELERATOR_TILE_SCORES if problem.ops.is_accelerated(problem.value) else thresholds.TILE_SCORES
-    scores = sys.maxsize if problem.ops.needs_one_tile() else scores
-    query_tile, key_tile = tile or tile_sizes(score_shape, problem.form.values_per_pair(), scores)
+    numbers = sys.maxsize
+    if not problem.ops.needs_one_tile():
+        is_accelerated = problem.ops.is_accelerated(problem.value)
+        numbers = thresholds.ACCELERATOR_TILE_SCORES if is_accelerated else thresholds.TILE_SCORES
+    query_tile, key_tile = tile or tile_sizes(score_shape, problem.form.values_per_pair(), numbers)
     lengths_known = not (is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len))
-    has_few_shapes = tile is None and lengths_known and problem.ops.compiles_each_shape()
-    if has_few_shapes:
+    needs_few_shapes = tile is None and lengths_known and problem.ops.compiles_each_shape()
+    if needs_few_shapes:
         query_tile, key_tile = _divisor(score_shape.query_len, query_tile), _divisor(score_shape.key_len, key_tile)
     starts = (0,) if is_unknown(score_shape.query_len) else range(0, score_shape.query_len, query_tile)
     if interval_set is None:
@@ -193,21 +195,19 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     tiles = TilePlan(
         score_shape.query_len, score_shape.key_len, query_tile, key_tile, segments, interval_set, remaining
     )
-    return tiles.aligned_to_tiles() if has_few_shapes else tiles
+    return tiles.aligned_to_tiles() if needs_few_shapes else tiles
 
 
-def tile_sizes(score_shape: ScoreShape, values_per_pair: int, scores: int) -> tuple[Any, Any]:
-    """Return the queries and keys of a tile whose scores, over all batches and heads, number about `scores`."""
+def tile_sizes(score_shape: ScoreShape, values_per_pair: int, numbers: int) -> tuple[Any, Any]:
+    """Return the queries and keys of a tile that takes about so many numbers, over all heads and the batch."""
     lead = [1 if is_unknown(length) else length for length in score_shape.lead]
     matrices = max(1, math.prod(lead) * score_shape.heads * score_shape.groups)
-    pairs = max(thresholds.SMALLEST_TILE**2, scores // (matrices * max(1, values_per_pair)))
+    pairs = max(thresholds.SMALLEST_TILE**2, numbers // (matrices * max(1, values_per_pair)))
     side = 2 ** int(math.log2(pairs) / 2)
     if is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len):
         # All queries against a few keys at a time: memory is linear, and one loop serves any sizes.
         query_tile = score_shape.query_len if is_unknown(score_shape.query_len) else max(1, score_shape.query_len)
-        length: Any = score_shape.key_len
-        keys = min(side, thresholds.LONGEST_KEY_TILE)
-        return query_tile, at_most(length, keys)
+        return query_tile, at_most(score_shape.key_len, min(side, thresholds.LONGEST_KEY_TILE))
     query_tile = max(1, min(score_shape.query_len, max(side, pairs // max(1, score_shape.key_len))))
     key_tile = max(1, min(score_shape.key_len, max(side, pairs // query_tile)))
     return query_tile, key_tile
@@ -222,7 +222,7 @@ def _divisor(length: int, size: int) -> int:
 
 
 def _segments(start: HostArray, stop: HostArray, is_tested: bool) -> tuple[Segment, ...]:
-    """Return the segments of one query tile from one interval per query; none is full where a mask remains to read."""
+    """Return the segments of a query tile from one interval per query; `is_tested`: a mask remains, so none is full."""
     has_keys = stop > start
     if not has_keys.any():
         return ()
@@ -242,7 +242,7 @@ _GAP, _SOME, _ALL = range(3)
 
 
 def _segments_of_intervals(start: HostArray, stop: HostArray, is_tested: bool) -> tuple[Segment, ...]:
-    """Return the segments from several intervals a query: between two ends the number of attending queries decides."""
+    """Return the segments from several intervals a query: from one end to the next the same queries attend all keys."""
     has_keys = stop > start
     if not has_keys.any():
         return ()
@@ -253,6 +253,7 @@ def _segments_of_intervals(start: HostArray, stop: HostArray, is_tested: bool) -
     attending = np.searchsorted(starts, ends[:-1], "right") - np.searchsorted(stops, ends[:-1], "right")
     full_count = start[0].size + 1 if is_tested else start[0].size
     kinds = np.where(attending == 0, _GAP, np.where(attending < full_count, _SOME, _ALL))
+    # Short runs of these kinds are tested together with their neighbours.
     for kind in (_ALL, _GAP):
         kinds, ends = _merge_equal_neighbours(kinds, ends)
         kinds = np.where((kinds == kind) & (np.diff(ends) < thresholds.SHORTEST_GAP), _SOME, kinds)
