@@ -30,7 +30,7 @@ SCORES = (Additive, Bilinear, Cosine)
 
 
 def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
-    """Return `Kernel.prepare`, for a call whose score may be lowered to another one of computed arrays."""
+    """Return a plan as `Kernel.prepare` does, of a call whose score may be lowered to another of computed arrays."""
     ops, score, form, layout = problem.ops, problem.score, problem.form, problem.layout
     computed = form.query is not problem.query, form.key is not problem.key
     if not any(computed) or ops.dtype(form.query) != problem.dtype:
@@ -56,8 +56,8 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
     # Normalised keys (cosine) are no product.
     is_projected = computed[1] and type(score) is not Cosine
     # Keys (batch, key, features) alone: with heads there is one more axis.
-    can_leave_out_padding = is_projected and plan.computation.lens_rows > 0 and layout.axes == 3
-    leaves_out_padding = can_leave_out_padding and may_save_time(ops, arrays["key"], key.shape[-1])
+    has_padded_keys = is_projected and plan.computation.lens_rows > 0 and layout.axes == 3
+    leaves_out_padding = has_padded_keys and may_save_time(ops, arrays["key"], key.shape[-1])
     return LoweredPlan(ops, plan, score_of_plan, computed, is_matrix_product, leaves_out_padding)
 
 
@@ -109,7 +109,8 @@ class LoweredPlan(Plan):
         ops, (query, key, value, score, mask, lens, bias, sink, seed) = self.ops, arguments
         if type(score) is str:
             score = scores.resolve(score)
-        key_rows = real_rows(ops, key, lens, self.plan.operands[1].canonical[-1]) if self.leaves_out_padding else None
+        units = self.plan.operands[1].canonical[-1]  # features of a projected key
+        key_rows = real_rows(ops, key, lens, units) if self.leaves_out_padding else None
         lowered_operands = self._project_by_product(score, query, key) if key_rows is None else None
         query, key, *w_v = lowered_operands or lower(ops, score, query, key, self.computed, key_rows)
         score = replace(self.lowered, w_v=w_v[0]) if w_v else self.lowered

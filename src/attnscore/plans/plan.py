@@ -94,6 +94,7 @@ def signature(
         numbers.append(mask_numbers)
     layouts = ops.signature(arrays)
     if layouts is None and _is_scaled_dot(score_numbers):
+        # Plans on a GPU are for this score alone (`kernels/triton/plan.py`).
         layouts = ops.device_signature(arrays)
     return None if layouts is None else (*numbers, layouts)
 
@@ -121,7 +122,7 @@ def _decoding_signature(
 
 
 def _read_at_each_call(ops: Backend, query: Array, mask: Any, lens: Any) -> Array | None:
-    """Return the boolean mask or the valid lengths whose values each call of a plan reads; None where there is neither.
+    """Return the boolean mask or the valid lengths, if each call of a plan reads their values; otherwise None.
 
     Lengths combined with another mask, and lengths of two-axis inputs, enter the signature by value instead.
     """
@@ -238,7 +239,7 @@ def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:
 
 
 def _with_arrays(arguments: CallArguments, change: Callable[[Any], Any]) -> CallArguments:
-    """Return the arguments of a call, and the arrays of its score, changed; the same object where nothing changes."""
+    """Return the arguments with ``change(x)`` for each array, the score's too; the same object if nothing changes."""
     query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
     query, key, value, mask, valid_lens, bias, sink = map(change, (query, key, value, mask, valid_lens, bias, sink))
     score = score if type(score) is str else with_arrays(score, change)

@@ -67,8 +67,8 @@ def run(
     """
     mask_arrays, evaluated = program.mask_arrays(problem, tiles)
     ops, query_len = problem.ops, problem.score_shape.query_len
-    count = query_len if evaluated is None else chunk_size(problem, evaluated)
-    if evaluated is not None and 0 < query_len == count:
+    chunk_len = query_len if evaluated is None else chunk_size(problem, evaluated)
+    if evaluated is not None and 0 < query_len == chunk_len:
         mask_arrays, evaluated = mask_arrays | {"mask": program.evaluate(problem, tiles, evaluated, 0, query_len)}, None
     if evaluated is None:
         return program.run(problem, mask_arrays, shapes_of(problem), inputs)
@@ -83,6 +83,7 @@ def run(
         results = program.run(chunk, chunk_masks, shapes_of(chunk), rows)
 
         def add_to_buffer(name: str, x: Array) -> Array:
+            """Return buffer `x` plus the chunk's result, at the chunk's queries if the buffer has an axis of them."""
             axis, first = -1, 0
             if name == "bias" and problem.has_relative_bias:
                 # Its axis is the key minus the query: the last queries have the first entries.
@@ -95,15 +96,14 @@ def run(
 
         return {name: add_to_buffer(name, x) for name, x in buffers.items()}
 
-    full, tail = divmod(query_len, max(1, count))
-    buffers = array_ops.loop(full, lambda i, x: add_chunk(x, i * count, count), buffers)
-    return add_chunk(buffers, full * count, tail) if tail else buffers
+    full, tail = divmod(query_len, max(1, chunk_len))
+    buffers = array_ops.loop(full, lambda i, x: add_chunk(x, i * chunk_len, chunk_len), buffers)
+    return add_chunk(buffers, full * chunk_len, tail) if tail else buffers
 
 
 def chunk_size(problem: Problem, mask: Mask) -> int:
     """Return how many queries make a chunk: all where one row of the mask serves all, or where they fit."""
-    shape = lowering.evaluated_shape(problem.ops, problem.score_shape, problem.value, mask)
-    *lead, height, width = shape
+    *lead, height, width = lowering.evaluated_shape(problem.ops, problem.score_shape, problem.value, mask)
     count = max(
         thresholds.CHUNK_ROWS,
         thresholds.CHUNK_BYTES // max(1, math.prod(lead) * width) // thresholds.CHUNK_ROWS * thresholds.CHUNK_ROWS,
@@ -136,7 +136,7 @@ def _rows(ops: Backend, x: Array, start: Any, size: int) -> Array:
 
 
 def _columns(ops: Backend, x: Array, start: Any, size: int, name: str) -> Array:
-    """Return the entries of a chunk of an array of the mask: the ids of the keys stay as they are."""
+    """Return the entries of a chunk's queries, from the last axis of an array of the mask; ids of keys stay whole."""
     if name == "key_ids":
         return x
     # Intervals that the host knows have 64 bits, which the framework's own arrays may not have.

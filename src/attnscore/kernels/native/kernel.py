@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import final
 
 from attnscore.backends.base import Array, HostArray
@@ -31,7 +31,8 @@ from attnscore.kernels.native.xla_call import XlaCall
 from attnscore.kernels.native.xla_callback import HostCallback
 from attnscore.kernels.streaming import Streaming
 from attnscore.kernels.tiling import TilePlan
-from attnscore.masks import And, lowering
+from attnscore.masks import lowering
+from attnscore.masks.base import all_of
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
 
@@ -72,10 +73,8 @@ class Native(Kernel):
     def notes(self, problem: Problem, tiles: TilePlan) -> tuple[str, ...]:
         if problem.ops.needs_host_callback(*marshalling.arrays_of(problem)):
             return ()
-        _, parts = lowering.partition(tiles.remaining_mask)
-        if not parts:
+        if (mask := all_of(lowering.partition(tiles.remaining_mask)[1])) is None:
             return ()
-        mask = reduce(And, parts)
         return (f"{mask!r} is evaluated, {chunked_masks.chunk_size(problem, mask)} queries at a time",)
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
@@ -109,14 +108,12 @@ class Native(Kernel):
         inputs = marshalling.backward_inputs(problem, result, grads)
         shapes_of = partial(marshalling.gradient_shapes, requested=requested)
         gradients = chunked_masks.run(runner, problem, tiles, shapes_of, inputs)
-        in_framework = {
-            name: runner.in_framework(problem, x, problem.accumulator)
-            for name, x in gradients.items()
-            if name in requested
-        }
-        return {
-            name: marshalling.in_shape_of_operand(problem, x, name, operands[name]) for name, x in in_framework.items()
-        }
+
+        def finish(name: str, x: Array) -> Array:
+            in_framework = runner.in_framework(problem, x, problem.accumulator)
+            return marshalling.in_shape_of_operand(problem, in_framework, name, operands[name])
+
+        return {name: finish(name, x) for name, x in gradients.items() if name in requested}
 
     def _runner(self, problem: Problem, incoming: Sequence[Array]) -> Program | HostCallback | Streaming:
         """Return the way to run the module on these arrays, or the streaming kernel where none can."""

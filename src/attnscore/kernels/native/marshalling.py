@@ -35,7 +35,7 @@ ALIGNMENT = 64
 
 
 def allocate_aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
-    """Return ``make(shape, dtype)`` at an address that any framework can share.
+    """Return ``make(shape, dtype)``, a large array at an address that any framework can share without a copy.
 
     `make` is ``numpy.empty`` or ``numpy.zeros``, whose large arrays begin 16 bytes into a page.
     """
@@ -126,7 +126,7 @@ class ChunkDropout(Dropout):
 
 
 def score_spec(problem: Problem, others: MaskArrays) -> tuple[tuple[Any, ...], dict[str, Array]]:
-    """Return the score's parameters in the module's order, and all arrays by name; `others`: the mask's arrays."""
+    """Return the score's parameters in the module's order, and by name all operands and `others`: the mask's arrays."""
     ops, bias, dropout, value_dtype = problem.ops, problem.bias, problem.dropout, problem.dtype
     accumulator = problem.accumulator
     form: Any = problem.form
@@ -181,9 +181,9 @@ BACKWARD_INPUTS = (
 )
 # Arrays with a number for each pair of query and key.
 PAIRS = ("saved_scores", "attention_scores", "attention_weights")
-# The gradients that the module writes, in its order; the gradients in `_ALWAYS` also where they are not requested.
+# The gradients that the module writes, in its order; those in `ALWAYS_WRITTEN` also where they are not requested.
 GRADIENTS = ("query", "key", "value", "query_bias", "key_bias", "bias", "w_v", "sink", "scale")
-_ALWAYS = frozenset(("query", "key", "value", "w_v"))
+ALWAYS_WRITTEN = frozenset(("query", "key", "value", "w_v"))
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 """Shapes and dtypes of arrays by their names."""
@@ -191,6 +191,7 @@ Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 def output_shapes(problem: Problem, *, saves_scores: bool = False) -> Shapes:
     """Return the shapes of the arrays that a forward fills, in the order of `FILLED`."""
+    # Without a matrix its name is "attention_None", which is not in `FILLED`.
     matrices = ("saved_scores" if saves_scores else None, f"attention_{problem.matrix}")
     filled = {"out", "row_max", "log_denom", *matrices, *problem.statistics} - {"log_sum_exp"}
     columns = {"out": problem.layout.value_dim, **dict.fromkeys(PAIRS, problem.score_shape.key_len)}
@@ -234,7 +235,7 @@ def backward_inputs(problem: Problem, result: Result, grads: RowGradients) -> di
 
 
 def result_and_gradients(problem: Problem, inputs: dict[str, Array]) -> tuple[Result, RowGradients]:
-    """Return the arguments from which `backward_inputs` has made these inputs."""
+    """Return a result and gradients of which `backward_inputs` makes these inputs: its inverse."""
     names = ("grad_out", "grad_log_sum_exp", "grad_entropy", f"grad_attention_{problem.matrix}")
     return result_of(problem, inputs), RowGradients(*map(inputs.get, names))
 
@@ -259,7 +260,7 @@ def gradient_shapes(problem: Problem, requested: frozenset[str]) -> Shapes:
     for name in ("query_bias", "key_bias"):
         if name in shapes:
             shapes[name] = shapes[name][:-1]
-    filled = [name for name in GRADIENTS if name in shapes and (name in requested or name in _ALWAYS)]
+    filled = [name for name in GRADIENTS if name in shapes and (name in requested or name in ALWAYS_WRITTEN)]
     return {name: (shapes[name], problem.accumulator) for name in filled}
 
 

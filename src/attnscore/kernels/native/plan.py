@@ -28,6 +28,7 @@ from attnscore.base.layout import AxisLayout, ScoreShape
 from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel, Plan, SinglePlan, snapshot
 from attnscore.kernels.native.marshalling import (
+    ALWAYS_WRITTEN,
     BACKWARD_INPUTS,
     FILLED,
     GRADIENTS,
@@ -60,19 +61,17 @@ class OperandKind(NamedTuple):
     """Name among the inputs of the module (`ORDER`)."""
     has_positions: bool = False
     """Whether the operand has axes of positions and heads, which the caller may have in either order."""
-    is_always_filled: bool = False
-    """Whether the module writes the operand's gradient even where it is not requested."""
     field: str | None = None
-    """Field of the score that holds the operand."""
+    """Field of the score that holds the operand; None for an argument of the call."""
 
 
 # In the order of the module's inputs. Each call computes the scale that the module reads from a Gaussian's bandwidth.
 _OPERANDS = (
-    OperandKind("query", "query", has_positions=True, is_always_filled=True),
-    OperandKind("key", "key", has_positions=True, is_always_filled=True),
-    OperandKind("value", "value", has_positions=True, is_always_filled=True),
+    OperandKind("query", "query", has_positions=True),
+    OperandKind("key", "key", has_positions=True),
+    OperandKind("value", "value", has_positions=True),
     OperandKind("bias", "bias"),
-    OperandKind("w_v", "w_v", is_always_filled=True, field="w_v"),
+    OperandKind("w_v", "w_v", field="w_v"),
     OperandKind("sink", "sink"),
     OperandKind("scale", "scales", field="bandwidth"),
 )
@@ -175,6 +174,7 @@ class Computation:
     bounds: tuple[HostArray, ...]
     """Bounds (start, stop) of the intervals that the plan holds, or ()."""
     spec: tuple[Any, ...]
+    """The score's parameters as the module takes them (`score_spec`), with a seed of 0: each call passes its own."""
     saves_scores: bool
     """Whether a forward saves its scores for the backward."""
     has_bandwidth: bool
@@ -223,27 +223,24 @@ class Computation:
 
     @cached_property
     def _statistics_of(self) -> Callable[[tuple[Array | None, ...]], tuple[Array | None, ...]]:
-        """Function that takes the fields of `AttentionStats` from the outputs, followed by a None."""
+        """Function from ``(*outputs, None)`` to the fields of `AttentionStats`: None where one is not requested."""
         fields = AttentionStats._fields
         fields_of = operator.itemgetter(*(self.returned.index(x) if x in self.statistics else -1 for x in fields))
         if not {*self.statistics} & {*KEYS}:
             return fields_of
+        # Indices of keys are in the dtype of sums, and become integers.
         return lambda outputs: tuple(
             x if x is None else in_returned_dtype(self.ops, name, x)
             for name, x in zip(fields, fields_of(outputs), strict=True)
         )
 
-    @cached_property
-    def _index_of_weights(self) -> int:
-        return self.returned.index("attention_weights")
-
     def present(self, outputs: Sequence[Array]) -> Any:
-        """Return the output, and the requested weights and statistics."""
+        """Return the result of `attend` from the outputs `returned`: the output, any weights and statistics."""
         if len(outputs) == 1:
             return outputs[0]
         results: list[Any] = [outputs[0]]
         if self.returns_weights:
-            weights = outputs[self._index_of_weights]
+            weights = outputs[len(self.differentiable) - 1]
             results.append(weights if self.dtype == self.accumulator else self.ops.astype(weights, self.dtype))
         if self.statistics:
             # As `CallArguments`, without the constructor: 0.4 us of a tiny call's 35.
@@ -297,8 +294,7 @@ class NativePlan(Plan):
         """Return the result of `attend` on these arrays, which autograd does not record."""
         computation = self.computation
         mask = arguments.valid_lens if computation.lens_rows else arguments.mask
-        seed = computation.seed_of(arguments) if computation.dropout else 0
-        outputs, _ = self.forward(arrays, mask, seed, saves=False)
+        outputs, _ = self.forward(arrays, mask, computation.seed_of(arguments), saves=False)
         return computation.present(outputs)
 
     def record(self, arguments: CallArguments, score: Any, arrays: Sequence[Array]) -> Any:
@@ -328,6 +324,7 @@ class NativePlan(Plan):
         empty = _empty_aligned if ops.wants_aligned else np.empty
         filled = plan.allocate_and_run(buffers, lens, empty, filled_layouts, seed, computation.threads())
         if filled is None:
+            # A length is out of range: this raises, with a message.
             ValidLens(mask).check(ops, self._score_shape(arrays[1]))
         results, from_memory, like = [], ops.from_memory, arrays[2]
         for position, dtype, axis in outputs:
@@ -355,7 +352,7 @@ class NativePlan(Plan):
         return (*buffers[:before_mask], *mask_buffers, *buffers[before_mask:])
 
     def _inputs(self, arrays: Sequence[Array], mask: Any) -> list[HostArray | None]:
-        """Return the inputs of the module (`ORDER`) on the canonical axes: views of the arrays of a call."""
+        """Return views of a call's arrays as the module's inputs (`ORDER`): planning reads shapes and strides alone."""
         computation, ops, layout = self.computation, self.computation.ops, self.layout
         host, inputs = backends.load("numpy"), dict.fromkeys(ORDER)
         for (kind, canonical, *_), x in zip(self.operands, arrays, strict=True):
@@ -410,8 +407,8 @@ class NativePlan(Plan):
         examples = {name: self._example(name) for name in FILLED if name in (*computation.returned, *saved_names)}
         inputs, filled_examples = self._inputs(arrays, mask), [examples.get(name) for name in FILLED]
         if self.reads_key_len:
-            of_caller = (layout.axes >= 4, layout.is_length_before_heads)
-            plan = computation.module.plan_decoding(computation.spec, inputs, filled_examples, *of_caller)
+            caller_axes = layout.axes >= 4, layout.is_length_before_heads  # has_heads, length_before_heads
+            plan = computation.module.plan_decoding(computation.spec, inputs, filled_examples, *caller_axes)
         else:
             plan = computation.module.plan_forward(computation.spec, inputs, filled_examples)
         rows, filled_names = layout.rows, tuple(examples)
@@ -511,7 +508,7 @@ class NativePlan(Plan):
         operands = {
             operand.name: operand
             for operand, is_requested in zip(self.operands, requested, strict=True)
-            if is_requested or operand.kind.is_always_filled
+            if is_requested or operand.name in ALWAYS_WRITTEN
         }
         plan = computation.module.plan_backward(
             computation.spec,

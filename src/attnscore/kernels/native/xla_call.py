@@ -65,7 +65,9 @@ class XlaCall(Program):
         direction, results = ("forward", _FORWARD) if inputs is None else ("backward", GRADIENTS)
         ops, dropout = problem.ops, problem.dropout
         seed = None if dropout is None or not isinstance(dropout.seed, SeedHalves) else dropout.seed
-        (*score, _, _, _, probability, _, _, known_seed), arrays = score_spec(problem, mask_arrays | (inputs or {}))
+        # Without the dtypes, which the operands tell, and the place of a chunk, which has no dropout in a program.
+        (*score, _, _, _, probability, _, _, known_seed), arrays = score_spec(problem, mask_arrays)
+        arrays |= inputs or {}
         if seed is not None:
             arrays["seed"] = ops.concat([ops.reshape(half, (1,)) for half in seed], 0)
         names = [name for name in _OPERANDS if name in arrays]

@@ -44,13 +44,13 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
     On the host it checks the shapes of the mask against lengths that the graph did not know.
     """
     names, dropout = tuple(problem.operands()), problem.dropout
-    seeded = dropout is not None and isinstance(dropout.seed, SeedHalves)
+    has_traced_seed = dropout is not None and isinstance(dropout.seed, SeedHalves)
     unknown = any(map(is_unknown, (*problem.score_shape.rows, problem.score_shape.key_len)))
     specs = () if problem.mask is None else problem.mask.shapes(problem.score_shape)
     is_checked = ops is not problem.ops and not all(spec.is_known for spec in specs)
     # The function holds no operand, as a framework may never release it. It holds static arrays of the mask.
     form, mask = problem.form.with_arrays(dict.fromkeys(problem.form.arrays())), problem.mask
-    # Copied, as a caller may write to an array of NumPy between two runs of the program.
+    # None where an array is passed at each run. Copied, as a caller may write to an array of NumPy between two runs.
     leaves = [] if mask is None else mask.leaves()
     static_leaves = [np.array(x) if isinstance(x, np.ndarray) else backends.host(x) for x in leaves]
     if mask is not None:
@@ -58,7 +58,7 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
     absent = dict.fromkeys(("score", "query", "key", "value", "bias", "sink", "dropout", "mask"))
     layout = _with_lengths(problem.layout, (0,) * len(problem.score_shape.lead), 0, 0) if unknown else problem.layout
     empty = dataclasses.replace(problem, ops=ops, form=form, layout=layout, **absent)  # type: ignore[arg-type]
-    dropout = dataclasses.replace(dropout, seed=0) if dropout is not None and seeded else dropout
+    dropout = dataclasses.replace(dropout, seed=0) if dropout is not None and has_traced_seed else dropout
 
     def rebuild(arrays: Sequence[Array]) -> Problem:
         by_name, remaining = dict(zip(names, arrays, strict=False)), iter(arrays[len(names) :])
@@ -67,7 +67,7 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
         if mask is not None:
             fields["mask"] = mask.with_leaves(iter([next(remaining) if x is None else x for x in static_leaves]))
         fields["dropout"] = dropout
-        if dropout is not None and seeded:
+        if dropout is not None and has_traced_seed:
             low, high = remaining
             seed = int(low) | int(high) << 32 if isinstance(low, (np.ndarray, np.generic)) else SeedHalves(low, high)
             fields["dropout"] = dataclasses.replace(dropout, seed=seed)
@@ -90,10 +90,6 @@ def _with_lengths(layout: AxisLayout, lead: tuple[Any, ...], query_len: Any, key
     return dataclasses.replace(layout, score_shape=score_shape)
 
 
-def _host_rebuilder(problem: Problem) -> Callable[[Sequence[HostArray]], Problem]:
-    return _rebuilder(problem, problem.ops.at_run_time(backends.load("numpy")))
-
-
 @dataclass(frozen=True, eq=False)
 class _Plans:
     """Execution plans of a staged call, by the shapes of the arrays that its callback gets."""
@@ -114,7 +110,7 @@ class _Plans:
         mask, seed = problem.mask, 0 if problem.dropout is None else problem.dropout.seed
         has_array = mask is not None and any(backends.host(x) is None for x in mask.leaves())
         has_lens = has_array and isinstance(mask, ValidLens) and mask.query_lens is None
-        # Gradients are returned in the dtype of sums.
+        # The program expects gradients in the dtype of sums, and a plan gives those of the operands.
         if (has_array and not has_lens) or problem.dtype != problem.accumulator:
             return None
         return cls(kernel, rebuild, tuple(problem.operands()), has_lens, None if isinstance(seed, SeedHalves) else seed)
@@ -178,20 +174,21 @@ class HostCallback:
     kernel: Kernel
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
-        """Stage the forward."""
+        """Stage the forward; `tiles` are planned anew at each run."""
         return result_of(problem, self._stage(problem, output_shapes(problem), {}))
 
     def backward(
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
-        """Stage the backward."""
+        """Stage the backward; `tiles` are planned anew at each run."""
         operands = problem.operands()
         shapes = {name: (tuple(x.shape), problem.accumulator) for name, x in operands.items() if name in requested}
         return self._stage(problem, shapes, backward_inputs(problem, result, grads))
 
     def _stage(self, problem: Problem, shapes: Shapes, inputs: dict[str, Array]) -> dict[str, Array]:
         """Stage a forward, or with `inputs` a backward, and return its results of these shapes by name."""
-        rebuild_on_host, rebuild_in_program = _host_rebuilder(problem), _rebuilder(problem, problem.ops)
+        rebuild_on_host = _rebuilder(problem, problem.ops.at_run_time(backends.load("numpy")))
+        rebuild_in_program = _rebuilder(problem, problem.ops)
         plans = _Plans.of(self.kernel, problem, rebuild_on_host)
         # The functions hold no tensor, and sizes in shapes may be tensors.
         names, input_names, count = tuple(shapes), tuple(inputs), len(inputs)
