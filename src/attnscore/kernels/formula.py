@@ -177,7 +177,7 @@ class _Tile:
     """Scores before the mask."""
     scores: Array
     is_exact: Array | None
-    """Whether `raw` is finite and as accurate as the form's own scores; None where it has the form's own scores."""
+    """Whether `raw` is finite and as accurate as the scores of the form; None where it has these."""
     unmasked: Array | None
     weights: Array
     """Weights before dropout; 0 where masked."""
