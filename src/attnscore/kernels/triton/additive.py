@@ -210,7 +210,7 @@ def tabulate(
 
 
 @triton.jit
-def pad_weights(w_v, out, hidden, BLOCK: tl.constexpr):
+def pad_w_v(w_v, out, hidden, BLOCK: tl.constexpr):
     """Write w_v, zeros up to a multiple of four channels, and its sum."""
     z, width = tl.program_id(0).to(tl.int64), table_width(hidden)
     total = 0.0
@@ -244,12 +244,12 @@ def table_of(x: Operand, activation: str, runner: Any, *, with_powers: bool = Fa
     )
 
 
-def padded_weights(w_v: torch.Tensor, heads: int, groups: int, runner: Any) -> Operand:
-    """Return w_v, (h,) or (heads or 1, groups or 1, h), as rows of `pad_weights`."""
+def padded_w_v(w_v: torch.Tensor, heads: int, groups: int, runner: Any) -> Operand:
+    """Return w_v, (h,) or (heads or 1, groups or 1, h), as rows of `pad_w_v`."""
     w = w_v.float().expand(heads, groups, w_v.shape[-1]).contiguous()
     hidden = w.shape[-1]
     out = w.new_empty((1, heads, groups, 1, table_width.fn(hidden) + 1))
-    runner.run(pad_weights, (heads * groups,), w, out, hidden, BLOCK=64)
+    runner.run(pad_w_v, (heads * groups,), w, out, hidden, BLOCK=64)
     return as_strided_operand(out)
 
 
@@ -261,7 +261,7 @@ class AdditiveSides(NamedTuple):
     query_table: Table
     key_table: Table
     w_v: Operand
-    """Rows of `pad_weights`."""
+    """Rows of `pad_w_v`."""
 
 
 def sides_of(
@@ -270,5 +270,5 @@ def sides_of(
     """Return an additive form whose query and key are the operands; `with_powers`: for a backward too."""
     name = form.activation.name
     query_table, key_table = (table_of(x, name, runner, with_powers=with_powers) for x in (query, key))
-    w_v = padded_weights(form.w_v, heads, groups, runner)
+    w_v = padded_w_v(form.w_v, heads, groups, runner)
     return AdditiveSides(query, key, query_table, key_table, w_v)

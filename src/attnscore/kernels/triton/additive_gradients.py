@@ -104,8 +104,8 @@ def store_gradients(
     stored = (chunk_matrix.to(tl.int64) * chunk.tile_count + local) * BM + tl.arange(0, BM)
     for interval in tl.range(0, INTERVALS):
         first, last, before = key_tiles_of(inputs.masking, interval, m.b, tile, chunk.tiles, tl.cdiv(sizes.n_k, BN))
-        for at_tile in tl.range(first, last):
-            j = (at_tile * BN + tl.arange(0, BN))[None, :]
+        for key_tile in tl.range(first, last):
+            j = (key_tile * BN + tl.arange(0, BN))[None, :]
             keys = side_tile(key_side, j, None, sizes.n_k, sizes.dim, ADDITIVE)
             v = vectors(value_side, j.to(tl.int64), dv[:, None], keys.live, sizes.value_dim)
             attends = unmasked_in_interval(inputs.masking, interval, m, i, j, sizes)
@@ -115,21 +115,22 @@ def store_gradients(
             )  # fmt: skip
             if grad_bias is not None:
                 store_bias_gradient(grad_bias, grad, attends, m, i, j)
-            at_chunk = stored[:, None] * chunk.pitch + ((before + at_tile - first) * BN + tl.arange(0, BN))[None, :]
+            at_chunk = stored[:, None] * chunk.pitch + ((before + key_tile - first) * BN + tl.arange(0, BN))[None, :]
             tl.store(chunk.ds + at_chunk, ds)
             tl.store(chunk.weights + at_chunk, weights)
 
 
 @triton.jit
 def _sums(
-    acc, acc_value, acc_ds, a, other, c, channels, ds, step, start, stop, slope,
-    ACTIVATION: tl.constexpr, TERMS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    acc, acc_act, acc_ds, a, other, c, channels, ds, step, start, stop, slope,
+    ACTIVATION: tl.constexpr, TERMS: tl.constexpr, HAS_W_V: tl.constexpr,
 ):  # fmt: skip
     """Add ds act', ds act and ds of the positions start <= k < stop of the other side to the sums of a tile.
 
-    `ds` points at the gradients of position `start`; the next position's are `step` numbers on. With 1 or 2 terms to a
-    division, `a` and `other` are exponentials, and r = 1 / (a b + 1) and r (1 - r) stand for act and act', which
-    `side_gradient` makes of the sums; with 0 they are the sides themselves.
+    The last two, for the gradient of w_v, only with `HAS_W_V`. `ds` points at the gradients of position `start`; the
+    next position's are `step` numbers on. With 1 or 2 terms to a division, `a` and `other` are exponentials, and
+    r = 1 / (a b + 1) and r (1 - r) stand for act and act', which `side_gradient` makes of the sums; with 0 they are the
+    sides themselves.
     """
     inside = (c < channels)[None, :]
     first = tl.zeros_like(c).to(tl.int64) + start
@@ -138,17 +139,17 @@ def _sums(
         g = tl.load(ds)
         if TERMS == 0:
             y, f = activation_and_slope(a + tl.load(b, mask=inside, other=0.0).to(tl.float32), slope, ACTIVATION)
-            weight = g[:, None]
+            column = g[:, None]
             # A masked pair has ds = 0, whose product with a NaN would be NaN.
-            acc += tl.where(weight == 0.0, 0.0, weight * f)
-            if HAS_WEIGHTS:
-                acc_value += tl.where(weight == 0.0, 0.0, weight * y)
+            acc += tl.where(column == 0.0, 0.0, column * f)
+            if HAS_W_V:
+                acc_act += tl.where(column == 0.0, 0.0, column * y)
         elif TERMS == 1:
             r = reciprocal(a * tl.load(b, mask=inside, other=0.0) + 1.0)
             e = g[:, None] * r
             acc += e - e * r
-            if HAS_WEIGHTS:
-                acc_value += e
+            if HAS_W_V:
+                acc_act += e
         else:
             # There is room for one position more than an odd length, with ds = 0.
             d = a * tl.load(b, mask=inside, other=0.0) + 1.0
@@ -159,26 +160,26 @@ def _sums(
             e, e_2 = g[:, None] * r, g_2[:, None] * r_2
             acc += e - e * r
             acc += e_2 - e_2 * r_2
-            if HAS_WEIGHTS:
-                acc_value += e + e_2
+            if HAS_W_V:
+                acc_act += e + e_2
                 acc_ds += g_2
-        if HAS_WEIGHTS:
+        if HAS_W_V:
             acc_ds += g
         ds += step * (2 if TERMS == 2 else 1)
         b += other.row * (2 if TERMS == 2 else 1)
-    return acc, acc_value, acc_ds
+    return acc, acc_act, acc_ds
 
 
 @triton.jit
 def _side_sums(
     target, other, channels, position, c, chunk, ds, masking, b, target_tile, target_len, other_len, slope,
-    ACTIVATION: tl.constexpr, TERMS: tl.constexpr, IS_QUERY: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    ACTIVATION: tl.constexpr, TERMS: tl.constexpr, IS_QUERY: tl.constexpr, HAS_W_V: tl.constexpr,
     INTERVALS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of `_sums` over all positions of the other side that were visited with the target positions."""
+    """Return the sums of `_sums` for target positions, over the other side's positions in tiles that were visited."""
     at_target = target.data + position.to(tl.int64)[:, None] * target.row + c.to(tl.int64)[None, :] * target.column
     a = tl.load(at_target, mask=(position < target_len)[:, None] & (c < channels)[None, :], other=0.0).to(tl.float32)
-    acc, acc_value = tl.zeros((BLOCK, CHANNELS), tl.float32), tl.zeros((BLOCK, CHANNELS), tl.float32)
+    acc, acc_act = tl.zeros((BLOCK, CHANNELS), tl.float32), tl.zeros((BLOCK, CHANNELS), tl.float32)
     acc_ds = tl.zeros((BLOCK,), tl.float32)
     key_tiles = tl.cdiv(other_len if IS_QUERY else target_len, BN)
     for part in tl.range(0, INTERVALS if IS_QUERY else INTERVALS * chunk.tile_count):
@@ -194,27 +195,28 @@ def _side_sums(
             stop = tl.where(is_visited, tl.minimum(start + BM, other_len), start)
             query, column = start, (before + target_tile - first) * BN + (position - target_tile * BN)
         at = ds + (query - chunk.first_tile * BM).to(tl.int64) * chunk.pitch + column
-        acc, acc_value, acc_ds = _sums(
-            acc, acc_value, acc_ds, a, other, c, channels, at, step, start, stop, slope, ACTIVATION, TERMS, HAS_WEIGHTS
+        acc, acc_act, acc_ds = _sums(
+            acc, acc_act, acc_ds, a, other, c, channels, at, step, start, stop, slope, ACTIVATION, TERMS, HAS_W_V
         )
-    return acc, acc_value, acc_ds
+    return acc, acc_act, acc_ds
 
 
 @triton.jit
 def side_gradient(
-    target, other, target_powers, other_powers, target_sizes, other_size, w_v, chunk, gradient, weights, masking,
+    target, other, target_powers, other_powers, target_sizes, other_size, w_v, chunk, gradient, grad_w_v, masking,
     target_len, other_len, hidden, heads, groups, group, target_groups, slope,
     ACTIVATION: tl.constexpr, IS_QUERY: tl.constexpr, INTERVALS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a tile (positions, channels) of one side from a chunk of the scores' gradients.
 
-    Queries: a program writes their gradient, and its part of the gradient of w_v. Keys: it adds to the result of
-    earlier launches, for query head `group` of each KV head; `target_groups` is 1 where the query heads share keys.
+    Queries: a program writes their gradient, and its part of the gradient of w_v to `grad_w_v`. Keys: it adds to the
+    result of earlier launches, for query head `group` of each KV head, and `grad_w_v` is None; `target_groups` is 1
+    where the query heads share keys.
     """
     masking = with_types(masking)
     block, z = tl.program_id(0), tl.program_id(2)
-    HAS_WEIGHTS: tl.constexpr = weights is not None
+    HAS_W_V: tl.constexpr = grad_w_v is not None
     if IS_QUERY:
         kv, g, ds_matrix = chunk.first_matrix + z // groups, z % groups, z
         target_tile, matrix = block * BLOCK // BM, kv * groups + g
@@ -235,37 +237,36 @@ def side_gradient(
         size_of_other = tl.load(base(other_size, m))
         exp_a, exp_b, width = side_of(target_powers, m), side_of(other_powers, m), table_width(hidden)
         if size + size_of_other <= reach * TWO_TERMS:
-            acc, acc_value, acc_ds = _side_sums(
-                exp_a, exp_b, width, *common, ACTIVATION, 2, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS
+            acc, acc_act, acc_ds = _side_sums(
+                exp_a, exp_b, width, *common, ACTIVATION, 2, IS_QUERY, HAS_W_V, INTERVALS, BM, BN, BLOCK, CHANNELS
             )
         elif tl.maximum(size, size_of_other) <= reach * ONE_TERM:
-            acc, acc_value, acc_ds = _side_sums(
-                exp_a, exp_b, width, *common, ACTIVATION, 1, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS
+            acc, acc_act, acc_ds = _side_sums(
+                exp_a, exp_b, width, *common, ACTIVATION, 1, IS_QUERY, HAS_W_V, INTERVALS, BM, BN, BLOCK, CHANNELS
             )
         else:
-            acc, acc_value, acc_ds = _side_sums(
-                a, other_a, hidden, *common, ACTIVATION, 0, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS
+            acc, acc_act, acc_ds = _side_sums(
+                a, other_a, hidden, *common, ACTIVATION, 0, IS_QUERY, HAS_W_V, INTERVALS, BM, BN, BLOCK, CHANNELS
             )
     else:
-        acc, acc_value, acc_ds = _side_sums(
-            a, other_a, hidden, *common, ACTIVATION, 0, IS_QUERY, HAS_WEIGHTS, INTERVALS, BM, BN, BLOCK, CHANNELS
+        acc, acc_act, acc_ds = _side_sums(
+            a, other_a, hidden, *common, ACTIVATION, 0, IS_QUERY, HAS_W_V, INTERVALS, BM, BN, BLOCK, CHANNELS
         )
     is_written = live[:, None] & (c < hidden)[None, :]
     w = tl.load(base(w_v, m) + c, mask=c < hidden, other=0.0)[None, :]
-    # tanh' = 4 r (1 - r), and tanh = 1 - 2 r.
+    # With r of `_sums`, tanh' = 4 r (1 - r), and tanh = 1 - 2 r.
     grad_tile = acc * (4.0 * w if ACTIVATION == "tanh" else w)
     grad_at = gradient + (matrix.to(tl.int64) * target_len + position[:, None]) * hidden + c[None, :]
     if not IS_QUERY:
         grad_tile += tl.load(grad_at, mask=is_written, other=0.0)
     tl.store(grad_at, grad_tile, mask=is_written)
-    if HAS_WEIGHTS:
-        total = tl.sum(acc_value, 0)
+    if HAS_W_V:
+        total = tl.sum(acc_act, 0)
         if ACTIVATION == "tanh":
             total = tl.sum(acc_ds, 0) - 2.0 * total
         blocks = tl.cdiv(target_len, BLOCK)
-        tl.store(
-            weights + (matrix.to(tl.int64) * blocks + block) * hidden + c, total, mask=(c < hidden) & (block < blocks)
-        )
+        at_w_v = grad_w_v + (matrix.to(tl.int64) * blocks + block) * hidden + c
+        tl.store(at_w_v, total, mask=(c < hidden) & (block < blocks))
 
 
 @triton.jit
@@ -291,8 +292,8 @@ def value_gradient(
         m = Matrix(kv * sizes.groups + g, b, h, g)
         first, last, before = key_tiles_of(inputs.masking, interval, b, tile, chunk.tiles, tl.cdiv(sizes.n_k, BN))
         if (first <= key_tile) & (key_tile < last):
-            of_row = (chunk_matrix * sizes.groups + g).to(tl.int64) * chunk.tile_count + group_tile % chunk.tile_count
-            stored = of_row * BM + local
+            matrix = (chunk_matrix * sizes.groups + g).to(tl.int64)
+            stored = (matrix * chunk.tile_count + group_tile % chunk.tile_count) * BM + local
             column = (before + key_tile - first) * BN + (j - key_tile * BN)
             p = tl.load(chunk.weights + stored[None, :] * chunk.pitch + column[:, None])
             i = (tile * BM + local)[:, None]

@@ -140,9 +140,8 @@ def add_gradient(
 ):  # fmt: skip
     """Return acc plus the gradient of the queries (`OF_KEYS`: of the keys) from the gradients of the scores.
 
-    INNER: the caller multiplies by `scale` after its last tile.
-
-    The rows of `ds` are the queries (`OF_KEYS`: the keys). `MASKED`: not all pairs attend.
+    The rows of `ds` are the queries (`OF_KEYS`: the keys). `MASKED`: not all pairs attend. INNER: the caller multiplies
+    by `scale` after its last tile.
     """
     positions, other_positions = (keys, queries) if OF_KEYS else (queries, keys)
     if FORM == INNER:
@@ -172,7 +171,7 @@ def d_query(
     TESTED: tl.constexpr, RELATIVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a tile of queries, and the gradient of the bias of its pairs."""
+    """Compute the gradients with an axis of queries for a tile of them, and of the bias of its pairs, unless None."""
     inputs = with_types(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     r, d, dv = tile * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, DV)
@@ -242,7 +241,7 @@ def d_key(
     acc = tl.zeros((BN, D), tl.float32)
     acc_value = tl.zeros((BN, DV), tl.float32)
     acc_key_bias = tl.zeros((BN,), tl.float32)
-    line = 0
+    line = 0  # of `tiles`, by `ranges.tiles_of_queries`; None: all query tiles are visited
     if tiles is not None:
         line = tl.minimum(first.b, inputs.masking.ends_batch - 1) * tl.num_programs(0) + tile
     visited, is_bad = segments(tiles, line, sizes.n_q, BM, TESTED), 0
@@ -294,12 +293,12 @@ def d_key(
 
 @triton.jit
 def tile_gradient(
-    inputs, grad_out, rows, m, tile, at_tile, sizes, scale, slope,
+    inputs, grad_out, rows, m, tile, key_tile, sizes, scale, slope,
     FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr, RELATIVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return queries, keys, `pair_scores` of one tile of one matrix, and the gradients after and before the caps."""
-    i, j = (tile * BM + tl.arange(0, BM))[:, None], (at_tile * BN + tl.arange(0, BN))[None, :]
+    i, j = (tile * BM + tl.arange(0, BM))[:, None], (key_tile * BN + tl.arange(0, BN))[None, :]
     d, dv = tl.arange(0, D), tl.arange(0, DV)
     queries = side_tile(side_of(inputs.query, m), i, d[None, :], sizes.n_q, sizes.dim, FORM)
     keys = side_tile(side_of(inputs.key, m), j, d[:, None], sizes.n_k, sizes.dim, FORM)
@@ -345,17 +344,17 @@ def d_bias(
     (not `HAS_ROWS`) or keys, each tile of queries or keys has its own sum.
     """
     inputs = with_types(inputs)
-    tile, at_tile, bias_matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, key_tile, bias_matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_member = matrix_of(bias_matrix, kv_heads, group_count)
     total = tl.zeros((BM, BN), tl.float32)
     for member in tl.range(0, members_of(all_batches, batches, kv_heads, group_count, sizes)):
         m = member_of(member, first_member, batches, kv_heads, group_count, sizes)
         _, _, _, grad, _ = tile_gradient(
-            inputs, grad_out, rows, m, tile, at_tile, sizes, scale, slope,
+            inputs, grad_out, rows, m, tile, key_tile, sizes, scale, slope,
             FORM, FUNCTION, CAPS, INTERVALS, False, BM, BN, D, DV, PRECISION,
         )  # fmt: skip
         total += grad
-    r, c = tile * BM + tl.arange(0, BM), at_tile * BN + tl.arange(0, BN)
+    r, c = tile * BM + tl.arange(0, BM), key_tile * BN + tl.arange(0, BN)
     bias_rows = sizes.n_q if HAS_ROWS else tl.num_programs(0)
     columns = sizes.n_k if HAS_COLUMNS else tl.num_programs(1)
     first = grad_bias + bias_matrix.to(tl.int64) * bias_rows * columns
@@ -363,11 +362,11 @@ def d_bias(
         at = first + r.to(tl.int64)[:, None] * columns + c[None, :]
         tl.store(at, total, mask=(r[:, None] < sizes.n_q) & (c[None, :] < sizes.n_k))
     elif HAS_ROWS:
-        tl.store(first + r.to(tl.int64) * columns + at_tile, tl.sum(total, 1), mask=r < sizes.n_q)
+        tl.store(first + r.to(tl.int64) * columns + key_tile, tl.sum(total, 1), mask=r < sizes.n_q)
     elif HAS_COLUMNS:
         tl.store(first + tile.to(tl.int64) * columns + c, tl.sum(total, 0), mask=c < sizes.n_k)
     else:
-        tl.store(first + tile * columns + at_tile, tl.sum(total))
+        tl.store(first + tile * columns + key_tile, tl.sum(total))
 
 
 @triton.jit
@@ -392,15 +391,15 @@ def d_relative_bias(
         m = member_of(member, first_member, batches, kv_heads, group_count, sizes)
         for step in tl.range(0, tl.cdiv(tl.cdiv(sizes.n_q, BM) - share, tl.num_programs(0))):
             tile = share + step * tl.num_programs(0)
-            for at_tile in tl.range(0, tl.cdiv(sizes.n_k, BN)):
+            for key_tile in tl.range(0, tl.cdiv(sizes.n_k, BN)):
                 _, _, _, grad, _ = tile_gradient(
-                    inputs, grad_out, rows, m, tile, at_tile, sizes, scale, slope,
+                    inputs, grad_out, rows, m, tile, key_tile, sizes, scale, slope,
                     FORM, FUNCTION, CAPS, INTERVALS, True, BM, BN, D, DV, PRECISION,
                 )  # fmt: skip
                 is_inside = (column >= 0) & (column < BN)
                 skewed = tl.gather(grad, tl.where(is_inside, column, 0), 1)
                 sums = tl.sum(tl.where(is_inside, skewed, 0.0), 0)
-                at = at_tile * BN - tile * BM + (sizes.n_q - BM) + w
+                at = key_tile * BN - tile * BM + (sizes.n_q - BM) + w
                 is_pair = (at >= 0) & (at < sizes.n_q + sizes.n_k - 1)
                 tl.store(line + at, tl.load(line + at, mask=is_pair, other=0.0) + sums, mask=is_pair)
                 # The next tile's line overlaps this one's, in other threads.
@@ -425,9 +424,9 @@ def d_parameter(
     for interval in tl.range(0, INTERVALS):
         visited = key_segments(inputs.masking, interval, m, tile, sizes, BM, BN, TESTED)
         first, last = tl.minimum(first, visited.any_start), tl.maximum(last, visited.any_stop)
-    for at_tile in tl.range(first, last):
+    for key_tile in tl.range(first, last):
         queries, keys, raw, _, ds = tile_gradient(
-            inputs, grad_out, rows, m, tile, at_tile, sizes, scale, slope,
+            inputs, grad_out, rows, m, tile, key_tile, sizes, scale, slope,
             FORM, FUNCTION, CAPS, INTERVALS, RELATIVE, BM, BN, D, DV, PRECISION,
         )  # fmt: skip
         # DERIVATIVE returns d/dx (of channels: d/dq and d/dk), then one derivative for each parameter.

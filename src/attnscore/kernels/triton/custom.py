@@ -133,8 +133,7 @@ def _per_head(problem: Problem, name: str, x: torch.Tensor, has_channels: bool) 
     x = per_head(problem.ops, name, x, problem.form.query, problem.form.key, int(has_channels))
     if not has_channels:
         x = x[..., None]
-    dim = problem.form.query.shape[-1]
-    if has_channels and x.shape[-1] != dim:
+    elif x.shape[-1] != (dim := problem.form.query.shape[-1]):
         raise ShapeError(message(name, f"one number for each of {dim} channels", x.shape[-1]))
     return x.reshape((1,) * (3 - x.ndim) + tuple(x.shape))
 

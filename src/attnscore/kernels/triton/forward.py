@@ -168,7 +168,7 @@ def _subtract_base(old, s, attends, step, ALL: tl.constexpr):
     s = s - base[:, None]
     if ALL:
         tile_count = tl.zeros_like(old.count) + s.shape[1]
-        if step == 0:
+        if step == 0:  # after the first full tile each query has a base
             move = _first_mean(old.count, tl.sum(s, 1) / s.shape[1])
             base, s = base + move, s - move[:, None]
         x = s
@@ -224,7 +224,7 @@ def _with_tile(old, s, attends, keys, rows, step, ALL: tl.constexpr):
 
 @triton.jit
 def _sum_lanes(softmax):
-    """Return the softmax with the sum of each query."""
+    """Return the softmax with its sums added over the lanes: one number a query."""
     old = softmax.moments
     moments = Moments(old.count, old.base, tl.sum(old.sum, 1), tl.sum(old.squares, 1))
     total, sum_exp_logit = tl.sum(softmax.total, 1), tl.sum(softmax.sum_exp_logit, 1)

@@ -480,8 +480,7 @@ class _Backward:
         """Return the array of a gradient: in the operand's dtype where nothing is summed afterwards."""
         x = self.arrays[name]
         is_final = tuple(x.shape) == shape and x.dtype in _KERNEL_DTYPES
-        grad = torch.empty(shape, dtype=x.dtype if is_final else torch.float32, device=x.device)
-        self.gradients[name] = grad
+        grad = self.gradients[name] = torch.empty(shape, dtype=x.dtype if is_final else torch.float32, device=x.device)
         return grad
 
     def d_query(self) -> None:
@@ -494,8 +493,7 @@ class _Backward:
         if "query_bias" in self.arrays:
             grad_query_bias = self.gradients["query_bias"] = self.new_rows()
         if "scale" in self.arrays:
-            grad_scale = self.new_rows()
-            self.gradients["scale"] = grad_scale
+            grad_scale = self.gradients["scale"] = self.new_rows()
         self.launch(
             backward_kernels.d_query, (triton.cdiv(queries, tile.queries), operands.matrices), tile,
             operands.inputs(tile), self.as_operand(grad_query, queries), grad_query_bias, grad_scale, grad_bias,
@@ -512,7 +510,7 @@ class _Backward:
         }
 
     def bias_gradient(self) -> Operand | None:
-        """Return the array of the gradient of a bias that has a number for each pair; None where there is none."""
+        """Return zeros, as skipped tiles write none, for the gradient of a bias of single pairs; None for others."""
         bias, rows = self.problem.bias, self.problem.score_shape.rows
         if bias is None or tuple(bias.shape) != (*rows, self.operands.sizes[1]):
             return None

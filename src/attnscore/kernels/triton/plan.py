@@ -34,13 +34,15 @@ class TritonPlan(Plan, DifferentiableOp):
     """The plan. It holds the shapes and strides of the caller's tensors, but none of their memory."""
 
     op: SinglePlan
+    """Plan of the first call, without memory, for the backward."""
     operands: launch.Operands
     tile: Tile
     architecture: int
     out: Operand
     out_shape: tuple[int, ...]
     """Shape of the output on the caller's axes."""
-    compiled_for: dict[str, Any]
+    compile_constants: dict[str, Any]
+    """Compile-time constants of the forward."""
 
     def __repr__(self) -> str:
         return f"TritonPlan({self.op!r}, {self.tile})"
@@ -71,7 +73,7 @@ class TritonPlan(Plan, DifferentiableOp):
             inputs = operands.inputs(self.tile)
             sides = {name: getattr(inputs, name)._replace(data=x) for name, x in zip(SIDES, arrays, strict=True)}
             # The user may have allowed TF32 meanwhile, or forbidden it.
-            constants = self.compiled_for | {"PRECISION": launch.precision_of(query, self.architecture)}
+            constants = self.compile_constants | {"PRECISION": launch.precision_of(query, self.architecture)}
             launch.run_forward(
                 operands, self.tile, inputs._replace(**sides), self.out._replace(data=out), Rows(row_max, log_denom),
                 constants,
@@ -118,9 +120,7 @@ def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Map
     tile, like = operands.tile("forward"), problem.value
     out = torch.empty((*shape.rows, layout.value_dim), dtype=like.dtype, device="meta")
     without_memory = {name: x._replace(data=_without_memory(x.data)) for name, x in sides.items()}
-    template = {name: _without_memory(x) for name, x in {**form.arrays(), "value": like}.items()}
-    value = template.pop("value")
-    form = form.with_arrays(template)
+    form, value = form.part(lambda x, _: _without_memory(x)), _without_memory(like)
     op = SinglePlan(kernel, dataclasses.replace(problem, query=form.query, key=form.key, value=value, form=form), tiles)
     return TritonPlan(
         op=op,
@@ -129,7 +129,7 @@ def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Map
         architecture=operands.runner.architecture(like),
         out=operand(out, shape.lead, shape.heads, shape.groups, shape.query_len),
         out_shape=tuple(layout.from_canonical(problem.ops, out).shape),
-        compiled_for=launch.forward_constants(operands, tile),
+        compile_constants=launch.forward_constants(operands, tile),
     )
 
 

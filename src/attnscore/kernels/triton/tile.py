@@ -208,7 +208,7 @@ def key_segments(masking, interval, m, tile, sizes, BM: tl.constexpr, BN: tl.con
 
 @triton.jit
 def steps_of(visited, FULL: tl.constexpr):
-    """Return the number of full tiles of `Segments`, or of the other tiles, which are on either side of them."""
+    """Return the number of full tiles of `Segments`; not `FULL`: of the others, which are on either side of them."""
     if FULL:
         return visited.full_stop - visited.full_start
     else:
@@ -217,7 +217,7 @@ def steps_of(visited, FULL: tl.constexpr):
 
 @triton.jit
 def tile_of_step(step, visited, FULL: tl.constexpr):
-    """Return the tile of a step."""
+    """Return the tile of a step: the step counts the tiles as `steps_of` does."""
     if FULL:
         return visited.full_start + step
     else:
@@ -227,7 +227,7 @@ def tile_of_step(step, visited, FULL: tl.constexpr):
 
 @triton.jit
 def unmasked_in_interval(masking, interval, m, i, j, sizes):
-    """Return which pairs of a tile are unmasked and in one of the intervals of each query."""
+    """Return which pairs of a tile are unmasked and in interval number `interval` of their query."""
     live = (i < sizes.n_q) & (j < sizes.n_k)
     unmasked = live
     if masking.start is not None:
@@ -286,7 +286,7 @@ def _mix(x):
 
 @triton.jit
 def _bits(x):
-    """Return an int32 as uint32, also where it is 1 and so a constant."""
+    """Return the bits of an int32 as uint32. The addition makes a tensor of 1, which Triton passes as a constant."""
     return (tl.zeros((), tl.int32) + x).to(tl.uint32, bitcast=True)
 
 
@@ -314,7 +314,7 @@ def squared_distance(queries, keys, dim):
 
 @triton.jit
 def distance_gradient(acc, ds, rows_side, cols_side, dim, D: tl.constexpr):
-    """Return acc + sum_j ds_ij (mine_i - other_j), (M, D): the gradient of half the squared distance."""
+    """Return acc + sum_j ds_ij (row_i - col_j), (M, D): the gradient of the rows from half the squared distance."""
     channel = tl.arange(0, D)[None, :]
     for c in tl.range(0, dim):
         x, y = channel_of(rows_side, c), channel_of(cols_side, c)
