@@ -128,10 +128,9 @@ def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array
         is_low = ops.sum(clipped_power(detached, middle, power), axis=-1, keepdims=True) >= 1
         return ops.where(is_low, middle, interval[0]), ops.where(is_low, interval[1], middle)
 
-    low, _ = ops.loop(60 if problem.accumulator == "float64" else 30, halve, (zero - 1.0, zero))
+    threshold, _ = ops.loop(60 if problem.accumulator == "float64" else 30, halve, (zero - 1.0, zero))
     # The first step of Newton's method has the derivative of the threshold, the second also its second derivatives; a
     # fully masked query has none.
-    threshold = low
     for _ in range(2):
         total = ops.sum(clipped_power(logits, threshold, power), axis=-1, keepdims=True)
         slope = power * ops.sum(clipped_power(logits, threshold, power - 1), axis=-1, keepdims=True)

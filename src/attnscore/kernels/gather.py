@@ -185,10 +185,7 @@ class _Block(NamedTuple):
 
 
 def _edge_order_blocks(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
-    """Return neighbouring queries, with `lens` edges from `start` each, in blocks of one batch row.
-
-    A block has at most `limit` edges or one query.
-    """
+    """Return neighbouring queries in blocks of one batch row: at most `limit` edges (`lens` a query), or one query."""
     stop, blocks, first = start + lens, [], 0
     while first < len(lens):
         last = max(first + 1, int(np.searchsorted(stop, start[first] + limit, "right")))

@@ -183,6 +183,8 @@ def _normalized_query_tile(
     shape, requested = (*problem.score_shape.rows[:-1], rows[1]), problem.statistics
 
     def fold(body: Callable[[Any, Array, Array | None, Span], Any], carry: Any) -> Any:
+        """Visit the key tiles in order: ``carry = body(carry, scores, unmasked, cols)``."""
+
         def visit(carry: Any, cols: Span, partial: bool) -> Any:
             scores, unmasked, _ = _score_tile(inputs, tiles, rows, cols, partial)
             return body(carry, scores, unmasked, cols)
@@ -300,6 +302,8 @@ def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads:
         return 0.0 * result.row_max
 
     def query_tile_delta(tile: Any, rows: Span) -> tuple[Array]:
+        """Return delta of a query tile, from the sums of w' dp and of w' over its key tiles."""
+
         def visit(sums: tuple[Array, Array], cols: Span, partial: bool) -> tuple[Array, Array]:
             scores, unmasked, _ = _score_tile(inputs, tiles, rows, cols, partial)
             slopes = _normalizer_values(normalizer.slopes, ops, result, scores, unmasked, rows)

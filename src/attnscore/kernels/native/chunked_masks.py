@@ -76,6 +76,7 @@ def run(
     array_ops, buffers = program.buffers(problem, shapes_of(problem))
 
     def add_chunk(buffers: dict[str, Array], start: Any, size: int) -> dict[str, Array]:
+        """Return the buffers with the results of `size` queries from `start` added."""
         chunk = _chunk_of(problem, start, size)
         chunk_masks = {name: _columns(ops, x, start, size, name) for name, x in mask_arrays.items()}
         chunk_masks["mask"] = program.evaluate(problem, tiles, mask, start, size)
