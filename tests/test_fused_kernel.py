@@ -135,3 +135,22 @@ def test_a_part_of_the_gradients() -> None:
     value.requires_grad_()
     ats.attend(query, key, value, kernel="fused").sum().backward()
     torch.testing.assert_close(value.grad.float().sum(-2), torch.full((2, 4, 8), 33.0), rtol=0.02, atol=0.0)
+
+
+def test_parts_of_a_call_with_statistics_run_on_another_kernel() -> None:
+    """A part is planned without the log-sum-exp of the call, which its own sums give: PyTorch's function has none."""
+    import torch.distributed as dist
+
+    from attnscore.parallel.torch import attend
+
+    given = arrays()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        out, stats = attend(*given, group=None, mode="gather", return_stats=("log_sum_exp",))
+        with pytest.raises(KernelUnavailable, match="statistics"):
+            attend(*given, group=None, mode="gather", kernel="fused", return_stats=("log_sum_exp",))
+    finally:
+        dist.destroy_process_group()
+    reference, reference_stats = ats.attend(*given, kernel="streaming", return_stats=("log_sum_exp",))
+    torch.testing.assert_close(out, reference, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(stats.log_sum_exp, reference_stats.log_sum_exp)

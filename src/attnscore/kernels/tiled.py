@@ -299,7 +299,7 @@ def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads:
     problem, ops = inputs.problem, inputs.problem.ops
     normalizer = cast(Normalizer, problem.normalizer)
     if normalizer.threshold_slope == 0:
-        return 0.0 * result.row_max
+        return ops.zeros(ops.shape(result.row_max), result.row_max)
 
     def query_tile_delta(tile: Any, rows: Span) -> tuple[Array]:
         """Return delta of a query tile, from the sums of w' dp and of w' over its key tiles."""

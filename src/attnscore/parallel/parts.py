@@ -88,7 +88,9 @@ class Call(ABC):
             value=arrays["value"], form=form, mask=mask, bias=bias, dropout=dropout, sink=arrays.get("sink"),
             statistics=problem.statistics if statistics is None else statistics,
         )  # fmt: skip
-        kernel = kernels.choose(self.kernel, part)
+        # With the call's statistics, as not every kernel returns the log-sum-exp: that of a part follows from it.
+        asked = dataclasses.replace(part, statistics=(*part.statistics, *problem.statistics))
+        kernel = kernels.choose(self.kernel, asked)
         if not kernel.has_vjp:
             raise KernelUnavailable(message("kernel", "one that takes lowered keys", repr(self.kernel)))
         return SinglePlan(kernel, part, tiling.plan(part))
