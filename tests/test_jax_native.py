@@ -495,7 +495,7 @@ def _attributes(**changed: Any) -> dict[str, Any]:
         ({}, {"top": (1, 1, 1, 2, 1)}, r"row_max: expected shape"),
         ({"present_operands": 3}, {}, "present_operands: expected one bit for each buffer"),
         ({"present_operands": 15}, {}, "query_bias: expected a buffer"),
-        ({"requested_results": 15}, {}, "attention_scores: expected a buffer"),
+        ({"requested_results": 23}, {}, "attention_scores: expected a buffer"),
         ({"form": "outer"}, {}, "form: expected one of 'inner'"),
         ({"dropout": 1.5}, {}, r"dropout: expected a number in \[0, 1\)"),
         ({"caps": (-1.0, 1.0)}, {}, "caps: expected caps above 0"),

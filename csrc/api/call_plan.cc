@@ -13,13 +13,22 @@ namespace {
 
 Extent extent_of(const Array& x) {
     Extent extent{x.data};
-    if (is_empty(x)) return extent;
+    if (element_count(x) == 0) return extent;
     extent.after = x.item;
     for (int i = 0; i < x.ndim; ++i) extent.add_axis(x.shape[i], x.strides[i] * x.item);
     return extent;
 }
 
 }  // namespace
+
+size_t place_of_start(const Inputs& in) {
+    size_t place = 0;
+    for (const auto& field : kInputs) {
+        if (field.array == &Inputs::start) break;
+        place += (in.*field.array).present;
+    }
+    return place;
+}
 
 void check_count(size_t expected, size_t count) {
     if (count == expected) return;
@@ -31,12 +40,7 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const ForwardArrays& a)
     rows_ = build_forward(problem_, in, a);
     add_slots(kInputs, in);
     if (in.start.present && in.start.ndim == 2) {
-        ptrdiff_t index = 0;
-        for (const auto& field : kInputs) {
-            if (field.array == &Inputs::start) break;
-            index += (in.*field.array).present;
-        }
-        intervals_ = {index, in.start.shape[0], in.start.shape[1]};
+        intervals_ = {static_cast<ptrdiff_t>(place_of_start(in)), in.start.shape[0], in.start.shape[1]};
     }
     add_slots(kForwardArrays, a);
     bool has_rows = in.sink.present || a.row_max.present || a.log_denom.present;
@@ -62,9 +66,7 @@ CallPlan::CallPlan(Problem score, const Inputs& in, const BackwardArrays& a)
         // there are no keys.
         const bool is_cleared = field.array == &BackwardArrays::grad_query ||
                                 field.array == &BackwardArrays::grad_key || field.array == &BackwardArrays::grad_value;
-        int64_t bytes = x.item;
-        for (int i = 0; i < x.ndim; ++i) bytes *= x.shape[i];
-        slots_[slot++].cleared = is_cleared && problem_.key_len > 0 ? 0 : bytes;
+        slots_[slot++].cleared = is_cleared && problem_.key_len > 0 ? 0 : element_count(x) * x.item;
     }
 }
 
@@ -72,7 +74,7 @@ template <class Arrays, size_t N>
 void CallPlan::add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples) {
     for (const auto& field : fields) {
         const Array& x = examples.*field.array;
-        if (x.present) slots_.push_back({field.name, is_empty(x) ? 0 : x.item, extent_of(x), field.pointers});
+        if (x.present) slots_.push_back({field.name, element_count(x) == 0 ? 0 : x.item, extent_of(x), field.pointers});
     }
 }
 
@@ -93,15 +95,10 @@ void CallPlan::run(const Kernels& kernels, const std::vector<Extent>& arrays, ui
     check_count(slots_.size(), arrays.size());
     for (size_t i = 0; i < slots_.size(); ++i)
         if (slots_[i].item != 0) check_memory(slots_[i], arrays[i]);
-    // Another thread is running this plan: use a working copy.
-    if (is_busy_.exchange(true, std::memory_order_acquire)) {
-        Working working_copy = make_working();
-        run_on(working_copy, kernels, arrays, seed, threads);
-        return;
-    }
-    const Release release{is_busy_};
-    if (!working_) working_ = make_working();
-    run_on(*working_, kernels, arrays, seed, threads);
+    working_.use([&](std::optional<Working>& working) {
+        if (!working) working = make_working();
+        run_on(*working, kernels, arrays, seed, threads);
+    });
 }
 
 CallPlan::Working CallPlan::make_working() const {

@@ -2,9 +2,9 @@
 // only the memory is checked. All checks take longer than the products of a tiny call.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <vector>
@@ -27,13 +27,26 @@ struct Extent {
     }
 };
 
+// Where `start`, if present, is among the arrays of a run: how many inputs are in front of it.
+size_t place_of_start(const Inputs& in);
 // Throws std::invalid_argument unless a run gets all arrays of its plan.
 void check_count(size_t expected, size_t count);
 
-// Clears a flag at the end of a scope.
-struct Release {
-    std::atomic<bool>& flag;
-    ~Release() { flag.store(false, std::memory_order_release); }
+// A state that the runs of a plan keep for the next one. A run that begins while another one uses it gets a new state,
+// for itself alone, so that none waits.
+template <class State>
+class KeptState {
+   public:
+    template <class F>
+    void use(const F& f) {
+        if (const std::unique_lock lock(mutex_, std::try_to_lock); lock) return f(state_);
+        State own;
+        f(own);
+    }
+
+   private:
+    State state_;
+    std::mutex mutex_;  // held while a run uses the state
 };
 
 class CallPlan {
@@ -47,7 +60,7 @@ class CallPlan {
     // misaligned or has less memory than the example, so that no run reads or writes outside of its arrays.
     void run(const Kernels& kernels, const std::vector<Extent>& arrays, uint64_t seed, Threads threads) const;
 
-    // Where a run finds its intervals: `start` is number `index` of the present arrays, `stop` the next one, both
+    // Where a run finds its intervals: `start` is number `index` of the arrays of a run, `stop` the next one, both
     // (rows, cols) in C order. The index is negative where there are none, or where they have holes.
     struct Intervals {
         ptrdiff_t index = -1;
@@ -71,7 +84,7 @@ class CallPlan {
     template <class Arrays, size_t N>
     void add_slots(const Field<Arrays> (&fields)[N], const Arrays& examples);
 
-    // A copy of the problem whose pointers point into the arrays at `addresses`.
+    // A copy of the problem whose pointers point into the arrays at `addresses`, one for each slot.
     struct Working {
         Problem problem;
         Rows rows;
@@ -84,13 +97,11 @@ class CallPlan {
 
     bool is_backward_;
     Intervals intervals_;
-    std::vector<Slot> slots_;
-    Problem problem_;
-    Rows rows_;
-    // Kept between runs, so that a run changes only the pointers of arrays that have moved. A run that begins while
-    // another one uses it makes a copy of its own.
-    mutable std::optional<Working> working_;
-    mutable std::atomic<bool> is_busy_{false};
+    std::vector<Slot> slots_;  // of all present arrays, in the order of a run
+    Problem problem_;          // of the examples: its pointers are never read, only moved
+    Rows rows_;                // empty where a forward has nothing to do for each row
+    // Kept, so that a run changes only the pointers into arrays that have moved since the last run.
+    mutable KeptState<std::optional<Working>> working_;
 };
 
 }  // namespace attnscore

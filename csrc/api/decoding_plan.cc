@@ -1,7 +1,6 @@
 #include "api/decoding_plan.h"
 
 #include <algorithm>
-#include <iterator>
 
 namespace attnscore {
 namespace {
@@ -51,15 +50,17 @@ void DecodingPlan::hold_layouts(const Field<Arrays> (&fields)[N], Arrays& arrays
     }
 }
 
-// The layout on the canonical axes of an array like `example` on the caller's axes.
+// The layout on the canonical axes, (*lead, head, group, rows, columns), of the caller's key, value or mask: that of
+// the example, with the caller's number of keys and strides. An axis that the caller's array lacks has the length 1
+// here.
 ArrayLayout DecodingPlan::canonical_layout(const Array& example, const ArrayLayout& caller, bool is_mask) const {
-    // Axes are counted from the last one: columns, rows, group, head, and those in front.
+    // Axes are counted from the last one. The caller has rows and heads at 1 and 2, or at 2 and 1.
     constexpr size_t kRows = 1, kGroup = 2, kHead = 3;
     const size_t rows_of_caller = is_mask ? 1 : rows(), heads_of_caller = 3 - rows_of_caller;
     ArrayLayout layout = layout_of(example);
     layout.shape[layout.from_end(is_mask ? 0 : kRows)] = caller.shape[caller.from_end(is_mask ? 0 : rows_of_caller)];
     for (size_t axis = 0; axis < layout.axes; ++axis) {
-        // A mask has an axis of query heads, key and value one of KV heads.
+        // The caller's axis of heads is (head, group) in a mask, which has query heads, and head in key and value.
         if ((axis == kHead && !has_heads_) || (axis == kGroup && !(has_heads_ && is_mask))) continue;
         const size_t from = axis == 0       ? 0
                             : axis == kRows ? rows_of_caller
@@ -80,27 +81,20 @@ std::unique_ptr<CallPlan> DecodingPlan::make_plan(const std::vector<Extent>& arr
     auto next = arrays.begin();
     set_addresses(kInputs, in, next);
     set_addresses(kForwardArrays, filled, next);
-    const ArrayLayout key = canonical_layout(in.key, by_key[0], false);
-    const ArrayLayout value = canonical_layout(in.value, by_key[1], false);
-    set_layout(in.key, key);
-    set_layout(in.value, value);
-    ArrayLayout mask;
-    if (has_mask()) set_layout(in.mask, mask = canonical_layout(in.mask, by_key[2], true));
+    Array* const with_keys[] = {&in.key, &in.value, &in.mask};
+    ArrayLayout layouts[3];  // a CallPlan keeps none of them
+    for (size_t i = 0; i < by_key.size(); ++i) {
+        set_layout(*with_keys[i], layouts[i] = canonical_layout(*with_keys[i], by_key[i], i == 2));
+    }
     return std::make_unique<CallPlan>(score_, in, filled);
 }
 
 void DecodingPlan::run(const Kernels& kernels, const std::vector<Extent>& arrays,
                        const std::vector<ArrayLayout>& by_key, uint64_t seed, Threads threads) const {
-    if (is_busy_.exchange(true, std::memory_order_acquire)) {
-        make_plan(arrays, by_key)->run(kernels, arrays, seed, threads);
-        return;
-    }
-    const Release release{is_busy_};
-    if (by_key != planned_) {
-        plan_ = make_plan(arrays, by_key);
-        planned_ = by_key;
-    }
-    plan_->run(kernels, arrays, seed, threads);
+    current_.use([&](Current& current) {
+        if (by_key != current.by_key) current = {make_plan(arrays, by_key), by_key};
+        current.plan->run(kernels, arrays, seed, threads);
+    });
 }
 
 }  // namespace attnscore

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -13,7 +12,7 @@
 
 namespace attnscore {
 
-// Shape and strides of an array, in elements, without memory of their own: a tiny call would feel the allocations.
+// Shape and strides of an array, in elements. No vectors, whose allocations take a noticeable part of a tiny call.
 struct ArrayLayout {
     static constexpr size_t kMaxAxes = 10;
 
@@ -21,7 +20,7 @@ struct ArrayLayout {
     std::array<int64_t, kMaxAxes> shape{}, strides{};
 
     bool operator==(const ArrayLayout&) const = default;
-    // The place of an axis that is counted from the last one.
+    // The index of an axis that is counted from the last one, which is 0.
     size_t from_end(size_t axis) const { return axes - 1 - axis; }
 };
 
@@ -38,7 +37,7 @@ class DecodingPlan {
     void run(const Kernels& kernels, const std::vector<Extent>& arrays, const std::vector<ArrayLayout>& by_key,
              uint64_t seed, Threads threads) const;
 
-    // Whether number `index` of `by_key` may have this layout: key and value have an axis of keys, a mask two axes.
+    // Whether number `index` of `by_key` can be read: key and value have an axis of keys, a mask has two axes.
     bool has_keys(const ArrayLayout& x, size_t index) const { return x.axes > (index < 2 ? rows() : 1); }
     int64_t key_len(const ArrayLayout& key) const { return key.shape[key.from_end(rows())]; }
     bool has_mask() const { return inputs_.mask.present; }
@@ -54,16 +53,17 @@ class DecodingPlan {
     ArrayLayout canonical_layout(const Array& example, const ArrayLayout& caller, bool is_mask) const;
 
     Problem score_;
-    Inputs inputs_;
-    ForwardArrays filled_;
-    std::deque<ArrayLayout> layouts_;  // of these arrays
+    Inputs inputs_;                    // examples, without memory
+    ForwardArrays filled_;             // the same
+    std::deque<ArrayLayout> layouts_;  // of these arrays, which point into it
     bool has_heads_, length_before_heads_;
     CallPlan::Intervals intervals_;
-    // Kept between runs: the layers of a model repeat the lengths of the first one. A run that begins while another one
-    // uses it makes a plan of its own.
-    mutable std::unique_ptr<CallPlan> plan_;
-    mutable std::vector<ArrayLayout> planned_;
-    mutable std::atomic<bool> is_busy_{false};
+    // The plan for some layouts of key, value and mask. Kept: all layers of a model have the lengths of the first one.
+    struct Current {
+        std::unique_ptr<CallPlan> plan;
+        std::vector<ArrayLayout> by_key;
+    };
+    mutable KeptState<Current> current_;
 };
 
 }  // namespace attnscore

@@ -15,6 +15,7 @@ struct CallLayout {
     size_t head_grid_axes = 0, head_axis = 0, group_axis = 0;  // the number of axes of the grid, and the last two
 };
 
+// Check shapes and numbers of the intervals: (batch or 1, query), behind an axis of holes where there are any.
 void check_intervals(const Problem& p, const CallLayout& s, const Array& start, const Array& stop) {
     if (start.present != stop.present) throw_invalid(start.present ? stop : start, "start and stop together", "None");
     if (!start.present) return;
@@ -26,23 +27,18 @@ void check_intervals(const Problem& p, const CallLayout& s, const Array& start, 
         }
         check_contiguous(*a);
     }
-    const Shape shape(start.shape, start.shape + start.ndim);
-    if (shape != Shape(stop.shape, stop.shape + stop.ndim)) {
+    if (!std::equal(start.shape, start.shape + start.ndim, stop.shape, stop.shape + stop.ndim)) {
         throw_invalid(stop, "the shape of start, " + shape_text(start), shape_text(stop));
     }
-    if (is_empty(start)) return;
-    const auto* first = reinterpret_cast<const int64_t*>(start.data);
-    const auto* last = reinterpret_cast<const int64_t*>(stop.data);
-    int64_t count = 1;
-    for (const int64_t length : shape) count *= length;
-    for (int64_t i = 0; i < count; ++i) {
-        if (first[i] < 0) throw_invalid(start, "numbers from 0", std::to_string(first[i]));
-        if (last[i] > p.key_len) {
-            throw_invalid(stop, "numbers up to key_len = " + std::to_string(p.key_len), std::to_string(last[i]));
+    const int64_t *starts = as<int64_t>(start.data), *stops = as<int64_t>(stop.data);
+    for (int64_t i = 0; i < element_count(start); ++i) {
+        if (starts[i] < 0) throw_invalid(start, "numbers from 0", std::to_string(starts[i]));
+        if (stops[i] > p.key_len) {
+            throw_invalid(stop, "numbers up to key_len = " + std::to_string(p.key_len), std::to_string(stops[i]));
         }
-        if (first[i] > last[i]) {
+        if (starts[i] > stops[i]) {
             throw_invalid(stop, "numbers from start on",
-                          std::to_string(last[i]) + " with start " + std::to_string(first[i]));
+                          std::to_string(stops[i]) + " with start " + std::to_string(starts[i]));
         }
     }
 }
@@ -68,60 +64,21 @@ bool is_relative(const Problem& p, const CallLayout& s, const Array& bias) {
            bias.shape[s.head_grid_axes] == 1 && bias.shape[s.head_grid_axes + 1] == relative_positions(p);
 }
 
-// A cursor over a bias or its gradient, at the pair (0, 0). A relative bias is a matrix each of whose rows begins one
-// number before the last.
-MatrixCursor bias_cursor(const Problem& p, const CallLayout& s, const Array& bias) {
-    MatrixCursor cursor = MatrixCursor::broadcast(bias, s.head_grid_axes);
-    if (is_relative(p, s, bias)) {
-        cursor.base += (p.query_len - 1) * cursor.col_stride * bias.item;
+// A cursor over an array that is present.
+HeadCursor cursor_of(const Problem& p, const CallLayout& s, Array a, Kind kind) {
+    if (kind == Kind::heads) return HeadCursor(a, s.head_grid_axes, s.head_axis, a.ndim > 1 ? 2 : 0);
+    // The interval is in front of its holes, which the kernels find from it.
+    if (kind == Kind::bounds && a.ndim == 3) ++a.shape, ++a.strides, --a.ndim;
+    if (kind == Kind::bounds || kind == Kind::batch) return HeadCursor(a, s.head_grid_axes, 0, 1);
+    HeadCursor cursor(a, s.head_grid_axes, 0, s.head_grid_axes);
+    // A single column takes the kernels' path of contiguous rows.
+    if (kind == Kind::strided && a.shape[s.head_grid_axes + 1] <= 1) cursor.col_stride = 1;
+    if ((kind == Kind::bias || kind == Kind::bias_gradient) && is_relative(p, s, a)) {
+        // At the pair (0, 0) of a matrix, each row of which begins one number in front of the row before it.
+        cursor.base += (p.query_len - 1) * cursor.col_stride * a.item;
         cursor.row_stride = -cursor.col_stride;
     }
     return cursor;
-}
-
-// A cursor over an array of the first axis of the call alone: (batch or 1, length).
-MatrixCursor per_batch(const CallLayout& s, const Array& a) {
-    MatrixCursor cursor;
-    cursor.steps.assign(s.head_grid_axes, 0);
-    cursor.base = a.data;
-    cursor.steps[0] = a.shape[0] == 1 ? 0 : a.strides[0] * a.item;
-    cursor.row_stride = a.strides[1];
-    return cursor;
-}
-
-// A cursor over an array of the query heads alone: (head or 1, group or 1, ...), or one for all heads.
-MatrixCursor per_head(const CallLayout& s, const Array& a) {
-    MatrixCursor cursor;
-    cursor.steps.assign(s.head_grid_axes, 0);
-    cursor.base = a.data;
-    for (size_t axis = 0; a.ndim > 1 && axis < 2; ++axis) {
-        cursor.steps[s.head_axis + axis] = a.shape[axis] == 1 ? 0 : a.strides[axis] * a.item;
-    }
-    return cursor;
-}
-
-// A cursor over an array that is present.
-MatrixCursor cursor_of(const Problem& p, const CallLayout& s, Array a, Kind kind) {
-    switch (kind) {
-        case Kind::strided:
-            return MatrixCursor(a, s.head_grid_axes);
-        case Kind::broadcast:
-            return MatrixCursor::broadcast(a, s.head_grid_axes);
-        case Kind::bias:
-            return bias_cursor(p, s, a);
-        case Kind::heads:
-            return per_head(s, a);
-        case Kind::bounds:
-            if (a.ndim == 3) ++a.shape, ++a.strides;
-            return per_batch(s, a);
-        case Kind::batch:
-            return per_batch(s, a);
-        default: {
-            MatrixCursor cursor;
-            static_cast<StridedCursor&>(cursor) = StridedCursor(a, s.head_grid_axes);
-            return cursor;
-        }
-    }
 }
 
 // Check the axes of an array, unless it is absent. Bounds and gradients of biases have checks of their own.
@@ -139,7 +96,7 @@ void check_array_axes(const Problem& p, const CallLayout& s, const Array& a, con
         case Kind::strided:
             return check_shape(a, shape, s.head_grid_axes);
         case Kind::bias:
-            if (is_relative(p, s, a)) shape = concat(s.head_grid, {1, relative_positions(p)});
+            if (is_relative(p, s, a)) shape.end()[-2] = 1, shape.back() = relative_positions(p);
             return check_broadcast(a, shape);
         case Kind::broadcast:
             return check_broadcast(a, shape);
@@ -160,21 +117,6 @@ void check_all(const Problem& p, const CallLayout& s, const Field<Arrays> (&fiel
     for (const auto& field : fields) check_array_axes(p, s, arrays.*field.array, field.axes);
 }
 
-// Call f(index) for each index of a grid, in C order.
-template <class F>
-void for_each_index(const Shape& grid, const F& f) {
-    for (const int64_t length : grid) {
-        if (length == 0) return;
-    }
-    Shape index(grid.size(), 0);
-    for (;;) {
-        f(index);
-        size_t axis = grid.size();
-        while (axis > 0 && ++index[axis - 1] == grid[axis - 1]) index[--axis] = 0;
-        if (axis == 0) return;
-    }
-}
-
 // Numbers the indices of a grid in C order; along an axis of length 1 all indices count as one.
 struct IndexNumbering {
     Shape steps;
@@ -187,14 +129,10 @@ struct IndexNumbering {
         }
     }
 
-    size_t of(const Shape& index) const {
-        int64_t number = 0;
-        for (size_t i = 0; i < steps.size(); ++i) number += steps[i] * index[i];
-        return static_cast<size_t>(number);
-    }
+    size_t of(const Shape& index) const { return static_cast<size_t>(dot(index, steps)); }
 };
 
-// Set all pointers into the arrays that are present, except into the gradient of a bias.
+// Set all pointers into the arrays that are present, except into the gradient of a bias, which `set_bias_groups` sets.
 template <class Arrays, size_t N>
 void set_pointers(Problem& p, const CallLayout& s, const Field<Arrays> (&fields)[N], const Arrays& arrays,
                   std::vector<RowArrays>& rows) {
@@ -203,7 +141,7 @@ void set_pointers(Problem& p, const CallLayout& s, const Field<Arrays> (&fields)
     for (const auto& field : fields) {
         const Array& a = arrays.*field.array;
         if (!a.present || a.data == nullptr || field.axes.kind == Kind::bias_gradient) continue;
-        const MatrixCursor cursor = cursor_of(p, s, a, field.axes.kind);
+        const HeadCursor cursor = cursor_of(p, s, a, field.axes.kind);
         const IndexNumbering& numbers = field.axes.kind == Kind::groups ? groups : heads;
         for_each_index(s.head_grid, [&](const Shape& index) {
             for (const Pointer& pointer : field.pointers) {
@@ -272,8 +210,9 @@ CallLayout read_inputs(Problem& p, const Inputs& in, const Array& out, std::vect
     return s;
 }
 
+// Check that each gradient has an input, and its axes.
 void check_gradients(const Problem& p, const CallLayout& s, const Inputs& in, const BackwardArrays& a) {
-    // The kernels write these in any case.
+    // The kernels write these whether they are requested or not.
     for (const Array* x : {&a.grad_query, &a.grad_key, &a.grad_value}) check_present(*x);
     if (p.form == Form::additive) check_present(a.grad_w_v);
     for (const auto& field : kGradients) {
@@ -290,16 +229,17 @@ void check_gradients(const Problem& p, const CallLayout& s, const Inputs& in, co
     if (a.grad_bias.present) check_exact(a.grad_bias, Shape(in.bias.shape, in.bias.shape + in.bias.ndim));
 }
 
+// Find the heads that share a part of the bias, and so its gradient.
 void set_bias_groups(Problem& p, const CallLayout& s, const Array& grad) {
     if (!grad.present || p.heads.empty()) return;
     const IndexNumbering groups(Shape(grad.shape, grad.shape + s.head_grid_axes));
-    const MatrixCursor cursor = bias_cursor(p, s, grad);
+    const HeadCursor cursor = cursor_of(p, s, grad, Kind::bias_gradient);
     p.bias_groups.resize(static_cast<size_t>(groups.count));
     int64_t head = 0;
     for_each_index(s.head_grid, [&](const Shape& index) {
         BiasGroup& group = p.bias_groups[groups.of(index)];
         group.heads.push_back(head++);
-        group.grad_bias = cursor.StridedCursor::at(index);
+        group.grad_bias = cursor.at(index);
         group.row_stride = cursor.row_stride;
         group.col_stride = cursor.col_stride;
     });
@@ -324,6 +264,7 @@ Dtype dtype_of(const Problem& problem, Element element) {
     }
 }
 
+// By statistic, the flag of the problem that it needs, or null.
 #define ATTNSCORE_NEEDED(name, needed) needed,
 constexpr bool Problem::* kNeeded[] = {ATTNSCORE_STATISTICS(ATTNSCORE_NEEDED)};
 

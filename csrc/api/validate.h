@@ -2,7 +2,9 @@
 // alignment or intervals end in std::invalid_argument, never in a bad read.
 #pragma once
 
+#include <cstdint>
 #include <iterator>
+#include <type_traits>
 #include <vector>
 
 #include "api/array.h"
@@ -45,9 +47,9 @@ enum class Kind {
     groups,         // C order, and 1 along an axis of the call whose heads are in one group
     bias,           // broadcast, or relative
     bias_gradient,  // C order, in the shape of the bias
-    heads,          // (head, group) in front, or nothing
+    heads,          // (head, group) in front; or neither axis, where it is one vector for all heads
     batch,          // (batch,) in front
-    bounds          // the same, behind an axis of holes where there are any
+    bounds          // the same; where intervals have holes, behind an axis of the interval and its holes
 };
 
 // The length of an axis after the call's axes; none: no such axis.
@@ -58,12 +60,13 @@ struct Axes {
     Size rows = Size::none, cols = Size::none;
 };
 
-// A field of all heads, groups or rows of a call that points into an array.
+// A field that points into an array, of all of its owners: heads, groups, groups of a bias, or rows of a call. Both
+// functions are null for an array without such a field.
 struct Pointer {
     // Set the field of one owner to the part of the array at an index of the grid.
-    void (*set)(Problem&, std::vector<RowArrays>&, size_t owner, const MatrixCursor&, const Shape& index) = nullptr;
-    // Move the field of all owners by some bytes: the memory of the array has moved.
-    void (*move)(Problem&, std::vector<RowArrays>&, ptrdiff_t by) = nullptr;
+    void (*set)(Problem&, std::vector<RowArrays>&, size_t owner, const HeadCursor&, const Shape& index) = nullptr;
+    // Move the field of all owners: a run reads or writes an array that lies so many bytes behind the array before it.
+    void (*move)(Problem&, std::vector<RowArrays>&, ptrdiff_t bytes) = nullptr;
 };
 
 // One array of a call: its name in messages, its place in the struct, its axes, the pointers into it, its elements.
@@ -76,57 +79,42 @@ struct Field {
     Element element = Element::sum;
 };
 
-inline void set_part(Matrix& to, const MatrixCursor& cursor, const Shape& index) { to = cursor.at(index); }
-inline void set_part(const int64_t*& to, const MatrixCursor& cursor, const Shape& index) {
-    to = as<int64_t>(cursor.StridedCursor::at(index));
-}
-template <class Byte>
-void set_part(Byte*& to, const MatrixCursor& cursor, const Shape& index) {
-    to = cursor.StridedCursor::at(index);
+inline void set_part(Matrix& to, const HeadCursor& cursor, const Shape& index) { to = cursor.matrix_at(index); }
+template <class T>
+void set_part(T*& to, const HeadCursor& cursor, const Shape& index) {
+    to = reinterpret_cast<T*>(cursor.at(index));
 }
 
-template <class Byte>
-void move_part(Byte*& pointer, ptrdiff_t by) {
-    if (pointer != nullptr) pointer += by;
+template <class T>
+void move_part(T*& pointer, ptrdiff_t bytes) {
+    if (pointer != nullptr) pointer = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
 }
-inline void move_part(const int64_t*& pointer, ptrdiff_t by) {
-    if (pointer != nullptr) pointer = as<int64_t>(reinterpret_cast<const char*>(pointer) + by);
-}
-inline void move_part(Matrix& matrix, ptrdiff_t by) { move_part(matrix.data, by); }
+inline void move_part(Matrix& matrix, ptrdiff_t bytes) { move_part(matrix.data, bytes); }
 
-template <class Value>
-std::vector<Head>& owners(Value Head::*, Problem& p, std::vector<RowArrays>&) {
-    return p.heads;
-}
-template <class Value>
-std::vector<Group>& owners(Value Group::*, Problem& p, std::vector<RowArrays>&) {
-    return p.groups;
-}
-template <class Value>
-std::vector<BiasGroup>& owners(Value BiasGroup::*, Problem& p, std::vector<RowArrays>&) {
-    return p.bias_groups;
-}
-template <class Value>
-std::vector<RowArrays>& owners(Value RowArrays::*, Problem&, std::vector<RowArrays>& rows) {
-    return rows;
+// All owners of a field of this type.
+template <class Owner, class Value>
+std::vector<Owner>& owners(Value Owner::*, Problem& p, std::vector<RowArrays>& rows) {
+    if constexpr (std::is_same_v<Owner, Head>) return p.heads;
+    if constexpr (std::is_same_v<Owner, Group>) return p.groups;
+    if constexpr (std::is_same_v<Owner, BiasGroup>) return p.bias_groups;
+    if constexpr (std::is_same_v<Owner, RowArrays>) return rows;
 }
 
 // How to set this field of one owner, and move it for all.
 template <auto field>
-constexpr Pointer pointer_to{[](Problem& p, std::vector<RowArrays>& rows, size_t owner, const MatrixCursor& cursor,
+constexpr Pointer pointer_to{[](Problem& p, std::vector<RowArrays>& rows, size_t owner, const HeadCursor& cursor,
                                 const Shape& index) { set_part(owners(field, p, rows)[owner].*field, cursor, index); },
-                             [](Problem& p, std::vector<RowArrays>& rows, ptrdiff_t by) {
-                                 auto& all = owners(field, p, rows);
-                                 for (auto& owner : all) move_part(owner.*field, by);
+                             [](Problem& p, std::vector<RowArrays>& rows, ptrdiff_t bytes) {
+                                 for (auto& owner : owners(field, p, rows)) move_part(owner.*field, bytes);
                              }};
 
 template <Statistic statistic>
 constexpr Pointer pointer_to_statistic{
-    [](Problem&, std::vector<RowArrays>& rows, size_t owner, const MatrixCursor& cursor, const Shape& index) {
+    [](Problem&, std::vector<RowArrays>& rows, size_t owner, const HeadCursor& cursor, const Shape& index) {
         set_part(rows[owner].at(statistic), cursor, index);
     },
-    [](Problem&, std::vector<RowArrays>& rows, ptrdiff_t by) {
-        for (RowArrays& row : rows) move_part(row.at(statistic), by);
+    [](Problem&, std::vector<RowArrays>& rows, ptrdiff_t bytes) {
+        for (RowArrays& row : rows) move_part(row.at(statistic), bytes);
     }};
 
 constexpr Axes kRow{Kind::exact, Size::query_len, Size::one};
@@ -134,17 +122,17 @@ constexpr Axes kAllPairs{Kind::exact, Size::query_len, Size::key_len};
 constexpr Axes kPairs{Kind::broadcast, Size::query_len, Size::key_len};
 constexpr Axes kOut{Kind::exact, Size::query_len, Size::value_dim};
 constexpr Axes kStridedOut{Kind::strided, Size::query_len, Size::value_dim};
+constexpr Axes kValue{Kind::strided, Size::key_len, Size::value_dim};
+constexpr Axes kGradQuery{Kind::exact, Size::query_len, Size::dim};
+constexpr Axes kGradQueryBias{Kind::exact, Size::query_len};
 constexpr Axes kGradValue{Kind::groups, Size::key_len, Size::value_dim};
+constexpr Axes kGradKeyBias{Kind::groups, Size::key_len};
 
 // The arrays of a call, in the order in which Python hands them over. XLA's order follows from it (ffi.cc).
 inline constexpr Field<Inputs> kInputs[] = {
     {"query", &Inputs::query, {Kind::strided, Size::query_len, Size::dim}, {pointer_to<&Head::query>}, Element::score},
     {"key", &Inputs::key, {Kind::strided, Size::key_len, Size::dim}, {pointer_to<&Head::key>}, Element::score},
-    {"value",
-     &Inputs::value,
-     {Kind::strided, Size::key_len, Size::value_dim},
-     {pointer_to<&Head::value>},
-     Element::value},
+    {"value", &Inputs::value, kValue, {pointer_to<&Head::value>}, Element::value},
     {"query_bias", &Inputs::query_bias, {Kind::broadcast, Size::query_len, Size::one}, {pointer_to<&Head::query_bias>}},
     {"key_bias", &Inputs::key_bias, {Kind::broadcast, Size::key_len, Size::one}, {pointer_to<&Head::key_bias>}},
     {"bias", &Inputs::bias, {Kind::bias, Size::query_len, Size::key_len}, {pointer_to<&Head::bias>}, Element::bias},
@@ -177,22 +165,13 @@ inline constexpr Field<BackwardArrays> kForwardResults[] = {
     {"grad_entropy", &BackwardArrays::grad_entropy, kRow, {pointer_to<&Head::grad_entropy>}},
     {"grad_attention_scores", &BackwardArrays::grad_attention_scores, kPairs, {pointer_to<&Head::grad_matrix>}},
     {"grad_attention_weights", &BackwardArrays::grad_attention_weights, kPairs, {pointer_to<&Head::grad_matrix>}}};
-// Each is named like its input, with "grad_" in front.
+// Each is named like its input, with "grad_" in front, by which `check_gradients` finds the input.
 inline constexpr Field<BackwardArrays> kGradients[] = {
-    {"grad_query",
-     &BackwardArrays::grad_query,
-     {Kind::exact, Size::query_len, Size::dim},
-     {pointer_to<&Head::grad_query>}},
+    {"grad_query", &BackwardArrays::grad_query, kGradQuery, {pointer_to<&Head::grad_query>}},
     {"grad_key", &BackwardArrays::grad_key, {Kind::groups, Size::key_len, Size::dim}, {pointer_to<&Group::grad_key>}},
     {"grad_value", &BackwardArrays::grad_value, kGradValue, {pointer_to<&Group::grad_value>}},
-    {"grad_query_bias",
-     &BackwardArrays::grad_query_bias,
-     {Kind::exact, Size::query_len},
-     {pointer_to<&Head::grad_query_bias>}},
-    {"grad_key_bias",
-     &BackwardArrays::grad_key_bias,
-     {Kind::groups, Size::key_len},
-     {pointer_to<&Group::grad_key_bias>}},
+    {"grad_query_bias", &BackwardArrays::grad_query_bias, kGradQueryBias, {pointer_to<&Head::grad_query_bias>}},
+    {"grad_key_bias", &BackwardArrays::grad_key_bias, kGradKeyBias, {pointer_to<&Group::grad_key_bias>}},
     {"grad_bias", &BackwardArrays::grad_bias, {Kind::bias_gradient}, {pointer_to<&BiasGroup::grad_bias>}},
     {"grad_w_v", &BackwardArrays::grad_w_v, {Kind::groups, Size::dim}, {pointer_to<&Group::grad_w_v>}},
     {"grad_sink", &BackwardArrays::grad_sink, {Kind::exact}, {pointer_to<&RowArrays::grad_sink>}},
@@ -200,8 +179,8 @@ inline constexpr Field<BackwardArrays> kGradients[] = {
 
 constexpr size_t kFirstStatistic = std::size(kForwardArrays) - kStatistics;
 
-// Check the arrays of a call, and fill in sizes, heads and groups of a problem that knows its score and dtypes. Return
-// the row arrays of each head.
+// Check the arrays of a call, and set sizes, heads and groups of a problem that has its score and dtypes. Returns the
+// row arrays of each head.
 std::vector<RowArrays> build_forward(Problem& problem, const Inputs& in, const ForwardArrays& arrays);
 std::vector<RowArrays> build_backward(Problem& problem, const Inputs& in, const BackwardArrays& arrays);
 

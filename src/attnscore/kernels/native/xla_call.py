@@ -28,10 +28,9 @@ from attnscore.masks.base import all_of
 from attnscore.masks.dynamic_intervals import traced_lens, traced_visibility
 from attnscore.problem.problem import Problem
 
-# Orders of operands, and of all results that a call may have. For each name there is a bit in the attributes
-# `present_operands`, `transposed` (operands that are passed transposed) and `requested_results`, see csrc/api/ffi.cc.
-_OPERANDS = (*ORDER, "seed", *(name for name in BACKWARD_INPUTS if name != "saved_scores"))
-_FORWARD = tuple(name for name in FILLED if name not in ("saved_scores", "log_sum_exp"))
+# Order of the operands that a call may have. For each name there is a bit in the attributes `present_operands` and
+# `transposed` (operands that are passed transposed), for each result in `requested_results`, see csrc/api/ffi.cc.
+_OPERANDS = (*ORDER, "seed", *BACKWARD_INPUTS)
 _SCORE = ("form", "activation", "negative_slope", "scale", "caps")
 
 
@@ -62,7 +61,7 @@ class XlaCall(Program):
     def run(
         self, problem: Problem, mask_arrays: MaskArrays, shapes: Shapes, inputs: dict[str, Array] | None
     ) -> dict[str, Array]:
-        direction, results = ("forward", _FORWARD) if inputs is None else ("backward", GRADIENTS)
+        direction, results = ("forward", FILLED) if inputs is None else ("backward", GRADIENTS)
         ops, dropout = problem.ops, problem.dropout
         seed = None if dropout is None or not isinstance(dropout.seed, SeedHalves) else dropout.seed
         # Without the dtypes, which the operands tell, and the place of a chunk, which has no dropout in a program.
