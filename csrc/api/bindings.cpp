@@ -1,5 +1,5 @@
 // Python bindings: arguments in, a Problem to the selected kernels, errors out. Only this file and python_arrays.cc
-// know Python.
+// know Python. _native.pyi documents the functions of the module.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -336,6 +336,7 @@ bool copy_valid_lens(nb::handle lens, nb::handle to, int64_t max_length) {
     return read_lengths(lens, reinterpret_cast<int64_t*>(out.data()), out.shape()[0], out.shape()[1], max_length);
 }
 
+// Whether no number has this exponent, whose bits are all ones: that of NaN and infinity.
 template <class Bits>
 bool all_finite(const char* data, int64_t count, Bits exponent) {
     const auto* numbers = reinterpret_cast<const Bits*>(data);
@@ -349,7 +350,6 @@ bool all_finite(const char* data, int64_t count, Bits exponent) {
     return true;
 }
 
-// By bits, as the exponents of NaN and infinity are all ones.
 nb::object is_all_finite(nb::handle array) {
     const ArrayView view(array.ptr());
     if (!view || !view.is_c_contiguous()) return nb::none();

@@ -7,7 +7,6 @@
 #include <utility>
 
 namespace attnscore {
-namespace {
 
 static_assert(sizeof(Py_ssize_t) == sizeof(int64_t), "shapes of NumPy's arrays are read as 64-bit numbers");
 
@@ -27,7 +26,22 @@ struct NumpyArray {
     const NumpyDtype* dtype;
     int flags;
 };
-constexpr int kAligned = 0x100;
+
+// The parts of the DLPack 1.x ABI that are read here (github.com/dmlc/dlpack, dlpack.h).
+struct DlTensor {
+    void* data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t* shape;
+    int64_t* strides;
+    uint64_t byte_offset;
+};
+
+namespace {
+
+constexpr int kAligned = 0x100;  // a flag of arrays
 
 const NumpyArray& numpy_array(const PyObject* object) { return *reinterpret_cast<const NumpyArray*>(object); }
 
@@ -48,38 +62,6 @@ int64_t item_of(const NumpyDtype& dtype) {
     return dtype.number < kOwnTypes ? kLetterSizes[dtype.letter & 0x7f] : 0;
 }
 
-// Get memory and layout of an array whose strides are in units of so many bytes; false where it has no such layout.
-bool get_memory(char* data, int64_t item, int ndim, const int64_t* shape, const int64_t* strides, int64_t unit,
-                Extent& extent, ArrayLayout* layout) {
-    extent = {data, 0, item};
-    bool is_empty = false;
-    for (int i = 0; i < ndim; ++i) {
-        is_empty = is_empty || shape[i] == 0;
-        extent.add_axis(shape[i], strides[i] * unit);
-    }
-    if (is_empty) extent = {data};
-    if (layout == nullptr) return true;
-    layout->axes = static_cast<size_t>(ndim);
-    if (layout->axes > layout->shape.size()) return false;
-    for (size_t i = 0; i < layout->axes; ++i) {
-        layout->shape[i] = shape[i];
-        layout->strides[i] = strides[i] * unit / item;
-        if (layout->strides[i] * item != strides[i] * unit) return false;
-    }
-    return true;
-}
-
-// The parts of the DLPack 1.x ABI that are read here (github.com/dmlc/dlpack, dlpack.h).
-struct DlTensor {
-    void* data;
-    int32_t device_type, device_id;
-    int32_t ndim;
-    uint8_t code, bits;
-    uint16_t lanes;
-    int64_t* shape;
-    int64_t* strides;
-    uint64_t byte_offset;
-};
 struct ExchangeApi {
     uint32_t major, minor;
     ExchangeApi* previous;
@@ -105,6 +87,14 @@ bool is_tensor_type(PyTypeObject* type) {
     for (Py_ssize_t i = 0; i < count; ++i)
         if (reinterpret_cast<PyObject*>(type) == PyTuple_GetItem(types, i)) return true;
     return false;
+}
+
+// Whether a tensor is lazily negated: the negated numbers are in its memory, and DLPack does not say so.
+bool is_negated(PyObject* tensor) {
+    PyObject* is_neg = PyObject_VectorcallMethod(is_neg_name, &tensor, 1, nullptr);
+    if (is_neg == nullptr) PyErr_Clear();
+    Py_XDECREF(is_neg);
+    return is_neg != Py_False;
 }
 
 // The letter of a dtype, by DLPack's codes: 0 signed, 1 unsigned, 2 floating, 4 bfloat, 6 bool. 0 for any other.
@@ -152,38 +142,31 @@ bool set_tensor_types(PyObject* types, PyObject* exchange_api) {
     return true;
 }
 
-bool get_extent(PyObject* object, Extent& extent, ArrayLayout* layout) {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == numpy_type) {
-        const NumpyArray& x = numpy_array(object);
-        const int64_t item = item_of(*x.dtype);
-        return item != 0 && get_memory(x.data, item, x.ndim, x.shape, x.strides, 1, extent, layout);
+ArrayView::ArrayView(PyObject* object) {
+    if (!read(object) || (kind_ == Kind::tensor && is_negated(object)) ||
+        (size() != 0 &&
+         (data_ == nullptr || reinterpret_cast<uintptr_t>(data_) % static_cast<uintptr_t>(item_) != 0))) {
+        kind_ = Kind::none;
     }
+}
+
+bool ArrayView::read(PyObject* object) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == numpy_type) return read_numpy(numpy_array(object));
     DlTensor x;
     if (!is_tensor_type(Py_TYPE(object))) return false;
+    // Tensors that have no memory of the CPU (fake, sparse, wrapped by a transform) fail here.
     if (exchange->view(object, &x) != 0) {
         PyErr_Clear();
         return false;
     }
-    const int64_t item = x.bits / 8;
-    char* data = static_cast<char*>(x.data) + x.byte_offset;
-    return get_memory(data, item, x.ndim, x.shape, x.strides, item, extent, layout);
+    return read_tensor(x);
 }
 
-ArrayView::ArrayView(PyObject* object) {
-    const bool is_tensor = is_tensor_type(Py_TYPE(object));
-    if (!is_tensor && reinterpret_cast<PyObject*>(Py_TYPE(object)) != numpy_type) return;
-    if (is_tensor ? !read_tensor(object) : !read_numpy(object)) return;
-    if (size() != 0 && (data_ == nullptr || reinterpret_cast<uintptr_t>(data_) % static_cast<uintptr_t>(item_) != 0)) {
-        return;
-    }
-    kind_ = is_tensor ? Kind::tensor : Kind::numpy;
-}
-
-bool ArrayView::read_numpy(const PyObject* object) {
-    const NumpyArray& x = numpy_array(object);
+bool ArrayView::read_numpy(const NumpyArray& x) {
     item_ = item_of(*x.dtype);
     const bool is_native = x.dtype->byte_order == '=' || x.dtype->byte_order == '|';
     if (item_ == 0 || !is_native || (x.flags & kAligned) == 0) return false;
+    kind_ = Kind::numpy;
     format_ = x.dtype->letter == 'l' ? (sizeof(long) == 8 ? 'q' : 'i') : x.dtype->letter;
     ndim_ = x.ndim;
     stride_unit_ = 1;
@@ -193,26 +176,30 @@ bool ArrayView::read_numpy(const PyObject* object) {
     return true;
 }
 
-bool ArrayView::read_tensor(PyObject* object) {
-    DlTensor tensor;
-    // Tensors that have no memory of the CPU (fake, sparse, wrapped by a transform) fail here.
-    if (exchange->view(object, &tensor) != 0) {
-        PyErr_Clear();
-        return false;
-    }
-    format_ = format_of(tensor.code, tensor.bits);
-    if (tensor.device_type != kCpu || tensor.lanes != 1 || format_ == 0) return false;
-    // A lazily negated tensor (`is_neg`) holds the negated numbers in memory, and DLPack does not say so.
-    PyObject* is_neg = PyObject_VectorcallMethod(is_neg_name, &object, 1, nullptr);
-    if (is_neg == nullptr) PyErr_Clear();
-    Py_XDECREF(is_neg);
-    if (is_neg != Py_False) return false;
-    ndim_ = tensor.ndim;
-    item_ = tensor.bits / 8;
+bool ArrayView::read_tensor(const DlTensor& x) {
+    format_ = format_of(x.code, x.bits);
+    if (x.device_type != kCpu || x.lanes != 1 || format_ == 0) return false;
+    kind_ = Kind::tensor;
+    ndim_ = x.ndim;
+    item_ = x.bits / 8;
     stride_unit_ = item_;
-    data_ = static_cast<char*>(tensor.data) + tensor.byte_offset;
-    shape_ = tensor.shape;
-    strides_ = tensor.strides;
+    data_ = static_cast<char*>(x.data) + x.byte_offset;
+    shape_ = x.shape;
+    strides_ = x.strides;
+    return true;
+}
+
+bool get_extent(PyObject* object, Extent& extent, ArrayLayout* layout) {
+    ArrayView x;
+    if (!x.read(object)) return false;
+    extent = {x.data_, 0, x.item_};
+    for (int i = 0; i < x.ndim_; ++i) extent.add_axis(x.shape_[i], x.strides_[i] * x.stride_unit_);
+    if (x.size() == 0) extent = {x.data_};
+    if (layout == nullptr) return true;
+    layout->axes = static_cast<size_t>(x.ndim_);
+    if (layout->axes > layout->shape.size() || !x.has_whole_strides()) return false;
+    std::copy_n(x.shape_, x.ndim_, layout->shape.begin());
+    for (int i = 0; i < x.ndim_; ++i) layout->strides[static_cast<size_t>(i)] = x.stride(i);
     return true;
 }
 
@@ -236,9 +223,8 @@ bool ArrayView::broadcasts_to(int64_t rows, int64_t columns) const {
 }
 
 bool ArrayView::get_matrix(Matrix& to) const {
-    const int64_t units = item_ / stride_unit_;
-    if (strides_[0] % units != 0 || strides_[1] % units != 0) return false;
-    to = {data_, strides_[0] / units, strides_[1] / units};
+    if (!has_whole_strides()) return false;
+    to = {data_, stride(0), stride(1)};
     return true;
 }
 

@@ -21,9 +21,13 @@ bool set_numpy_type(PyObject* ndarray, PyObject* example, const void* address);
 // `__dlpack_c_exchange_api__`. Return false, and read none, where its version is unknown here.
 bool set_tensor_types(PyObject* types, PyObject* exchange_api);
 
-// Get the memory of an array and, unless `layout` is null, its shape and strides. False where `object` is of none of
-// these types, of a dtype that is not read here, or has no such layout: no Python error is set then.
+// Get the memory of an array that a plan has seen before, or one like it, and unless `layout` is null also its shape
+// and strides: in less time than an ArrayView, which asks a tensor whether it is negated. False where it cannot be
+// read, or its strides are not whole elements: no Python error is set then.
 bool get_extent(PyObject* object, Extent& extent, ArrayLayout* layout = nullptr);
+
+struct NumpyArray;
+struct DlTensor;
 
 // Memory, dtype, shape and strides of one array, valid while the array is held and unchanged.
 class ArrayView {
@@ -55,16 +59,24 @@ class ArrayView {
     bool get_matrix(Matrix& to) const;
     // Whether the strides are multiples of the elements.
     bool has_whole_strides() const;
-    // Append kind, dtype, shape and strides to `to`: all but the address.
+    // Append kind, dtype, shape and strides to `to`: all but the address. Calls whose arrays have equal signatures
+    // share a plan.
     void append_signature(std::string& to) const;
-    // Append kind, dtype and shape without the axis `length_axis`.
+    // Append kind, dtype and shape without the length of one axis, and no strides: what calls share whose number of
+    // keys grows, and which a DecodingPlan runs.
     void append_signature_without(int length_axis, std::string& to) const;
 
    private:
     enum class Kind : char { none, numpy, tensor };
+    friend bool get_extent(PyObject* object, Extent& extent, ArrayLayout* layout);
 
-    bool read_numpy(const PyObject* object);
-    bool read_tensor(PyObject* object);
+    ArrayView() = default;
+    // Read an array, without a look at its address and at the negation of a tensor.
+    bool read(PyObject* object);
+    bool read_numpy(const NumpyArray& x);
+    bool read_tensor(const DlTensor& x);
+    // A stride in elements, where it is whole.
+    int64_t stride(int axis) const { return strides_[axis] / (item_ / stride_unit_); }
 
     Kind kind_ = Kind::none;
     char format_ = 0;

@@ -99,6 +99,13 @@ def signature(arrays: Sequence[Any], /) -> bytes | None:
     Read are arrays of exactly these types, with aligned memory of the CPU, of a dtype that the machine has.
     """
 
+def decoding_signature(arrays: Sequence[Any], head_axis: int, /) -> bytes | None:
+    """Return what calls of a `DecodingPlan` share; None where there is no such plan.
+
+    `arrays` are query, key, value and, where there is one, a boolean mask or valid lengths. The result is their
+    `signature` without the number of keys, and without the strides of key, value and mask.
+    """
+
 def copy_valid_lens(lens: Any, to: NDArray[Any], most: int, /) -> bool:
     """Copy int32 or int64 lengths (batch,) or (batch, query) to `to`, (batch, query); whether all are in 0..most."""
 
@@ -142,6 +149,30 @@ def plan_forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], /) -
     """Check examples of the arrays as `forward` does, but row_max and log_denom may be None.
 
     Only shapes and strides are read of them, and the numbers of start and stop, to check them; a run may have others.
+    """
+
+class DecodingPlan:
+    """A forward whose number of keys may differ from run to run."""
+
+    def allocate_and_run(
+        self,
+        arrays: tuple[Any, ...],
+        lens: tuple[Any, ...],
+        empty: Callable[[Any, Any], Any],
+        layouts: tuple[tuple[Any, Any], ...],
+        seed: int,
+        threads: int,
+        /,
+    ) -> tuple[Any, ...] | None:
+        """Run as `CallPlan.allocate_and_run`. Number of keys and strides are read of key, value and mask."""
+
+def plan_decoding(
+    score: _Score, inputs: _Inputs, rows: Sequence[_Optional], has_heads: bool, length_before_heads: bool, /
+) -> DecodingPlan:
+    """Check examples of the arrays as `plan_forward` does.
+
+    A run gets key, value and mask on the caller's axes, (..., head, length, dim), without `head` unless `has_heads`;
+    with `length_before_heads` key and value are (..., length, head, dim).
     """
 
 def plan_backward(
