@@ -10,11 +10,12 @@ namespace attnscore {
 namespace {
 
 constexpr int64_t kTaskRows = 512;     // rows of a task
-constexpr int64_t kMinWork = 1 << 15;  // numbers to read up to which one thread does it
+constexpr int64_t kMinWork = 1 << 15;  // numbers to read; a call of fewer is not shared by threads
 
 #include "kernels/for_each_task-inl.h"
 
-// Set the gradient of a head's sink: a logit without a value, whose dp is 0.
+// Set the gradient of a head's sink: one more logit of each row, of the weight p, without a value, so that dp = 0 and
+// ds = -p delta.
 template <class T>
 void set_sink_gradient(const Problem& p, const Head& head, const RowArrays& rows) {
     const T sink = *as<T>(rows.sink);
@@ -31,12 +32,12 @@ void set_sink_gradient(const Problem& p, const Head& head, const RowArrays& rows
     *as<T>(rows.grad_sink) = static_cast<T>(sum);
 }
 
-// Call f(head, first row, last row) for blocks of rows, on the pool.
+// Call f(head, first row, end of the rows) for blocks of rows of each head, on the pool.
 template <class F>
 void for_each_row_block(const Problem& p, Threads threads, F f) {
     const int64_t blocks = (p.query_len + kTaskRows - 1) / kTaskRows, heads = static_cast<int64_t>(p.heads.size());
     const int64_t matrix_cols = p.matrix == MatrixOutput::none ? 0 : p.key_len;
-    // Waking a thread takes longer than so little work (a few microseconds).
+    // 16: about as many statistics. Waking a thread takes longer than so little work (a few microseconds).
     if (heads * p.query_len * (p.value_dim + matrix_cols + 16) < kMinWork) threads = 1;
     for_each_task(heads * blocks, threads, [&](int64_t i) {
         const int64_t first = i % blocks * kTaskRows;
@@ -44,49 +45,43 @@ void for_each_row_block(const Problem& p, Threads threads, F f) {
     });
 }
 
-template <class T>
-void run_forward_typed(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, Threads threads) {
-    const auto head = static_cast<size_t>(p.query_len * kRowStats) * sizeof(T);
-    // Not zeroed, which would cost a pass over it: every number is written before it is read.
-    const auto stats = std::make_unique_for_overwrite<char[]>(head * p.heads.size());
-    for (size_t h = 0; h < p.heads.size(); ++h) p.heads[h].row_stats = stats.get() + h * head;
-    kernels.forward(p, threads);
-    if (rows.empty()) return;
-    for_each_row_block(p, threads, [&](size_t h, int64_t first, int64_t last) {
-        kernels.finish_rows(p, p.heads[h], rows[h], first, last);
-    });
-}
-
-template <class T>
-void run_backward_typed(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, Threads threads) {
-    const auto column = static_cast<size_t>(p.query_len) * sizeof(T);
-    // Copies: prepare_rows writes a log_denom of infinity for a fully masked query, and delta = dout.out +
-    // dweights.weights - dlse.
-    std::vector<char> log_denoms(column * p.heads.size()), deltas(column * p.heads.size());
-    for (size_t h = 0; h < p.heads.size(); ++h) {
-        p.heads[h].log_denom = log_denoms.data() + h * column;
-        p.heads[h].delta = deltas.data() + h * column;
-    }
-    for_each_row_block(p, threads, [&](size_t h, int64_t first, int64_t last) {
-        kernels.prepare_rows(p, p.heads[h], rows[h], log_denoms.data() + h * column, deltas.data() + h * column, first,
-                             last);
-    });
-    kernels.backward(p, threads);
-    for (size_t h = 0; h < rows.size(); ++h) {
-        if (rows[h].grad_sink != nullptr) set_sink_gradient<T>(p, p.heads[h], rows[h]);
-    }
+// Bytes of `numbers` numbers of the sum type for each row of a head.
+size_t bytes_of_head(const Problem& p, int numbers) {
+    return static_cast<size_t>(p.query_len * numbers * size_of(sum_dtype(p)));
 }
 
 }  // namespace
 
 void run_forward(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, Threads threads) {
-    const bool wide = sum_dtype(p) == Dtype::f64;
-    (wide ? run_forward_typed<double> : run_forward_typed<float>)(kernels, p, rows, threads);
+    const size_t bytes = bytes_of_head(p, kRowStats);
+    // Not zeroed, which would cost a pass over it: every number is written before it is read.
+    const auto stats = std::make_unique_for_overwrite<char[]>(bytes * p.heads.size());
+    for (size_t h = 0; h < p.heads.size(); ++h) p.heads[h].row_stats = stats.get() + h * bytes;
+    kernels.forward(p, threads);
+    if (rows.empty()) return;
+    for_each_row_block(p, threads, [&](size_t h, int64_t first, int64_t end) {
+        kernels.finish_rows(p, p.heads[h], rows[h], first, end);
+    });
 }
 
 void run_backward(const Kernels& kernels, Problem& p, const std::vector<RowArrays>& rows, Threads threads) {
-    const bool wide = sum_dtype(p) == Dtype::f64;
-    (wide ? run_backward_typed<double> : run_backward_typed<float>)(kernels, p, rows, threads);
+    const size_t bytes = bytes_of_head(p, 1);
+    // Copies: prepare_rows writes a log_denom of infinity for a fully masked query, and delta = dout.out +
+    // dweights.weights - dlse.
+    std::vector<char> log_denoms(bytes * p.heads.size()), deltas(bytes * p.heads.size());
+    for (size_t h = 0; h < p.heads.size(); ++h) {
+        p.heads[h].log_denom = log_denoms.data() + h * bytes;
+        p.heads[h].delta = deltas.data() + h * bytes;
+    }
+    for_each_row_block(p, threads, [&](size_t h, int64_t first, int64_t end) {
+        kernels.prepare_rows(p, p.heads[h], rows[h], log_denoms.data() + h * bytes, deltas.data() + h * bytes, first,
+                             end);
+    });
+    kernels.backward(p, threads);
+    const auto set = sum_dtype(p) == Dtype::f64 ? set_sink_gradient<double> : set_sink_gradient<float>;
+    for (size_t h = 0; h < rows.size(); ++h) {
+        if (rows[h].grad_sink != nullptr) set(p, p.heads[h], rows[h]);
+    }
 }
 
 }  // namespace attnscore

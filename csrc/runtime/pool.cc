@@ -40,7 +40,8 @@ constexpr int kMostBarred = 16;
 // program soon uses no CPU.
 constexpr int kSpins = 1000;
 
-// The gate of a job: in the upper half how many more workers may join, in the lower half how many have. Zero: closed.
+// The gate of a job: in the upper half how many more workers may join, in the lower half how many have joined and not
+// left. Zero: closed.
 constexpr uint32_t kJoinedMask = 0xffff, kSeat = 0x10000;
 
 void pause() {
@@ -133,19 +134,30 @@ struct Job {
     int64_t count;
     void (*f)(int64_t task, void* context);
     void* context;
+
+    // Run the tasks that no other thread has taken; `next`: the first one, counted up by all threads.
+    void take_tasks(std::atomic<int64_t>& next) const {
+        for (;;) {
+            const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
+            if (task >= count) return;
+            f(task, context);
+        }
+    }
 };
 
 class Pool {
    public:
-    // Run a job with so many workers; one caller at a time.
+    // Run a job on the caller's thread and so many workers; one caller at a time.
     void run(const Job& job, int helpers);
 
    private:
-    void start_workers(int wanted);
+    // Start workers until there are so many.
+    void start_workers(int target);
+    // What a worker runs until the process ends; `thread`: where it notes its number.
     void work(std::atomic<int>& thread);
+    // Join the open job, if it takes more workers. The job cannot change until the worker leaves.
     bool try_join();
     void leave();
-    void take_tasks();
 
     Job job_{};        // written by the caller while the gate is closed
     int workers_ = 0;  // started so far; used by the caller alone
@@ -170,8 +182,9 @@ void Pool::run(const Job& job, int helpers) {
         generation_.notify_all();
     }
 
-    take_tasks();
+    job_.take_tasks(next_);
 
+    // Close the gate, and wait for the workers that have joined.
     uint32_t gate = gate_.fetch_and(kJoinedMask, std::memory_order_acquire) & kJoinedMask;
     for (int spins = 0; gate != 0; gate = gate_.load(std::memory_order_acquire)) {
         if (++spins < kSpins) {
@@ -179,14 +192,6 @@ void Pool::run(const Job& job, int helpers) {
         } else {
             gate_.wait(gate, std::memory_order_acquire);
         }
-    }
-}
-
-void Pool::take_tasks() {
-    for (;;) {
-        const int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
-        if (task >= job_.count) return;
-        job_.f(task, job_.context);
     }
 }
 
@@ -217,19 +222,18 @@ void Pool::work(std::atomic<int>& thread) {
     thread.store(Processors::thread(), std::memory_order_relaxed);
     // A new worker tries to join before it first sleeps: its job may be open already.
     for (;;) {
-        const uint32_t last = generation_.load(std::memory_order_acquire);
+        const uint32_t generation = generation_.load(std::memory_order_acquire);
         if (try_join()) {
-            take_tasks();
+            job_.take_tasks(next_);
             leave();
             continue;
         }
         int spins = 0;
-        while (generation_.load(std::memory_order_relaxed) == last && ++spins < kSpins) pause();
-        generation_.wait(last, std::memory_order_acquire);
+        while (generation_.load(std::memory_order_relaxed) == generation && ++spins < kSpins) pause();
+        generation_.wait(generation, std::memory_order_acquire);
     }
 }
 
-// Join the open job, if it takes more workers. The job cannot change until the worker leaves.
 bool Pool::try_join() {
     uint32_t gate = gate_.load(std::memory_order_relaxed);
     while (gate >= kSeat) {
@@ -264,6 +268,7 @@ void forget_pool() {
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
 #endif
 
+// The pool, made at the first use; null where there is no memory for it. Its caller owns it (`busy`).
 Pool* owned_pool() {
     Pool* pool = the_pool.load(std::memory_order_relaxed);
     if (pool != nullptr) return pool;
@@ -275,18 +280,15 @@ Pool* owned_pool() {
 // A job of a team of OpenMP, which may have more threads than the job takes.
 struct TeamJob {
     const Job job;
-    std::atomic<int> seats;
+    std::atomic<int> seats;  // threads of the team that may still take tasks
     alignas(64) std::atomic<int64_t> next{0};
 
-    static void take_tasks(void* context) {
+    // What each thread of the team runs.
+    static void run(void* context) {
         auto& self = *static_cast<TeamJob*>(context);
         if (self.seats.fetch_sub(1, std::memory_order_relaxed) <= 0) return;
         const TaskMode mode;
-        for (;;) {
-            const int64_t task = self.next.fetch_add(1, std::memory_order_relaxed);
-            if (task >= self.job.count) return;
-            self.job.f(task, self.job.context);
-        }
+        self.job.take_tasks(self.next);
     }
 };
 
@@ -300,7 +302,7 @@ void parallel(int64_t count, void (*f)(int64_t task, void* context), void* conte
     const GompParallel team = gomp_parallel.load(std::memory_order_relaxed);
     if (threads > 1 && max_threads.openmp && team != nullptr && !forked.load(std::memory_order_relaxed)) {
         TeamJob job{{count, f, context}, threads};
-        team(TeamJob::take_tasks, &job, 0, 0);
+        team(TeamJob::run, &job, 0, 0);
         return;
     }
     if (threads > 1 && !busy.exchange(true, std::memory_order_acquire)) {
