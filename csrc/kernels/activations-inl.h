@@ -154,6 +154,7 @@ struct ReluTerm {
 template <class T>
 struct GeluTerm {
     static constexpr bool inexpensive = false;
+    // `below`: P(z); `bell`: exp(-z^2 / 2), times 1 / sqrt(2 pi) the derivative of P.
     static void parts(V<T> z, V<T>& below, V<T>& bell) {
         const V<T> t = select<T>(z < T(0), -z, z);
         bell = exp_of<T>(t * t * T(-0.5));

@@ -19,17 +19,15 @@ class AdditiveGradients {
     explicit AdditiveGradients(const Form& form) : form_(form) {}
 
     // Add the gradients from ds, exactly 0 where a pair is masked, to da[i * lda + p], db[j * ldb + p] and dw[p].
-    void operator()(const T* ds, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
+    void operator()(const T* ds, int64_t lds, const Query& query, int64_t first, int64_t end, const Keys& keys,
                     const T* w, T* da, int64_t lda, T* db, int64_t ldb, T* dw) const {
         const AdditiveAlgorithm way = form_.algorithm_for(query.largest, keys);
-        const Arguments args{ds, lds, first, last, query.width, w, da, lda, db, ldb, dw};
+        const Arguments args{ds, lds, first, end, query.width, w, da, lda, db, ldb, dw};
         const T* b = keys.rows;
         if (way == AdditiveAlgorithm::direct_nonfinite || way == AdditiveAlgorithm::direct)
             return form_.with_term([&](auto term) {
-                if (way == AdditiveAlgorithm::direct_nonfinite)
-                    direct_gradients<true>(term, args, query.rows, b);
-                else
-                    direct_gradients<false>(term, args, query.rows, b);
+                way == AdditiveAlgorithm::direct_nonfinite ? direct_gradients<true>(term, args, query.rows, b)
+                                                           : direct_gradients<false>(term, args, query.rows, b);
             });
         if (way == AdditiveAlgorithm::tanh_addition) {
             const T* t = keys.row_tanhs;
@@ -46,9 +44,10 @@ class AdditiveGradients {
    private:
     const Form& form_;
 
+    // Of a call of the object.
     struct Arguments {
         const T* ds;
-        int64_t lds, first, last, width;
+        int64_t lds, first, end, width;
         const T* w;
         T* da;
         int64_t lda;
@@ -63,13 +62,14 @@ class AdditiveGradients {
         V<T> weight = {};
     };
 
-    // Call block(sums, row, channel, whole, w, scale) for all rows of each vector of channels, and add its sums to db
-    // and dw: df = factor * (dz of the block), f = level + slope * (value of the block).
+    // Call block(sums, row, channel, whole, w, scale) for all rows of each vector of channels: for kGradRows rows where
+    // `whole`, else for one. Add its sums to db and dw: df = factor * (dz of the block), f = level + slope * (value of
+    // the block). `weighted`: the block multiplies dz by w_v itself.
     template <class F>
     void for_each_channel(F block, const Arguments& args, T factor, T level, T slope, bool weighted) const {
-        T all = 0;
+        T all = 0;  // sum of ds
         if (level != T(0))
-            for (int64_t i = args.first; i < args.last; i++) {
+            for (int64_t i = args.first; i < args.end; i++) {
                 V<T> row{};
                 for (int64_t j = 0; j < kTileKeys; j += L) row += load(args.ds + i * args.lds + j);
                 all += reduce_sum<T>(row);
@@ -80,8 +80,8 @@ class AdditiveGradients {
             T lanes[L] = {};
             std::copy(args.w + p, args.w + p + here, lanes);
             const V<T> weight = load(lanes), scale = weighted ? splat(T(1)) : weight * factor;
-            for (int64_t i = args.first; i < args.last;) {
-                const bool whole = i + kGradRows <= args.last;
+            for (int64_t i = args.first; i < args.end;) {
+                const bool whole = i + kGradRows <= args.end;
                 block(sums, i, p, whole, weight, scale);
                 i += whole ? kGradRows : 1;
             }
@@ -97,6 +97,8 @@ class AdditiveGradients {
     // The formula of f in r = 1 / (1 + A B) and a sum z of two numbers: r, or z r of tanh or of silu.
     enum class RatioForm { reciprocal, tanh, silu };
 
+    // From r = 1 / (1 + product) of a pair: g times the value of the form, and g times its derivative in the sum of row
+    // and key, as in the terms of activations-inl.h.
     template <RatioForm rule>
     __attribute__((always_inline)) static inline void ratio_gradient(V<T> g, V<T> r, V<T> z, V<T> product, V<T>& dz,
                                                                      V<T>& value) {
@@ -119,6 +121,7 @@ class AdditiveGradients {
     // estimate, or without estimates two share a division, where the range allows.
     enum class Inversion { mixed, shared, single };
 
+    // Replace x by 1 / x.
     template <Inversion how, int R>
     __attribute__((always_inline)) static inline void invert(V<T> (&x)[R]) {
         if constexpr (how == Inversion::shared && !kEstimates<T> && R % 2 == 0) {
@@ -136,18 +139,17 @@ class AdditiveGradients {
         }
     }
 
-    // Add `scale` times row[r] to da of row i + r, and weight[r] to the sum for dw, of the R rows of a micro-tile.
+    // Add `scale` times row[r] to da of row i + r, of the R rows of a micro-tile.
     template <int R>
-    __attribute__((always_inline)) static inline void add_row_sums(const Arguments& args, Sums& sums, int64_t i,
-                                                                   int64_t p, V<T> scale, const V<T> (&row)[R],
-                                                                   const V<T> (&weight)[R]) {
+    __attribute__((always_inline)) static inline void add_row_sums(const Arguments& args, int64_t i, int64_t p,
+                                                                   V<T> scale, const V<T> (&row)[R]) {
         for (int r = 0; r < R; r++) {
             T* to = args.da + (i + r) * args.lda + p;
             store(to, fused<T>(scale, row[r], load(to)));
-            sums.weight += weight[r];
         }
     }
 
+    // `ea`, `eb`: A of rows and B of keys; `na`, `nb`: the numbers whose sum is z, unless z is not read.
     template <RatioForm rule, Inversion how, int R>
     __attribute__((noinline)) static void ratio_micro_tile(const Arguments& args, Sums& sums, int64_t i, int64_t p,
                                                            V<T> scale, const T* ea, const T* na, const T* eb,
@@ -193,10 +195,7 @@ class AdditiveGradients {
             for (int r = 0; r < R; r++) inverse[r] = next[r];
         }
         add(kTileKeys - 1, inverse);
-        for (int r = 0; r < R; r++) {
-            T* to = args.da + (i + r) * args.lda + p;
-            store(to, fused<T>(scale, row[r], load(to)));
-        }
+        add_row_sums<R>(args, i, p, scale, row);
         sums.weight += weight;
     }
 
@@ -220,6 +219,7 @@ class AdditiveGradients {
                  : ratio_gradients<rule, Inversion::single>(args, ea, na, eb, nb);
     }
 
+    // f evaluated pair by pair; `SkipZeros`: a pair with ds == 0 adds nothing, and dz are times w_v.
     template <bool SkipZeros, class Term, int R>
     __attribute__((noinline)) static void direct_micro_tile(const Term& term, const Arguments& args, Sums& sums,
                                                             int64_t i, int64_t p, V<T> w, V<T> scale, const T* a,
@@ -243,7 +243,8 @@ class AdditiveGradients {
             }
             sums.keys[j] = key;
         }
-        add_row_sums<R>(args, sums, i, p, scale, row, weight);
+        add_row_sums<R>(args, i, p, scale, row);
+        for (int r = 0; r < R; r++) sums.weight += weight[r];
     }
 
     template <bool SkipZeros, class Term>

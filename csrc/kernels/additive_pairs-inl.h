@@ -15,7 +15,7 @@ class AdditivePairs {
     using Form = Additive<T>;
 
    public:
-    // `w`: w_v, dim numbers.
+    // `w`: w_v, dim numbers, which are read as long as the object lives.
     AdditivePairs(const Form& form, const T* w) : form_(form), w_(w), whole_(form.dim / L * L) {
         std::copy_n(w + whole_, form.dim - whole_, last_w_);
     }
@@ -23,7 +23,16 @@ class AdditivePairs {
     // Compute s[i * kTileKeys + j] for `count` rows, `width` apart, and the keys j of `bits[i]`.
     void scores(T* s, const T* rows, int64_t width, int64_t count, const View<T>& keys, const uint64_t* bits) const {
         form_.with_term([&](auto term) {
-            scores_of([term](V<T> a, V<T> b) { return term.value(a + b); }, s, rows, width, count, keys, bits);
+            for (int64_t i = 0; i < count; i++) {
+                int key[kTogether], pending = 0;
+                T* to = s + i * kTileKeys;
+                const T* a = rows + i * width;
+                for_each_bit(bits[i], [&](int j) {
+                    key[pending++] = j;
+                    if (pending == kTogether) compute_scores<kTogether>(term, to, a, keys, key), pending = 0;
+                });
+                for (int k = 0; k < pending; k++) compute_scores<1>(term, to, a, keys, key + k);
+            }
         });
     }
 
@@ -46,29 +55,15 @@ class AdditivePairs {
     const Form& form_;
     const T* w_;
     const int64_t whole_;  // channels in whole vectors
-    T last_w_[L] = {};     // weights of the channels after whole_
+    T last_w_[L] = {};     // weights of the channels after whole_, and zeros
 
+    // The weights of the channels from p on.
     V<T> weight(int64_t p) const { return load(p < whole_ ? w_ + p : last_w_); }
 
-    // Scores as the weighted sum of `value(a, b)` over the channels.
-    template <class Value>
-    void scores_of(const Value& value, T* s, const T* rows, int64_t width, int64_t count, const View<T>& keys,
-                   const uint64_t* bits) const {
-        for (int64_t i = 0; i < count; i++) {
-            int key[kTogether], pending = 0;
-            T* to = s + i * kTileKeys;
-            const T* a = rows + i * width;
-            for_each_bit(bits[i], [&](int j) {
-                key[pending++] = j;
-                if (pending == kTogether) add_scores<kTogether>(value, to, a, keys, key), pending = 0;
-            });
-            for (int k = 0; k < pending; k++) add_scores<1>(value, to, a, keys, key + k);
-        }
-    }
-
-    template <int N, class Value>
-    __attribute__((noinline)) void add_scores(const Value& value, T* s, const T* a, const View<T>& keys,
-                                              const int* key) const {
+    // Compute s[key[n]] for a row `a` and N keys.
+    template <int N, class Term>
+    __attribute__((noinline)) void compute_scores(const Term& term, T* s, const T* a, const View<T>& keys,
+                                                  const int* key) const {
         V<T> sum[N] = {};
         const T* b[N];
         for (int n = 0; n < N; n++) b[n] = keys.row(key[n]);
@@ -79,12 +74,13 @@ class AdditivePairs {
             for (int n = 0; n < N; n++) {
                 // The rows that come next: each is too short for the processor to run ahead.
                 __builtin_prefetch(b[n] + p + ahead);
-                sum[n] = fused<T>(w, value(a_p, load(b[n] + p)), sum[n]);
+                sum[n] = fused<T>(w, term.value(a_p + load(b[n] + p)), sum[n]);
             }
         }
         for (int n = 0; n < N; n++) s[key[n]] = reduce_sum<T>(sum[n]);
     }
 
+    // Add the gradients of a row `a` and `count` keys.
     template <class Term>
     __attribute__((noinline)) void add_gradients(const Term& term, const T* ds, const T* a, const View<T>& keys,
                                                  const int* key, int count, T* da, T* db, int64_t ldb, T* dw) const {

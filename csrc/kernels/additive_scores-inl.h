@@ -25,8 +25,8 @@ class AdditiveScores {
     AdditiveScores(Arena& arena, const Form& form)
         : form_(form), octets_((form.dim + 7) / 8), shares_(arena.take<Share>(kStepPanels * octets_)) {}
 
-    // Compute s[i * lds + j] for the rows [first, last) and all keys of the tile; `first` begins a micro-panel.
-    void operator()(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
+    // Compute s[i * lds + j] for the rows [first, end) and all keys of the tile; `first` begins a micro-panel.
+    void operator()(T* s, int64_t lds, const Query& query, int64_t first, int64_t end, const Keys& keys,
                     const T* w) const {
         const bool by_tanh_addition = form_.algorithm_for(query.largest, keys) == AdditiveAlgorithm::tanh_addition;
         if (by_tanh_addition || form_.scores_by_exps(query.largest, keys)) {
@@ -36,9 +36,9 @@ class AdditiveScores {
                                                          : &AdditiveScores::fraction_scores<false, true>)
                                                   : (sum ? &AdditiveScores::fraction_scores<true, !kEstimates<T>>
                                                          : &AdditiveScores::fraction_scores<false, !kEstimates<T>>);
-            return (this->*scores)(s, lds, query, first, last, keys, by_tanh_addition);
+            return (this->*scores)(s, lds, query, first, end, keys, by_tanh_addition);
         }
-        form_.with_term([&](auto term) { direct_scores(term, s, lds, query, first, last, keys, w); });
+        form_.with_term([&](auto term) { direct_scores(term, s, lds, query, first, end, keys, w); });
     }
 
     // Whether at most four terms share a division, and none is estimated: on AMD's CPUs. A division of 16 floats takes
@@ -65,13 +65,13 @@ class AdditiveScores {
     static constexpr int64_t kStep = L > 8 ? L : 8;
 
     struct MicroTile {
-        T* s;
-        int64_t lds;
-        int64_t width;  // of the rows
-        const T* w;
-        int64_t from, to;  // channels
-        T level, slope;    // a finished sum x is stored as level + slope x
-        bool resumed, finished;
+        T* s = nullptr;
+        int64_t lds = 0;
+        int64_t width = 0;                       // of the rows
+        const T* w = nullptr;                    // by channel: w_v, or its inverse for fractions
+        int64_t from = 0, to = 0;                // channels
+        T level = 0, slope = 1;                  // a finished sum x is stored as level + slope x
+        bool resumed = false, finished = false;  // whether there are channels in front of these, and none behind
     };
 
     // Store the sums of some channels, added to the sums of earlier channels (`resumed`).
@@ -150,6 +150,7 @@ class AdditiveScores {
         return p;
     }
 
+    // Add the terms of the channels of a micro-tile, as many to a division as `shares` allows.
     template <bool Sum, bool Divides, int R>
     static void fraction_micro_tile(const MicroTile& tile, const Operands& operands, const Share* shares) {
         if (tile.to == 0) add_fractions<Sum, Divides, 1, R>(tile, operands, 0, 0);
@@ -182,7 +183,7 @@ class AdditiveScores {
     // Call f(tile, row, first key of the chunk, is_full_step) for all micro-tiles of `rows_per_step` rows, and single
     // rows at the end.
     template <class F>
-    void for_each_micro_tile(F f, MicroTile tile, T* s, int64_t first, int64_t last, int64_t rows_per_step) const {
+    void for_each_micro_tile(F f, MicroTile tile, T* s, int64_t first, int64_t end, int64_t rows_per_step) const {
         const int64_t passes = std::max<int64_t>(1, (form_.dim + kChannels - 1) / kChannels);
         for (int64_t c = 0; c < kTileKeys; c += kChunk)
             for (int64_t pass = 0; pass < passes; pass++) {
@@ -190,8 +191,8 @@ class AdditiveScores {
                 tile.to = std::min(form_.dim, tile.from + kChannels);
                 tile.resumed = pass > 0;
                 tile.finished = pass + 1 == passes;
-                for (int64_t i = first; i < last;) {
-                    const bool is_full_step = i + rows_per_step <= last;
+                for (int64_t i = first; i < end;) {
+                    const bool is_full_step = i + rows_per_step <= end;
                     tile.s = s + i * tile.lds + c;
                     f(tile, i, c, is_full_step);
                     i += is_full_step ? rows_per_step : 1;
@@ -202,14 +203,14 @@ class AdditiveScores {
     // Set how many terms share a division, by micro-panel and eight channels. Returns the distance in `shares_` from
     // one micro-panel to the next: 0 where as many terms as allowed share everywhere.
     int64_t plan_shared_divisions(const Query& query, const Keys& keys, bool by_tanh_addition, int64_t first,
-                                  int64_t last) const {
+                                  int64_t end) const {
         // Numerators are sums of as many products, times a sum of both operands in silu: terms there may be large, and
         // each that joins a fraction rounds all of it once more.
         const T reach = query.largest + keys.largest;
         const bool silu = form_.activation == Activation::silu;
         const T max_product = std::numeric_limits<T>::max() / 32 / (silu ? std::max(T(1), reach) : T(1));
         const int limit = !silu ? (divides_quickly() ? 4 : 8) : reach <= T(16) ? 4 : reach <= T(40) ? 2 : 1;
-        const int64_t panel = first / kMR, panels = (last - first + kMR - 1) / kMR, width = query.width;
+        const int64_t panel = first / kMR, panels = (end - first + kMR - 1) / kMR, width = query.width;
         const T* rows = (by_tanh_addition ? query.tanh_bounds : query.exp_bounds) + panel * width;
         const T* key_bounds = by_tanh_addition ? keys.tanh_bounds : keys.exp_bounds;
         const auto all_rows = [&](int64_t p) {
@@ -265,23 +266,16 @@ class AdditiveScores {
     // Sum fractions, of which several share a division. `Sum`: the numerators are sums of two numbers, not 1.
     // `Divides`: without an estimate of the reciprocal.
     template <bool Sum, bool Divides>
-    void fraction_scores(T* s, int64_t lds, const Query& query, int64_t first, int64_t last, const Keys& keys,
+    void fraction_scores(T* s, int64_t lds, const Query& query, int64_t first, int64_t end, const Keys& keys,
                          bool by_tanh_addition) const {
         const bool is_tanh = form_.activation == Activation::tanh && !by_tanh_addition;
         const T *ea = by_tanh_addition ? query.tanhs : query.exps, *na = by_tanh_addition ? ea : query.rows;
         const T* eb = by_tanh_addition ? keys.weighted_tanhs : keys.weighted_exps;
         const T* nb = by_tanh_addition ? keys.tanhs : keys.transposed;
-        const MicroTile plan{nullptr,
-                             lds,
-                             query.width,
-                             keys.inverse_w_v,
-                             /*from=*/0,
-                             /*to=*/0,
-                             is_tanh ? keys.total : T(0),
-                             is_tanh ? -2 * keys.max_weight : keys.max_weight,
-                             /*resumed=*/false,
-                             /*finished=*/false};
-        const int64_t share_stride = plan_shared_divisions(query, keys, by_tanh_addition, first, last);
+        MicroTile plan{.lds = lds, .width = query.width, .w = keys.inverse_w_v, .slope = keys.max_weight};
+        // tanh(z) = 1 - 2 r
+        if (is_tanh) plan.level = keys.total, plan.slope = -2 * keys.max_weight;
+        const int64_t share_stride = plan_shared_divisions(query, keys, by_tanh_addition, first, end);
         auto run_micro_tile = [&](const MicroTile& tile, int64_t i, int64_t c, bool is_full_step) {
             const int64_t at = i * query.width;
             const Share* shares = shares_ + (i - first) / kMR * share_stride;
@@ -290,20 +284,19 @@ class AdditiveScores {
             is_full_step ? fraction_micro_tile<Sum, Divides, kRowsTogether>(tile, operands, shares)
                          : fraction_micro_tile<Sum, Divides, 1>(tile, operands, shares);
         };
-        for_each_micro_tile(run_micro_tile, plan, s, first, last, kRowsTogether);
+        for_each_micro_tile(run_micro_tile, plan, s, first, end, kRowsTogether);
     }
 
     template <class Term>
-    void direct_scores(const Term& term, T* s, int64_t lds, const Query& query, int64_t first, int64_t last,
+    void direct_scores(const Term& term, T* s, int64_t lds, const Query& query, int64_t first, int64_t end,
                        const Keys& keys, const T* w) const {
-        const MicroTile plan{
-            nullptr, lds, query.width, w, /*from=*/0, /*to=*/0, T(0), T(1), /*resumed=*/false, /*finished=*/false};
+        const MicroTile plan{.lds = lds, .width = query.width, .w = w};
         auto run_micro_tile = [&](const MicroTile& tile, int64_t i, int64_t c, bool is_full_step) {
             const T *a = query.rows + i * query.width, *b = keys.transposed + c;
             if constexpr (Term::inexpensive)
                 if (is_full_step) return direct_micro_tile<kRowsTogether>(term, tile, a, b);
             direct_micro_tile<1>(term, tile, a, b);
         };
-        for_each_micro_tile(run_micro_tile, plan, s, first, last, Term::inexpensive ? kRowsTogether : 1);
+        for_each_micro_tile(run_micro_tile, plan, s, first, end, Term::inexpensive ? kRowsTogether : 1);
     }
 };

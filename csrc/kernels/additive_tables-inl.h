@@ -7,7 +7,7 @@
 #include "kernels/memory-inl.h"
 #include "kernels/simd-inl.h"
 
-// The magnitudes of the query tiles that a key tile may meet.
+// The largest magnitudes of the query tiles that a key tile may meet.
 template <class T>
 struct MagnitudeRange {
     T least = 0, most = std::numeric_limits<T>::max();
@@ -24,6 +24,7 @@ class AdditiveTables {
    public:
     explicit AdditiveTables(const Form& form) : form_(form), width_(padded(form.dim, L)) {}
 
+    // Set the operands of a query tile: its `count` rows, and tables in memory of the arena.
     void fill(Arena& arena, Query& query, const T* rows, int64_t count) const {
         query = {};
         query.rows = rows;
@@ -31,8 +32,11 @@ class AdditiveTables {
         query.largest = largest(rows, count * width_);
         if (!form_.has_ratio_form()) return;
         if (form_.exp_in_range(query.largest)) {
-            query.exps = exps(arena, rows, count);
-            query.exp_bounds = panel_bounds(arena, query.exps, count);
+            T* to = arena.take<T>(count * width_);
+            for (int64_t i = 0; i < count * width_; i += L)
+                store(to + i, normal_exp_of<T>(load(rows + i) * form_.kappa()));
+            query.exps = to;
+            query.exp_bounds = panel_bounds(arena, to, count);
         }
         if (form_.tanh_addition_applies(query.largest)) {
             T* to = arena.take<T>(count * width_);
@@ -42,7 +46,7 @@ class AdditiveTables {
         }
     }
 
-    // Take memory for the tables of a key tile, for its gradients too if wanted.
+    // Take memory for the tables of a key tile; `gradients`: also for those of its gradients.
     void reserve(Arena& arena, Keys& keys, bool gradients) const {
         const int64_t size = kTileKeys * width_;
         const bool ratios = form_.has_ratio_form(), tanhs = form_.tanh_addition_applies(0);
@@ -62,15 +66,16 @@ class AdditiveTables {
         if (tanhs) keys.row_tanhs = arena.take<T>(size);
     }
 
-    // Fill the tables of a key tile that the algorithms for queries of these sizes need. `transposed` is not copied.
+    // Fill the tables of a key tile that the algorithms for queries of these magnitudes need. `transposed`, one channel
+    // a row, is not copied.
     void fill(Keys& keys, const T* transposed, const T* w, const MagnitudeRange<T>& sizes) const {
         keys.transposed = transposed;
         keys.largest = largest(transposed, form_.dim * kTileKeys);
         if (w != keys.w_v) weigh(keys, w);
         keys.finite = keys.largest <= std::numeric_limits<T>::max() && !keys.nonfinite_weight;
-        const AdditiveAlgorithm first = form_.algorithm_for(sizes.least, keys),
-                                last = form_.algorithm_for(sizes.most, keys);
-        const bool small = first == AdditiveAlgorithm::tanh_addition, larger = last != AdditiveAlgorithm::tanh_addition;
+        const AdditiveAlgorithm of_least = form_.algorithm_for(sizes.least, keys);
+        const bool small = of_least == AdditiveAlgorithm::tanh_addition;
+        const bool larger = form_.algorithm_for(sizes.most, keys) != AdditiveAlgorithm::tanh_addition;
         if (small && !keys.scores_known) {
             fill_tanhs(keys);
             fill_weighted(keys.weighted_tanhs, keys.tanh_bounds, keys, keys.tanhs);
@@ -82,7 +87,7 @@ class AdditiveTables {
         const int64_t size = kTileKeys * width_;
         if (small)
             for (int64_t i = 0; i < size; i += L) store(keys.row_tanhs + i, tanh_of<T>(load(keys.rows + i)));
-        if (larger && first <= AdditiveAlgorithm::single_division)
+        if (larger && of_least <= AdditiveAlgorithm::single_division)
             for (int64_t i = 0; i < size; i += L)
                 store(keys.row_exps + i, normal_exp_of<T>(load(keys.rows + i) * form_.kappa()));
     }
@@ -118,10 +123,11 @@ class AdditiveTables {
                     store(to, tanh_of<T>(load(keys.transposed + p * kTileKeys + c + j)));
     }
 
-    // The table `tanhs`, or exponentials where it is null, times u; and the largest magnitude of each channel.
-    void fill_weighted(T* to, T* peaks, const Keys& keys, const T* tanhs) const {
+    // Fill `to` with the table `tanhs`, or with exponentials where it is null, times u, and `bounds` with the largest
+    // magnitude of each channel.
+    void fill_weighted(T* to, T* bounds, const Keys& keys, const T* tanhs) const {
         const T* u = keys.inverse_w_v;
-        std::fill_n(peaks, width_, T(0));
+        std::fill_n(bounds, width_, T(0));
         for (int64_t p = 0; p < form_.dim; p++) {
             V<T> most{};
             for (int64_t c = 0; c < kTileKeys; c += kChunk)
@@ -133,7 +139,7 @@ class AdditiveTables {
                     most = fast_max<T>(most, abs_of<T>(x));
                     store(to + at, u[p] * x);
                 }
-            peaks[p] = std::fabs(u[p]) * reduce_max<T>(most);
+            bounds[p] = std::fabs(u[p]) * reduce_max<T>(most);
         }
     }
 
@@ -149,22 +155,17 @@ class AdditiveTables {
             }
     }
 
-    const T* exps(Arena& arena, const T* rows, int64_t count) const {
-        T* to = arena.take<T>(count * width_);
-        for (int64_t i = 0; i < count * width_; i += L) store(to + i, normal_exp_of<T>(load(rows + i) * form_.kappa()));
-        return to;
-    }
-
+    // The largest magnitudes of rows, by micro-panel and channel.
     const T* panel_bounds(Arena& arena, const T* rows, int64_t count) const {
-        T* peaks = arena.take<T>((count + kMR - 1) / kMR * width_);
+        T* bounds = arena.take<T>((count + kMR - 1) / kMR * width_);
         for (int64_t i = 0; i < count; i++, rows += width_) {
-            T* to = peaks + i / kMR * width_;
+            T* to = bounds + i / kMR * width_;
             for (int64_t p = 0; p < width_; p += L) {
                 const V<T> size = abs_of<T>(load(rows + p));
                 store(to + p, i % kMR ? fast_max<T>(size, load(to + p)) : size);
             }
         }
-        return peaks;
+        return bounds;
     }
 
     // The largest magnitude, or NaN. Several maxima at a time, because each waits for the one before.

@@ -76,10 +76,10 @@ struct KeyTileGradients {
     }
 };
 
-// Add the gradients of additive scores of the rows [first, last) to `dq`, `dk` and `dw`.
+// Add the gradients of additive scores of the rows [first, end) to `dq`, `dk` and `dw`.
 template <class T>
 void additive_gradients(const Problem& problem, const Additive<T>& form, BackwardQueryTile<T>& queries,
-                        const BackwardKeyTile<T>& tile, int64_t first, int64_t last, T* dk, T* dq, T* dw) {
+                        const BackwardKeyTile<T>& tile, int64_t first, int64_t end, T* dk, T* dq, T* dw) {
     const Head& head = *queries.rows.head[0];
     const int64_t width = tile.width;
     // Pairs with a row or key that is not finite, for which the tiles hold zeros, are taken out and computed one by
@@ -89,7 +89,7 @@ void additive_gradients(const Problem& problem, const Additive<T>& form, Backwar
         T ds;
     };
     std::vector<NonfinitePair> alone;
-    for (int64_t i = first; i < last; i++)
+    for (int64_t i = first; i < end; i++)
         for_each_bit(
             queries.bits[i] & (queries.rows.nonfinite && queries.rows.nonfinite[i] ? kAll : tile.keys.nonfinite),
             [&](int j) {
@@ -98,10 +98,10 @@ void additive_gradients(const Problem& problem, const Additive<T>& form, Backwar
             });
     if (form.by_pairs)
         AdditivePairs<T>(form, as<T>(head.w_v))
-            .gradients(queries.ds + first * kTileKeys, queries.rows.query + first * width, width, last - first,
+            .gradients(queries.ds + first * kTileKeys, queries.rows.query + first * width, width, end - first,
                        tile.keys.rows, tile.keys.count, dq, width, dk, width, dw);
     else
-        AdditiveGradients<T>{form}(queries.ds, kTileKeys, queries.additive_query, first, last, tile.keys.additive,
+        AdditiveGradients<T>{form}(queries.ds, kTileKeys, queries.additive_query, first, end, tile.keys.additive,
                                    as<T>(head.w_v), dq - first * width, width, dk, width, dw);
     for (const NonfinitePair& pair : alone) {
         queries.ds[pair.row * kTileKeys + pair.key] = pair.ds;
@@ -117,9 +117,8 @@ void accumulate_gradients(const Problem& problem, BackwardQueryTile<T>& queries,
                           ScoreGradients<T>& gradients, KeyTileGradients<T>& sums, T* dq_scratch, T* dw) {
     constexpr int L = Vector<T>::lanes;
     const Head& head = *queries.rows.head[0];
-    const int64_t first = gradients.panels.first * kMR,
-                  last = std::min(gradients.panels.last * kMR, queries.rows.count);
-    const int64_t count = last - first, key_count = tile.keys.count, width = tile.width;
+    const int64_t first = gradients.panels.first * kMR, end = std::min(gradients.panels.end * kMR, queries.rows.count);
+    const int64_t count = end - first, key_count = tile.keys.count, width = tile.width;
     const T *p = queries.p + first * kTileKeys, *query = queries.rows.query + first * width;
     T* ds = queries.ds + first * kTileKeys;
     const uint64_t* bits = queries.bits + first;
@@ -147,7 +146,7 @@ void accumulate_gradients(const Problem& problem, BackwardQueryTile<T>& queries,
     if (!in_place) std::fill_n(dq, count * width, T(0));
     if (problem.form == Form::additive) {
         // s = sum_h w_h activation(a_h + b_h)
-        additive_gradients(problem, gradients.scores.additive(), queries, tile, first, last, sums.dk, dq, dw);
+        additive_gradients(problem, gradients.scores.additive(), queries, tile, first, end, sums.dk, dq, dw);
     } else if (problem.form == Form::distance) {
         // s = -scale |q - k|^2
         const T factor = T(-2) * scale_of<T>(problem, head);
@@ -187,15 +186,15 @@ struct BackwardTask {
         : problem(p),
           head(p.heads[index]),
           gradients(arena, p),
-          queries(arena, p, gradients.scores.additive(), index, rows.first, rows.last - rows.first),
+          queries(arena, p, gradients.scores.additive(), index, rows.first, rows.end - rows.first),
           own_tile_(arena, p, gradients.scores.additive()) {}
 
     // Call f(tile) for each tile of `keys`, after its P and dS are computed.
     template <class F>
     void for_each_tile(Span keys, const SharedTiles<BackwardKeyTile<T>>& tiles, const F& f) {
         const Span attended = keys.within(queries.rows.keys(problem.key_len));
-        for (int64_t key = attended.first, end; key < attended.last; key = end) {
-            end = queries.rows.tile_end(key, attended.last);
+        for (int64_t key = attended.first, end; key < attended.end; key = end) {
+            end = queries.rows.tile_end(key, attended.end);
             const int64_t key_count = end - key;
             if (queries.rows.is_in_hole(key, key_count)) continue;
             const BackwardKeyTile<T>* tile = tiles.find(problem, head, key, key_count);
@@ -215,6 +214,7 @@ struct BackwardTask {
 
 // Rows of a query tile of the backward: keys are transposed once for so many.
 constexpr int64_t kBackwardRows = 384;
+constexpr int64_t kBiasRows = 96;  // of a query tile for the gradient of a bias, where these are tasks of their own
 
 // The gradients to which every task adds: of w_v, of the heads' scales, of a relative bias. Each range of keys has sums
 // of its own, which `finish` adds up in one order.
@@ -277,10 +277,10 @@ void backward_range(const Problem& problem, int64_t group_index, int64_t range, 
     const Group& group = problem.groups[group_index];
     T* dw = shared.group_sums(group_index, range);
     for (size_t h = 0; h < group.heads.size(); h++)
-        for (int64_t first = rows.first; first < rows.last; first += kBackwardRows) {
+        for (int64_t first = rows.first; first < rows.end; first += kBackwardRows) {
             Arena& arena = thread_arena();
             const int64_t head = group.heads[h];
-            BackwardTask<T> task(arena, problem, head, {first, std::min(first + kBackwardRows, rows.last)});
+            BackwardTask<T> task(arena, problem, head, {first, std::min(first + kBackwardRows, rows.end)});
             task.gradients.grad_relative = shared.relative(head, range);
             KeyTileGradients<T> sums(arena, problem);
             T* dq = arena.take<T>(task.queries.rows.count * sums.width);
@@ -298,7 +298,7 @@ void backward_range(const Problem& problem, int64_t group_index, int64_t range, 
 template <class T>
 void clear_gradients(const Problem& problem, const Group& group, Span keys, Span rows) {
     const auto clear = [](char* data, Span span, int64_t width) {
-        std::fill_n(as<T>(data) + span.first * width, (span.last - span.first) * width, T(0));
+        std::fill_n(as<T>(data) + span.first * width, (span.end - span.first) * width, T(0));
     };
     clear(group.grad_key, keys, problem.dim);
     clear(group.grad_value, keys, problem.value_dim);
@@ -310,19 +310,18 @@ void clear_gradients(const Problem& problem, const Group& group, Span keys, Span
 template <class T>
 void backward_bias(const Problem& problem, const BiasGroup& group, Span rows,
                    const SharedTiles<BackwardKeyTile<T>>& tiles) {
-    constexpr int64_t size = 96;
     const bool has_rows = group.row_stride != 0, has_cols = group.col_stride != 0;
     T* to = as<T>(group.grad_bias);
     std::vector<double> sums(
-        has_rows && has_cols ? 0 : (has_rows ? rows.last - rows.first : 1) * (has_cols ? problem.key_len : 1));
+        has_rows && has_cols ? 0 : (has_rows ? rows.end - rows.first : 1) * (has_cols ? problem.key_len : 1));
     for (const int64_t index : group.heads)
-        for (int64_t first = rows.first; first < rows.last; first += size) {
-            BackwardTask<T> task(thread_arena(), problem, index, {first, std::min(first + size, rows.last)});
+        for (int64_t first = rows.first; first < rows.end; first += kBiasRows) {
+            BackwardTask<T> task(thread_arena(), problem, index, {first, std::min(first + kBiasRows, rows.end)});
             task.gradients.for_bias = true;
             task.for_each_tile({0, problem.key_len}, tiles, [&](const BackwardKeyTile<T>& tile) {
                 const int64_t key = tile.keys.first, key_count = tile.keys.count;
                 const Span panels = task.gradients.panels;
-                for (int64_t i = panels.first * kMR; i < std::min(panels.last * kMR, task.queries.rows.count); i++) {
+                for (int64_t i = panels.first * kMR; i < std::min(panels.end * kMR, task.queries.rows.count); i++) {
                     const int64_t row = task.queries.rows.row[i];
                     const T* ds = task.queries.ds + i * kTileKeys;
                     if (!has_cols)
@@ -346,7 +345,7 @@ template <class T>
 void backward_typed(const Problem& problem, Threads threads) {
     constexpr int64_t kMinTasks = 16;  // enough to share among threads
     const int64_t groups = static_cast<int64_t>(problem.groups.size());
-    if (groups == 0) return;
+    if (groups == 0 || problem.query_len == 0 || problem.key_len == 0) return;
     const int64_t target_ranges = (kMinTasks + groups - 1) / groups,
                   max_ranges = std::min(problem.query_len, problem.key_len) / 128;
     const int64_t ranges = std::max<int64_t>(1, std::min(target_ranges, max_ranges));
@@ -354,12 +353,7 @@ void backward_typed(const Problem& problem, Threads threads) {
     const bool short_heads = has_short_gradients(problem);
     SharedSums<T> shared(problem, ranges);
     const Additive<T> form(problem);
-    SharedTiles<BackwardKeyTile<T>> tiles;
-    if (tiles.is_profitable(problem, ranges))
-        tiles = {problem, threads, [&](Arena& arena) { return BackwardKeyTile<T>(arena, problem, form); },
-                 [&](BackwardKeyTile<T>& tile, const Head& head, int64_t key, int64_t key_count) {
-                     tile.fill(problem, form, head, key, key_count, true, {});
-                 }};
+    const SharedTiles<BackwardKeyTile<T>> tiles(problem, form, threads, ranges);
     const auto cut = [&](int64_t length, int64_t r, int64_t unit) {
         const int64_t units = (length + unit - 1) / unit;
         return Span{std::min(length, units * r / ranges * unit), std::min(length, units * (r + 1) / ranges * unit)};
@@ -381,7 +375,7 @@ void backward_typed(const Problem& problem, Threads threads) {
     std::vector<std::pair<const BiasGroup*, Span>> tasks;
     for (const BiasGroup& group : problem.bias_groups) {
         if (group.is_relative()) continue;
-        const int64_t size = group.row_stride ? 96 : problem.query_len;
+        const int64_t size = group.row_stride ? kBiasRows : problem.query_len;
         for (int64_t first = 0; first < problem.query_len; first += size)
             tasks.push_back({&group, {first, std::min(problem.query_len, first + size)}});
     }

@@ -40,7 +40,7 @@ struct ShortScores {
     const Head& head;
     const int64_t rows;
     const bool few_rows;
-    bool masked;        // whether some row may not attend to all of the keys
+    bool masked;        // whether some row may not attend to all of the first `count` keys
     int64_t count = 0;  // of the keys up to the last one that the interval of some row holds
 
     ShortScores(Arena& arena, const Problem& problem, const Head& head)
@@ -50,15 +50,15 @@ struct ShortScores {
           rows(problem.query_len),
           few_rows(has_few_rows(problem)),
           masked(has_pair_mask(head) || head.holes > 0) {
-        const int64_t last = key_interval(problem, head, 0).last;
+        const int64_t first_end = key_interval(problem, head, 0).end;
         for (int64_t i = 0; i < rows; i++) {
             const Span interval = key_interval(problem, head, i);
-            count = std::max(count, interval.last);
-            masked = masked || interval.first != 0 || interval.last != last;
+            count = std::max(count, interval.end);
+            masked = masked || interval.first != 0 || interval.end != first_end;
         }
     }
 
-    // The query rows as T, times the scale where the form is an inner product.
+    // The query rows as T, as `read_query` gives them.
     View<T> read_queries() const {
         const int64_t width = padded(problem.dim, L);
         T* query = arena.take<T>(rows * width);
@@ -148,13 +148,18 @@ class ShortHead {
     }
 
    private:
-    // Make weights of the scores of up to as many rows as a vector has lanes, from `first` on, and get the bits of
+    // Make weights of the scores of up to as many rows as a vector has lanes, from `first` on, and set the bits of
     // their unmasked keys, and their states.
     template <int W, bool statistics>
     void softmax(int64_t first, T* s, uint64_t* bits, RowStates<T>& states) const {
         constexpr T unset = Softmax::kUnset;
         const int size = static_cast<int>(std::min<int64_t>(L, rows_ - first));
-        for (int i = 0; i < size; i++) bits[i] = finish_scores<W>(first + i, s + i * kTileKeys);
+        for (int i = 0; i < size; i++) {
+            bits[i] = scores_.template finish<W>(first + i, s + i * kTileKeys);
+            // `finish_matrix_row` makes weights of these scores.
+            if (problem_.matrix == MatrixOutput::weights)
+                std::copy_n(s + i * kTileKeys, scores_.count, as<T>(head_.matrix) + (first + i) * problem_.key_len);
+        }
         const V<T> maximum = reduce_rows(size, fast_max<T>, [&](int i) {
             V<T> most = splat(unset);
 #pragma GCC unroll 16
@@ -211,15 +216,6 @@ class ShortHead {
         }
     }
 
-    // Mask the scores of a row, and keep them where the matrix is wanted. Returns the bits of the unmasked keys.
-    template <int W>
-    uint64_t finish_scores(int64_t i, T* s) const {
-        const uint64_t bits = scores_.template finish<W>(i, s);
-        if (problem_.matrix == MatrixOutput::weights)
-            std::copy_n(s, scores_.count, as<T>(head_.matrix) + i * problem_.key_len);
-        return bits;
-    }
-
     // Set the moments of scores that are not yet weights.
     template <int W>
     static void set_moments(int size, const T* s, const uint64_t* bits, V<T> maximum, RowStates<T>& states) {
@@ -227,33 +223,34 @@ class ShortHead {
         store(maxima, maximum);
         for (int i = 0; i < size; i++) counts[i] = static_cast<T>(__builtin_popcountll(bits[i]));
         const auto sum = [](V<T> a, V<T> b) { return a + b; };
-        const auto from = [&](const T* near) {
+        // The sum of the differences of the scores of each row from a number of the row.
+        const auto sum_from = [&](const T* origins) {
             return reduce_rows(size, sum, [&](int i) {
-                return Softmax::template sum_of_differences<W>(s + i * kTileKeys, bits[i], near[i]);
+                return Softmax::template sum_of_differences<W>(s + i * kTileKeys, bits[i], origins[i]);
             });
         };
         states.count = load(counts);
         const V<T> least_one = fast_max<T>(states.count, splat(T(1)));
-        states.base = Softmax::base_near(maximum + from(maxima) / least_one);
+        states.base = Softmax::base_near(maximum + sum_from(maxima) / least_one);
         store(bases, states.base);
         const V<T> squares = reduce_rows(size, sum, [&](int i) {
-            V<T> found{};
+            V<T> lanes{};
             for (int j = 0; j < W; j++) {
                 const V<T> x = select_bits<T>(bits[i], j, load(s + i * kTileKeys + j * L) - bases[i], V<T>{});
-                found += x * x;
+                lanes += x * x;
             }
-            return found;
+            return lanes;
         });
-        Softmax::set_moments(states, from(bases), squares);
+        Softmax::set_moments(states, sum_from(bases), squares);
     }
 
-    // Lane i becomes the lanes of f(i), combined by op.
+    // The vector whose lane i is the lanes of f(i), combined by op.
     template <class Op, class F>
     static V<T> reduce_rows(int size, const Op& op, const F& f) {
         if (size <= kFewRows) {
-            alignas(64) T found[L] = {};
-            for (int i = 0; i < size; i++) found[i] = reduce<T>(f(i), op);
-            return load(found);
+            alignas(64) T reduced[L] = {};
+            for (int i = 0; i < size; i++) reduced[i] = reduce<T>(f(i), op);
+            return load(reduced);
         }
         // Lanes after the last row repeat it.
         V<T> v[L];

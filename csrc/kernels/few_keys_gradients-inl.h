@@ -24,6 +24,7 @@ struct FiniteRows {
     View<T> rows, rest;
     uint64_t with_rest = 0;  // bits of the rows that have a rest
 
+    // `factor`: numbers are replaced where this times them is not finite.
     FiniteRows(Arena& arena, const View<T>& all, int64_t count, int64_t width, bool masked, T factor) : rows(all) {
         if (!masked || is_finite(all, count, width, factor)) return;
         T *finite = arena.take<T>(count * width), *others = arena.take<T>(count * width);

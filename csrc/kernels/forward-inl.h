@@ -32,7 +32,7 @@ class ForwardTask {
           softmax_(softmax),
           head_(*queries.head[0]),
           scores_(arena, problem, false),
-          own_tile_(arena, problem, scores_.additive(), false),
+          own_tile_(arena, problem, scores_.additive()),
           few_rows_(problem.form != Form::additive && has_few_rows(problem)),
           values_(arena, problem, queries.masked, queries.panels() >= kStepPanels, few_rows_),
           dropout_(problem) {
@@ -53,11 +53,11 @@ class ForwardTask {
 
     // Attend to the keys of a range.
     void run(Span keys) {
-        for (int64_t key = keys.first, end; key < keys.last; key = end) {
-            if (full_tiles_) key = full_tiles_->run(key, keys.last);
-            if (key == keys.last) break;
-            end = queries_.tile_end(key, keys.last);
-            if (!queries_.is_in_hole(key, end - key)) attend_to_tile(key, end - key, keys.last);
+        for (int64_t key = keys.first, end; key < keys.end; key = end) {
+            if (full_tiles_) key = full_tiles_->run(key, keys.end);
+            if (key == keys.end) break;
+            end = queries_.tile_end(key, keys.end);
+            if (!queries_.is_in_hole(key, end - key)) attend_to_tile(key, end - key, keys.end);
         }
         values_.reduce_lanes(softmax_.out, queries_.count);
     }
@@ -72,7 +72,7 @@ class ForwardTask {
     // Attend to one key tile, in steps. O += P V of a step runs between the scores and the softmax of the next one:
     // neighbouring instructions then do not wait for one another, and the processor, which looks hundreds of
     // instructions ahead, overlaps the two.
-    void attend_to_tile(int64_t key, int64_t key_count, int64_t last_key) {
+    void attend_to_tile(int64_t key, int64_t key_count, int64_t end_of_keys) {
         const int64_t panels = queries_.panels(), together = few_rows_ ? 1 : kStepPanels;
         int64_t next_prefetch = key + kTileKeys;
         bool loaded = false;
@@ -83,8 +83,8 @@ class ForwardTask {
             if (!loaded) load_keys(key, key_count), load_values(key, key_count);
             loaded = true;
             for (const int64_t until = next_prefetch + prefetched_rows_; next_prefetch < until; next_prefetch++) {
-                prefetch_row(head_.key, problem_.score_dtype, next_prefetch, last_key, problem_.dim);
-                prefetch_row(head_.value, problem_.value_dtype, next_prefetch, last_key, problem_.value_dim);
+                prefetch_row(head_.key, problem_.score_dtype, next_prefetch, end_of_keys, problem_.dim);
+                prefetch_row(head_.value, problem_.value_dtype, next_prefetch, end_of_keys, problem_.value_dim);
             }
             step_->first = panel * kMR, step_->size = std::min(end * kMR, queries_.count) - step_->first;
             const Interleaved<T> interleaved = values_.prefetched();
@@ -131,23 +131,16 @@ class ForwardTask {
                         dropout_.on ? keep : nullptr, static_cast<T>(dropout_.factor), key);
     }
 
-    // O += P V for the rows of a step.
-    void add_pv(const Step& step) {
-        T* out = softmax_.out + step.first * softmax_.width;
-        if (bf16_ && !values_.narrow()) {
-            if constexpr (sizeof(T) == 4) bf16_->pv(out, step_weights_, step.size, values_.count());
-        } else {
-            values_.add_pv(out, step_weights_, step.size);
-        }
-    }
-
-    // Complete the output of the last step.
+    // O += P V for the rows of the step whose weights were made last, if that is still to be done.
     void finish_pv() {
         if (!previous_) return;
-        add_pv(*previous_);
-        if (values_.nonfinite)
-            values_.propagate_nonfinite(softmax_.out + previous_->first * softmax_.width, step_weights_,
-                                        previous_->bits, previous_->size);
+        T* out = softmax_.out + previous_->first * softmax_.width;
+        if (bf16_ && !values_.narrow()) {
+            if constexpr (sizeof(T) == 4) bf16_->pv(out, step_weights_, previous_->size, values_.count());
+        } else {
+            values_.add_pv(out, step_weights_, previous_->size);
+        }
+        if (values_.nonfinite) values_.propagate_nonfinite(out, step_weights_, previous_->bits, previous_->size);
         previous_ = nullptr;
     }
 
@@ -166,37 +159,32 @@ class ForwardTask {
     std::optional<Bf16Dot> bf16_;
     std::optional<FullTiles<T>> full_tiles_;
     int64_t prefetched_rows_ = 0;  // of keys and of values, in each step
-    Step steps_[2], *step_ = &steps_[0], *previous_ = nullptr;
+    Step steps_[2], *step_ = &steps_[0];
+    Step* previous_ = nullptr;        // whose values are still to be added; null: none
     T *step_scores_, *step_weights_;  // of one step: weights are used before the next step's are made
 };
 
 // How a call is cut into tasks: query tiles of a group, each against ranges of its keys. The shape alone decides, so
 // that no result depends on the number of threads.
 struct ForwardTasks {
+    // Rows of one head, or of several heads of a group, counted through these heads.
     struct QueryRows {
-        const std::vector<int64_t>* heads;
+        const int64_t* heads;
         int64_t first, count;
     };
     std::vector<QueryRows> query_tiles;
-    std::vector<std::vector<int64_t>> single_heads;  // heads whose rows are not joined with other heads' rows
-    int64_t ranges = 1;
+    int64_t ranges = 1;  // of the keys of each query tile
 
     explicit ForwardTasks(const Problem& problem) {
         // Heads of a group are joined to share key tiles, except with additive scores, whose tables of a key tile
         // depend on the w_v of the head.
         const bool join = problem.form != Form::additive;
         const int64_t min_rows = join ? 48 : 96;
-        if (!join) single_heads.reserve(problem.heads.size());
-        const auto groups = static_cast<int64_t>(join ? problem.groups.size() : problem.heads.size());
+        const auto parts = static_cast<int64_t>(join ? problem.groups.size() : problem.heads.size());
         for (const Group& group : problem.groups) {
-            if (join || group.heads.size() == 1) {
-                cut(group.heads, static_cast<int64_t>(group.heads.size()) * problem.query_len, groups, min_rows);
-                continue;
-            }
-            for (const int64_t head : group.heads) {
-                single_heads.push_back({head});
-                cut(single_heads.back(), problem.query_len, groups, min_rows);
-            }
+            const auto heads = static_cast<int64_t>(group.heads.size()), joined = join ? heads : 1;
+            for (int64_t h = 0; h < heads; h += joined)
+                cut(group.heads.data() + h, joined * problem.query_len, parts, min_rows);
         }
         const int64_t count = static_cast<int64_t>(query_tiles.size());
         if (count > 0 && count < kThreads && problem.key_len >= 2048)
@@ -206,29 +194,30 @@ struct ForwardTasks {
     // Range r of the keys of a query tile, in whole key tiles.
     Span range(Span keys, int64_t r) const {
         if (ranges == 1) return keys;  // without two divisions, which a row of ten keys would notice
-        const int64_t tiles = std::max<int64_t>(0, (keys.last - keys.first + kTileKeys - 1) / kTileKeys);
+        const int64_t tiles = std::max<int64_t>(0, (keys.end - keys.first + kTileKeys - 1) / kTileKeys);
         return {keys.first + tiles * r / ranges * kTileKeys,
-                std::min(keys.last, keys.first + tiles * (r + 1) / ranges * kTileKeys)};
+                std::min(keys.end, keys.first + tiles * (r + 1) / ranges * kTileKeys)};
     }
 
    private:
     static constexpr int64_t kThreads = 16;    // few tasks are cut so that as many threads stay busy to the end
     static constexpr int64_t kMostRows = 384;  // of a query tile
 
-    // Cut rows into query tiles of about one size, as the other threads would wait for the last one's where it is
-    // small. For the same reason few tiles are a multiple of the threads.
-    void cut(const std::vector<int64_t>& heads, int64_t total, int64_t groups, int64_t min_rows) {
+    // Cut the `total` rows of joined heads, one of `parts` such parts of the call, into query tiles of about one size:
+    // with a small last tile, its thread would wait for the others. For the same reason few tiles are a multiple of the
+    // threads.
+    void cut(const int64_t* heads, int64_t total, int64_t parts, int64_t min_rows) {
         const auto tiles_of = [&](int64_t rows) { return (total + rows - 1) / rows; };
         int64_t count = tiles_of(kMostRows);
-        if (groups * count < 4 * kThreads) {
-            const int64_t even = padded(count, kThreads / std::gcd(kThreads, groups));
+        if (parts * count < 4 * kThreads) {
+            const int64_t even = padded(count, kThreads / std::gcd(kThreads, parts));
             // Small tiles share less: they are made only where there would be too few.
-            if (groups * count < kThreads || total >= kMostRows / 2 * even)
+            if (parts * count < kThreads || total >= kMostRows / 2 * even)
                 count = std::max(count, std::min(even, tiles_of(min_rows)));
         }
         const int64_t rows = padded((total + count - 1) / std::max<int64_t>(1, count), kMR);
         for (int64_t first = 0; first < total; first += rows)
-            query_tiles.push_back({&heads, first, std::min(rows, total - first)});
+            query_tiles.push_back({heads, first, std::min(rows, total - first)});
     }
 };
 
@@ -274,7 +263,7 @@ void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, R
         if (lane + 1 < Vector<T>::lanes && i + 1 < rows.count) continue;
         const int64_t first = rows.first + i - lane;
         store_rows(problem, lane + 1, states, out - lane * width, width, [&](int64_t j) {
-            const Head& head = problem.heads[(*rows.heads)[(first + j) / problem.query_len]];
+            const Head& head = problem.heads[rows.heads[(first + j) / problem.query_len]];
             return std::pair(&head, (first + j) % problem.query_len);
         });
     }
@@ -283,23 +272,20 @@ void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, R
 // The forward with sums of T.
 template <class T>
 void forward_typed(const Problem& problem, Threads threads) {
+    if (problem.query_len == 0 || problem.heads.empty()) return;
     const ForwardTasks tasks(problem);
     const int64_t ranges = tasks.ranges, query_tiles = static_cast<int64_t>(tasks.query_tiles.size());
     std::vector<RangeResult<T>> results(ranges > 1 ? query_tiles * ranges : 0);
     threads = clamp_threads(problem, threads);
     const bool few_keys = has_few_keys(problem);
     const Additive<T> form(problem);
-    SharedTiles<KeyTile<T>> tiles;
-    if (tiles.is_profitable(problem, query_tiles / static_cast<int64_t>(problem.heads.size())))
-        tiles = {problem, threads, [&](Arena& arena) { return KeyTile<T>(arena, problem, form, false); },
-                 [&](KeyTile<T>& tile, const Head& head, int64_t key, int64_t key_count) {
-                     tile.fill(problem, form, head, key, key_count, true);
-                 }};
+    const SharedTiles<KeyTile<T>> tiles(problem, form, threads,
+                                        query_tiles / static_cast<int64_t>(problem.heads.size()));
     for_each_task(query_tiles * ranges, threads, [&](int64_t task) {
         const ForwardTasks::QueryRows& rows = tasks.query_tiles[task / ranges];
         Arena& arena = thread_arena();
-        if (few_keys) return ShortHead<T>(arena, problem, problem.heads[rows.heads->front()]).attend();
-        const QueryTile<T> queries(arena, problem, rows.heads->data(), rows.first, rows.count);
+        if (few_keys) return ShortHead<T>(arena, problem, problem.heads[rows.heads[0]]).attend();
+        const QueryTile<T> queries(arena, problem, rows.heads, rows.first, rows.count);
         OnlineSoftmax<T> softmax(arena, problem, queries.count);
         ForwardTask<T>(arena, problem, queries, tiles, softmax)
             .run(tasks.range(queries.keys(problem.key_len), task % ranges));

@@ -36,9 +36,9 @@ class FullTiles {
     }
 
     // Attend to the full tiles from `key` on, until some row masks a key or the keys end. Returns the key behind them.
-    int64_t run(int64_t key, int64_t last) {
+    int64_t run(int64_t key, int64_t end) {
         for (int64_t pending = 0;;) {  // tiles before `key` whose values are still to be added
-            const int64_t tiles = count(key, last);
+            const int64_t tiles = count(key, end);
             for (int64_t i = 0; i < std::max(tiles, pending); i++) {
                 const Interleaved<T> pv = i < pending ? adding(i, key + (i - pending) * kTileKeys) : Interleaved<T>{};
                 if (i < tiles)
@@ -57,9 +57,9 @@ class FullTiles {
     static constexpr int64_t kMostRows = 3;  // more take longer this way where the caches hold their keys
 
     // How many full tiles from `key` on are attended to together.
-    int64_t count(int64_t key, int64_t last) const {
+    int64_t count(int64_t key, int64_t end) const {
         int64_t tiles = 0;
-        for (; tiles < kTiles && key + kTileKeys <= last && queries_.is_unmasked(0, key, kTileKeys); tiles++)
+        for (; tiles < kTiles && key + kTileKeys <= end && queries_.is_unmasked(0, key, kTileKeys); tiles++)
             key += kTileKeys;
         return tiles;
     }

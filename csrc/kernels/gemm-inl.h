@@ -198,8 +198,9 @@ __attribute__((always_inline)) inline void prefetch_stream(const E* p) {
     }
 }
 
-// Add to rows their weights times the rows of values, for few query rows. One row reads values in whole rows up to 16
-// vectors, the order of memory: in halves a pass over memory takes 1.4 times as long.
+// Add to the output of each of `size` query rows its weights times the `count` rows of values. For a single query row
+// up to 16 vectors of a row of values are read together, in the order of memory: half a row of each value at a time, a
+// pass over values in memory takes 1.4 times as long.
 template <class T, class E>
 void add_weighted_rows(T* out, const T* weights, int64_t size, const View<E>& values, int64_t count, int64_t width) {
     constexpr int L = Vector<T>::lanes;
@@ -239,22 +240,22 @@ struct Interleaved {
     T* out = nullptr;  // null: prefetch
     int64_t size = 1;  // rows of weights and outputs
 
-    // Do the work for the keys [first, last), as far as there are keys.
-    void run(int64_t first, int64_t last) const {
-        last = std::min(last, count);
-        if (first >= last) return;
-        if (out) return add_values(first, last);
+    // Do the work for the keys [first, end), as far as there are keys.
+    void run(int64_t first, int64_t end) const {
+        end = std::min(end, count);
+        if (first >= end) return;
+        if (out) return add_values(first, end);
         const int64_t bytes = attnscore::size_of(values.dtype);
-        for (int64_t i = first; i < last; i++) prefetch(values.data + i * values.stride * bytes, width * bytes);
+        for (int64_t i = first; i < end; i++) prefetch(values.data + i * values.stride * bytes, width * bytes);
     }
 
    private:
     // O += P V, one row of weights after the other: the second one finds the values in the first-level cache.
-    __attribute__((noinline)) void add_values(int64_t first, int64_t last) const {
+    __attribute__((noinline)) void add_values(int64_t first, int64_t end) const {
         values.with_view([&]<class E>(const View<E>& rows) {
             const View<E> own{rows.row(first), rows.stride};
             for (int64_t i = 0; i < size; i++)
-                add_weighted_rows(out + i * width, weights + i * kTileKeys + first, 1, own, last - first, width);
+                add_weighted_rows(out + i * width, weights + i * kTileKeys + first, 1, own, end - first, width);
         });
     }
 };

@@ -3,17 +3,17 @@
 
 #include "kernels/simd-inl.h"
 
-// The keys [first, last); none where last <= first.
+// The keys, rows or micro-panels [first, end); none where end <= first.
 struct Span {
-    int64_t first, last;
+    int64_t first, end;
 
-    bool empty() const { return last <= first; }
+    bool empty() const { return end <= first; }
     // The smallest span that holds both; an empty `other` adds nothing.
     Span covering(Span other) const {
-        return other.empty() ? *this : Span{std::min(first, other.first), std::max(last, other.last)};
+        return other.empty() ? *this : Span{std::min(first, other.first), std::max(end, other.end)};
     }
     // The keys that both hold.
-    Span within(Span other) const { return {std::max(first, other.first), std::min(last, other.last)}; }
+    Span within(Span other) const { return {std::max(first, other.first), std::min(end, other.end)}; }
 };
 
 constexpr uint64_t kAll = ~uint64_t{0};
@@ -27,7 +27,7 @@ inline void for_each_bit(uint64_t bits, const F& f) {
     for (; bits; bits &= bits - 1) f(__builtin_ctzll(bits));
 }
 
-// The keys between the bounds of a row, holes included.
+// The keys from the start to the stop of a row, holes included.
 inline Span key_interval(const Problem& problem, const Head& head, int64_t row) {
     if (!head.start) return {0, problem.key_len};
     return {std::max<int64_t>(head.start[row], 0), std::min<int64_t>(head.stop[row], problem.key_len)};
@@ -41,7 +41,7 @@ inline Span hole_interval(const Head& head, int64_t row, int64_t k) {
 
 // Bits of the keys [key, key + count) that a span holds.
 inline uint64_t span_bits(const Span& span, int64_t key, int64_t count) {
-    return lowest_bits(std::clamp<int64_t>(span.last - key, 0, count)) &
+    return lowest_bits(std::clamp<int64_t>(span.end - key, 0, count)) &
            ~lowest_bits(std::clamp<int64_t>(span.first - key, 0, count));
 }
 
@@ -124,7 +124,7 @@ inline uint32_t hash32(uint32_t x) {
 
 struct Dropout {
     bool on;
-    uint64_t threshold;  // keep_bits from here; 2^32 keeps nothing
+    uint64_t threshold;  // a weight is kept if the hash of its pair is not below this; 2^32 keeps none
     double factor;
     uint32_t key_hash[kTileKeys];  // the keys' part of the hash, for the current tile
 
@@ -137,7 +137,7 @@ struct Dropout {
     void set_tile(int64_t key) {
         for (int64_t j = 0; j < kTileKeys; j++) key_hash[j] = static_cast<uint32_t>(key + j) * 0x9E3779B9u;
     }
-    // The hash of a row of a head.
+    // The hash of a row of a head, a number for each row of the call, which `keep_bits` takes.
     static uint32_t stream(const Problem& problem, const Head& head, int64_t row) {
         const int64_t rows = problem.all_rows > 0 ? problem.all_rows : problem.query_len;
         const auto all = static_cast<uint64_t>(head.index * rows + problem.first_row + row);

@@ -10,6 +10,7 @@ inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 // costs a system call and a page fault per page.
 class Arena {
    public:
+    // Memory for `count` numbers, not initialised, until the next `reset`.
     template <class T>
     T* take(int64_t count) {
         const size_t bytes = padded(std::max<int64_t>(count, 1) * sizeof(T), 64);

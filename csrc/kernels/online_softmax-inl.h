@@ -261,8 +261,8 @@ struct OnlineSoftmax {
     // for its reductions (a tenth of a tiny call's time).
     template <int W>
     __attribute__((noinline)) void start_rows(int64_t first, int64_t size, const T* s, const uint64_t* bits) {
-        for (const int64_t last = first + size; first < last; first += L, s += L * kTileKeys, bits += L) {
-            const auto count_of_rows = static_cast<int>(std::min<int64_t>(L, last - first));
+        for (const int64_t end = first + size; first < end; first += L, s += L * kTileKeys, bits += L) {
+            const auto count_of_rows = static_cast<int>(std::min<int64_t>(L, end - first));
             // Lanes after the last row repeat it.
             const auto row = [&](int i) { return std::min(i, count_of_rows - 1); };
             V<T> v[L];

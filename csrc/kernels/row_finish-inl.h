@@ -15,7 +15,7 @@ struct FinishedRows {
     V<T> factor = splat(T(1));           // rescales sums relative to `max` to `row_max`
     V<T> all_sum_exp_logit;              // sum_exp_logit with the sink
 
-    // `size` rows from `first` on.
+    // `size` rows of a head from `first` on; `sink`: null where the head has none.
     FinishedRows(const Problem& problem, const Head& head, const T* sink, int64_t first, int64_t size) {
         const auto read = [&](RowStat which) {
             return load_first(as<T>(head.row_stats) + which * problem.query_len + first, size);
@@ -88,7 +88,7 @@ struct FinishedRows {
     }
 };
 
-// Multiply row i by a number.
+// Multiply row i of a contiguous output by a number: the share of its weights that the keys have beside the sink.
 template <class T>
 void scale_row(char* data, Dtype dtype, int64_t i, int64_t cols, T factor) {
     if (dtype == dtype_of<T>()) {
@@ -100,27 +100,22 @@ void scale_row(char* data, Dtype dtype, int64_t i, int64_t cols, T factor) {
     }
 }
 
+// Set the caller's results of the rows [first, end) of a head.
 template <class T>
-void finish_rows_typed(const Problem& problem, const Head& head, const RowArrays& rows, int64_t first, int64_t last) {
+void finish_rows(const Problem& problem, const Head& head, const RowArrays& rows, int64_t first, int64_t end) {
     constexpr int L = Vector<T>::lanes;
-    for (; first < last; first += L) {
-        const int64_t size = std::min<int64_t>(L, last - first);
-        const FinishedRows<T> found(problem, head, as<T>(rows.sink), first, size);
-        const auto keep = [&](char* to, V<T> x) { store_first(as<T>(to) + first, size, x); };
+    for (; first < end; first += L) {
+        const int64_t size = std::min<int64_t>(L, end - first);
+        const FinishedRows<T> finished(problem, head, as<T>(rows.sink), first, size);
+        const auto set = [&](char* to, V<T> x) { store_first(as<T>(to) + first, size, x); };
         if (rows.sink) {
-            const V<T> share = found.share();
+            const V<T> share = finished.share();
             for (int i = 0; i < size; i++)
                 scale_row<T>(head.out, problem.value_dtype, first + i, problem.value_dim, share[i]);
         }
-        if (rows.row_max) keep(rows.row_max, found.row_max);
-        if (rows.log_denom) keep(rows.log_denom, found.log_denom);
+        if (rows.row_max) set(rows.row_max, finished.row_max);
+        if (rows.log_denom) set(rows.log_denom, finished.log_denom);
         for (int which = 0; which < kStatistics; which++)
-            if (rows.statistics[which]) keep(rows.statistics[which], found.statistic(static_cast<Statistic>(which)));
+            if (rows.statistics[which]) set(rows.statistics[which], finished.statistic(static_cast<Statistic>(which)));
     }
-}
-
-// Set the caller's results of the rows [first, last) of a head.
-void finish_rows(const Problem& problem, const Head& head, const RowArrays& rows, int64_t first, int64_t last) {
-    (problem.value_dtype == Dtype::f64 ? finish_rows_typed<double> : finish_rows_typed<float>)(problem, head, rows,
-                                                                                               first, last);
 }

@@ -24,15 +24,16 @@ const T* view_row(T* copy, const Matrix& m, Dtype dtype, int64_t i, int64_t cols
     return copy;
 }
 
+// Set log_denom and delta of the rows [first, end) of a head.
 template <class T>
-void prepare_rows_typed(const Problem& problem, const Head& head, const RowArrays& rows, T* log_denoms, T* deltas,
-                        int64_t first, int64_t last) {
+void prepare_rows(const Problem& problem, const Head& head, const RowArrays& rows, char* log_denoms, char* deltas,
+                  int64_t first, int64_t end) {
     constexpr T infinity = std::numeric_limits<T>::infinity();
     const bool with_weights = problem.matrix == MatrixOutput::weights;
     const int64_t cols = std::max(problem.value_dim, with_weights ? problem.key_len : 0);
     Arena& arena = thread_arena();
     T *copy = arena.take<T>(cols), *grad_copy = arena.take<T>(cols);
-    for (int64_t i = first; i < last; i++) {
+    for (int64_t i = first; i < end; i++) {
         // out = sum_j p_j v_j, so sum_j p_j dp_j = dout . out
         T pooled = product_of_nonzero(view_row(copy, rows.out, problem.value_dtype, i, problem.value_dim),
                                       view_row(grad_copy, head.grad_out, problem.grad_dtype, i, problem.value_dim),
@@ -43,18 +44,9 @@ void prepare_rows_typed(const Problem& problem, const Head& head, const RowArray
                                          view_row(grad_copy, head.grad_matrix, dtype_of<T>(), i, problem.key_len),
                                          problem.key_len);
         const T dlse = rows.grad_log_sum_exp ? as<T>(rows.grad_log_sum_exp)[i] : T(0);
-        deltas[i] = pooled - dlse;
+        as<T>(deltas)[i] = pooled - dlse;
         // +inf where the row is fully masked, so that its weights are 0.
         const T log_denom = as<T>(rows.log_denom)[i];
-        log_denoms[i] = log_denom == -infinity ? infinity : log_denom;
+        as<T>(log_denoms)[i] = log_denom == -infinity ? infinity : log_denom;
     }
-}
-
-// Set log_denom and delta of the rows [first, last) of a head.
-void prepare_rows(const Problem& problem, const Head& head, const RowArrays& rows, char* log_denoms, char* deltas,
-                  int64_t first, int64_t last) {
-    if (problem.value_dtype == Dtype::f64)
-        prepare_rows_typed(problem, head, rows, as<double>(log_denoms), as<double>(deltas), first, last);
-    else
-        prepare_rows_typed(problem, head, rows, as<float>(log_denoms), as<float>(deltas), first, last);
 }

@@ -17,19 +17,14 @@ ATTNSCORE_GEMM(, Bf16Product, float, Bf16Pair, Bf16Pair)
 
 namespace {
 
-// Whether sums are of double: they are where values are.
-bool is_double(const Problem& problem) { return problem.value_dtype == Dtype::f64; }
-
-void forward_of(const Problem& problem, Threads threads) {
-    (is_double(problem) ? forward<double> : forward<float>)(problem, threads);
+// A function with sums of double where values are of double, else with sums of float.
+template <auto of_double, auto of_float, class... Arguments>
+void by_sum_type(const Problem& problem, Arguments... arguments) {
+    (problem.value_dtype == Dtype::f64 ? of_double : of_float)(problem, arguments...);
 }
 
-void backward_of(const Problem& problem, Threads threads) {
-    (is_double(problem) ? backward<double> : backward<float>)(problem, threads);
-}
-
-// Compute C.
 void multiply(const MatrixProduct& product, Threads threads) {
+    // As in `clamp_threads`: waking a thread takes as long as 2^19 multiply-adds.
     const double work = static_cast<double>(product.rows) * product.depth * product.cols;
     threads = threads.at_most(1 + work / (1 << 19));
     return (product.dtype == Dtype::f64 ? multiply_typed<double> : multiply_typed<float>)(product, threads);
@@ -40,7 +35,11 @@ void multiply(const MatrixProduct& product, Threads threads) {
 #define ATTNSCORE_TEXT_(x) #x
 #define ATTNSCORE_TEXT(x) ATTNSCORE_TEXT_(x)
 extern const Kernels kernels;
-const Kernels kernels = {
-    ATTNSCORE_TEXT(ATTNSCORE_TARGET), forward_of, backward_of, finish_rows, prepare_rows, multiply};
+const Kernels kernels = {ATTNSCORE_TEXT(ATTNSCORE_TARGET),
+                         by_sum_type<forward_typed<double>, forward_typed<float>>,
+                         by_sum_type<backward_typed<double>, backward_typed<float>>,
+                         by_sum_type<finish_rows<double>, finish_rows<float>>,
+                         by_sum_type<prepare_rows<double>, prepare_rows<float>>,
+                         multiply};
 
 }  // namespace attnscore::ATTNSCORE_TARGET

@@ -181,10 +181,10 @@ struct ScoreGradients {
         for (int64_t s = 0; s < rows.panels(); s++)
             if (!rows.is_masked(s, key, key_count)) panels = panels.covering({s, s + 1});
         if (dropout.on) dropout.set_tile(key);
-        for (int64_t s = panels.first, end; s < panels.last; s = end) {
+        for (int64_t s = panels.first, end; s < panels.end; s = end) {
             const bool masked = rows.is_masked(s, key, key_count);
             end = s + 1;
-            while (end < panels.last && end < s + kStepPanels && rows.is_masked(end, key, key_count) == masked) end++;
+            while (end < panels.end && end < s + kStepPanels && rows.is_masked(end, key, key_count) == masked) end++;
             const int64_t first = s * kMR, size = std::min(end * kMR, rows.count) - first;
             if (masked) {
                 skip_masked = skip_masked || !(queries.finite && tile.finite);

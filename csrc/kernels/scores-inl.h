@@ -27,7 +27,7 @@ template <class T>
 void add_bias(T* s, uint64_t& bits, const Problem& problem, const Head& head, int64_t row, Span keys, T* line) {
     constexpr int L = Vector<T>::lanes;
     const Matrix& m = head.bias;
-    const int64_t count = keys.last - keys.first;
+    const int64_t count = keys.end - keys.first;
     const int vectors = width_of<T>(count);
     if (m.col_stride == 0)
         std::fill_n(line, vectors * L, element<T>(m, problem.bias_dtype, row, 0));

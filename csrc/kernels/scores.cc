@@ -10,7 +10,7 @@ void Scores<T>::operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
                            const typename Additive<T>::Query& additive_query, Span panels, const KeyTile<T>& tile,
                            const Interleaved<T>* interleaved, const Bf16Dot* bf16, bool saves) const {
     constexpr int L = Vector<T>::lanes;
-    const int64_t first = panels.first * kMR, size = std::min(panels.last * kMR, queries.count) - first;
+    const int64_t first = panels.first * kMR, size = std::min(panels.end * kMR, queries.count) - first;
     const T* query = queries.query + first * queries.width;
     // Products are of whole vectors of keys: the lanes after the last key are masked below, like pairs.
     const int64_t columns = padded(tile.count, L);
@@ -31,7 +31,7 @@ void Scores<T>::operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
     const int vectors = width_of<T>(tile.count);
     // Products alone, and no masked pair.
     bool full = true;
-    for (int64_t panel = panels.first; panel < panels.last; panel++)
+    for (int64_t panel = panels.first; panel < panels.end; panel++)
         full = full && queries.is_unmasked(panel, tile.first, tile.count);
     if (full && queries.no_epilogue && !queries.nonfinite && !tile.nonfinite) {
         std::fill_n(bits, size, kAll);

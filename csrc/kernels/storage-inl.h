@@ -2,6 +2,7 @@
 // of its own.
 #pragma once
 
+// The number that a 16-bit float stands for.
 inline float widened(uint16_t bits, Dtype dtype) {
     uint32_t wide;
     if (dtype == Dtype::bf16) {
@@ -22,6 +23,7 @@ inline float widened(uint16_t bits, Dtype dtype) {
     return x;
 }
 
+// The nearest 16-bit float; of two as near, the even one.
 inline uint16_t narrowed(float x, Dtype dtype) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof x);

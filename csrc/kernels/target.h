@@ -38,11 +38,11 @@
 
 namespace attnscore::ATTNSCORE_TARGET {
 
-// Fill outputs, statistics and matrices of all heads; T is the type of the sums.
+// Fill outputs, row statistics and matrices of all heads; T is the type of the sums. Compiled by forward.cc.
 template <class T>
-void forward(const Problem& problem, Threads threads);
-// Add to the gradients of all heads and groups.
+void forward_typed(const Problem& problem, Threads threads);
+// Add to the gradients of all heads and groups. Compiled by backward.cc.
 template <class T>
-void backward(const Problem& problem, Threads threads);
+void backward_typed(const Problem& problem, Threads threads);
 
 }  // namespace attnscore::ATTNSCORE_TARGET

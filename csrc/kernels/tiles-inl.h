@@ -100,39 +100,42 @@ struct QueryTile {
     // Keys that the interval of some row holds.
     Span keys(int64_t key_len) const {
         Span all{key_len, 0};
-        for (int64_t s = 0; s < panels(); s++) all = all.covering(any_row[s]);
+        for (int64_t panel = 0; panel < panels(); panel++) all = all.covering(any_row[panel]);
         return all;
     }
     // The end of the key tile that begins at `key`. A packed sequence begins a tile of its own: one that reached into
     // the next sequence would be computed for the rows of both.
-    int64_t tile_end(int64_t key, int64_t last) const {
-        last = std::min(key + kTileKeys, last);
+    int64_t tile_end(int64_t key, int64_t end) const {
+        end = std::min(key + kTileKeys, end);
         const int64_t* next = std::upper_bound(begins, begins + begin_count, key);
-        return next == begins + begin_count ? last : std::min(last, *next);
+        return next == begins + begin_count ? end : std::min(end, *next);
     }
     // Whether the intervals of a micro-panel, or a hole of all of its rows, mask a whole key tile.
-    bool is_masked(int64_t s, int64_t key, int64_t key_count) const {
-        return any_row[s].first >= key + key_count || any_row[s].last <= key || in_hole(s, key, key_count);
+    bool is_masked(int64_t panel, int64_t key, int64_t key_count) const {
+        return any_row[panel].first >= key + key_count || any_row[panel].end <= key || in_hole(panel, key, key_count);
     }
     // Whether a hole of all rows masks a whole key tile.
     bool is_in_hole(int64_t key, int64_t key_count) const { return in_hole(panels(), key, key_count); }
     // Whether every row of a micro-panel attends to all keys of a full key tile.
-    bool is_unmasked(int64_t s, int64_t key, int64_t key_count) const {
-        return key_count == kTileKeys && !pair_masked && all_rows[s].first <= key &&
-               all_rows[s].last >= key + kTileKeys && !touches_hole(s, key);
+    bool is_unmasked(int64_t panel, int64_t key, int64_t key_count) const {
+        return key_count == kTileKeys && !pair_masked && all_rows[panel].first <= key &&
+               all_rows[panel].end >= key + kTileKeys && !touches_hole(panel, key);
     }
 
    private:
-    bool in_hole(int64_t s, int64_t key, int64_t key_count) const {
-        for (const Span* hole = hole_all + s * holes; hole != hole_all + (s + 1) * holes; hole++)
-            if (hole->first <= key && hole->last >= key + key_count) return true;
+    // Whether a hole of all rows of a micro-panel, or of the tile where it is panels(), masks a whole key tile.
+    bool in_hole(int64_t panel, int64_t key, int64_t key_count) const {
+        for (const Span* hole = hole_all + panel * holes; hole != hole_all + (panel + 1) * holes; hole++)
+            if (hole->first <= key && hole->end >= key + key_count) return true;
         return false;
     }
-    bool touches_hole(int64_t s, int64_t key) const {
-        for (const Span* hole = hole_any + s * holes; hole != hole_any + (s + 1) * holes; hole++)
-            if (hole->first < key + kTileKeys && hole->last > key) return true;
+    // Whether a hole of some row of a micro-panel reaches into the full key tile at `key`.
+    bool touches_hole(int64_t panel, int64_t key) const {
+        for (const Span* hole = hole_any + panel * holes; hole != hole_any + (panel + 1) * holes; hole++)
+            if (hole->first < key + kTileKeys && hole->end > key) return true;
         return false;
     }
+    // Set any_row, all_rows and `begins` from the intervals of the rows.
     void find_intervals(Arena& arena, const Problem& problem) {
         any_row = arena.take<Span>(panels());
         all_rows = arena.take<Span>(panels());
@@ -143,17 +146,18 @@ struct QueryTile {
         }
         std::fill_n(any_row, panels(), Span{problem.key_len, 0});
         begins = arena.take<int64_t>(count);
-        Span hull{problem.key_len, 0};  // from the last of `begins` on
+        Span hull{problem.key_len, 0};  // of the intervals of the rows from the last of `begins` on
         for (int64_t i = 0; i < count; i++) {
             const Span interval = key_interval(problem, *head[i], row[i]);
             // Sequences shorter than a key tile share one.
-            if (!interval.empty() && interval.first >= hull.last && interval.first - hull.first >= kTileKeys)
+            if (!interval.empty() && interval.first >= hull.end && interval.first - hull.first >= kTileKeys)
                 begins[begin_count++] = interval.first, hull = interval;
             hull = hull.covering(interval);
             any_row[i / kMR] = any_row[i / kMR].covering(interval);
             all_rows[i / kMR] = all_rows[i / kMR].within(interval);
         }
     }
+    // Set hole_all and hole_any, for which rows without keys do not count.
     void find_holes(Arena& arena, const Problem& problem) {
         const int64_t size = (panels() + 1) * holes;
         hole_all = arena.take<Span>(size);
@@ -164,9 +168,9 @@ struct QueryTile {
             if (key_interval(problem, *head[i], row[i]).empty()) continue;
             for (int64_t k = 0; k < holes; k++) {
                 const Span hole = k < head[i]->holes ? hole_interval(*head[i], row[i], k) : Span{0, 0};
-                for (const int64_t s : {i / kMR, panels()}) {
-                    hole_all[s * holes + k] = hole_all[s * holes + k].within(hole);
-                    hole_any[s * holes + k] = hole_any[s * holes + k].covering(hole);
+                for (const int64_t panel : {i / kMR, panels()}) {
+                    hole_all[panel * holes + k] = hole_all[panel * holes + k].within(hole);
+                    hole_any[panel * holes + k] = hole_any[panel * holes + k].covering(hole);
                 }
             }
         }
@@ -186,7 +190,8 @@ struct KeyTile {
     bool gradients;          // whether the tile serves the backward too
     typename Additive<T>::Keys additive;
 
-    KeyTile(Arena& arena, const Problem& problem, const Additive<T>& form, bool gradients) : gradients(gradients) {
+    KeyTile(Arena& arena, const Problem& problem, const Additive<T>& form, bool gradients = false)
+        : gradients(gradients) {
         const int64_t width = padded(problem.dim, Vector<T>::lanes);
         transposed = arena.take<T>(kTileKeys * width);
         copy = arena.take<T>(kTileKeys * width);
@@ -195,9 +200,10 @@ struct KeyTile {
             AdditiveTables<T>{form}.reserve(arena, additive, gradients);
     }
 
-    // Read the keys [key, key + key_count). `sizes`: the magnitudes of the query rows that the tile will meet.
+    // Read the keys [key, key + key_count). `transpose`: whether scores read `transposed`; few rows read the keys in
+    // memory order. `sizes`: the magnitudes of the query rows that the tile will meet.
     void fill(const Problem& problem, const Additive<T>& form, const Head& head, int64_t key, int64_t key_count,
-              bool transpose, const MagnitudeRange<T>& sizes = {}) {
+              bool transpose, const MagnitudeRange<T>& sizes) {
         const int64_t width = padded(problem.dim, Vector<T>::lanes);
         first = key, count = key_count, nonfinite = 0;
         const bool in_place = has_stored_layout<T>(head.key, problem.score_dtype, problem.dim);

@@ -206,12 +206,12 @@ struct Kernels {
     const char* name;
     void (*forward)(const Problem&, Threads threads);
     void (*backward)(const Problem&, Threads threads);
-    // After a forward: set the caller's results of the rows [first, last) of a head. `log_denom` is
+    // After a forward: set the caller's results of the rows [first, end) of a head. `log_denom` is
     // log sum exp(s - row_max) with the sink among the s, and `out` is scaled by the keys' share of the weights.
-    void (*finish_rows)(const Problem&, const Head&, const RowArrays&, int64_t first, int64_t last) = nullptr;
-    // Before a backward: set log_denom and delta of the rows [first, last) of a head.
+    void (*finish_rows)(const Problem&, const Head&, const RowArrays&, int64_t first, int64_t end) = nullptr;
+    // Before a backward: set log_denom and delta of the rows [first, end) of a head.
     void (*prepare_rows)(const Problem&, const Head&, const RowArrays&, char* log_denoms, char* deltas, int64_t first,
-                         int64_t last) = nullptr;
+                         int64_t end) = nullptr;
     // C = A B, with NaN for the rows of A that are not finite.
     void (*multiply)(const MatrixProduct&, Threads threads) = nullptr;
 };
