@@ -91,6 +91,7 @@ class CallPlan {
         std::vector<const char*> addresses;
     };
     Working make_working() const;
+    // Run on a copy of the problem, after its pointers into arrays that have moved are moved too.
     void run_on(Working& working, const Kernels& kernels, const std::vector<Extent>& arrays, uint64_t seed,
                 Threads threads) const;
     static void check_memory(const Slot& slot, const Extent& array);

@@ -169,8 +169,14 @@ class MappedArray {
 
     std::string dtype() const { return name_of(type_); }
     int64_t rows() const { return shape_.size() < 2 ? 0 : shape_[shape_.size() - 2]; }
-    // The lengths of the axes of vmap.
-    const Shape& mapped() const { return mapped_; }
+    // Check that the axes of vmap have the lengths of the grid of examples, or 1.
+    void check_mapped(const Shape& examples) const {
+        for (size_t i = 0; i < examples.size(); ++i) {
+            if (mapped_[i] != 1 && mapped_[i] != examples[i]) {
+                throw_invalid(at(Shape(examples.size())), "the axes of vmap, or 1", std::to_string(mapped_[i]));
+            }
+        }
+    }
 
     // Turn valid lengths, (batch or 1, query or 1), into the stops of the intervals of `query_len` queries.
     void become_stops(int64_t query_len, int64_t key_len) {
@@ -293,10 +299,15 @@ class CallArrays {
         const size_t outer = call_.mapped_axes();
         const std::vector<ffi::Span<const int64_t>> shapes = call_.shapes();
         results_.resize(N);
+        if (outer > 0) {
+            const ffi::AnyBuffer::Dimensions axes = call_.buffer(call_.args.size()).dimensions();
+            examples_.assign(axes.begin(), axes.begin() + outer);
+        }
         size_t next = 0;
         const auto add = [&](std::optional<MappedArray>& to, const char* name, size_t end, bool is_transposed) {
             if (next == end) throw std::invalid_argument(std::string(name) + ": expected a buffer");
             to.emplace(name, call_.buffer(next), shapes[next], outer, is_transposed);
+            to->check_mapped(examples_);
             ++next;
         };
         for (size_t i = 0; i < kOperands; ++i) {
@@ -310,15 +321,7 @@ class CallArrays {
             operands_[kStart] = operands_[kStop]->starts();
         }
         for (size_t i = 0; i < N; ++i) {
-            if (!(requested_results >> i & 1)) continue;
-            add(results_[i], results[i].name, call_.buffers(), false);
-            if (examples_.empty()) examples_ = results_[i]->mapped();
-        }
-        for (const auto& x : operands_) {
-            if (x) check_mapped(*x);
-        }
-        for (const auto& x : results_) {
-            if (x) check_mapped(*x);
+            if (requested_results >> i & 1) add(results_[i], results[i].name, call_.buffers(), false);
         }
     }
 
@@ -339,14 +342,6 @@ class CallArrays {
                       : field.element == Element::index ? "int64"
                                                         : std::string(dtype_name(dtype_of(p, field.element))));
             to.*field.array = x->at(example);
-        }
-    }
-
-    void check_mapped(const MappedArray& x) const {
-        for (size_t i = 0; i < examples_.size(); ++i) {
-            if (x.mapped()[i] != 1 && x.mapped()[i] != examples_[i]) {
-                throw_invalid(x.at(Shape(examples_.size())), "the axes of vmap, or 1", std::to_string(x.mapped()[i]));
-            }
         }
     }
 
