@@ -21,20 +21,20 @@ class AdditiveGradients {
     // Add the gradients from ds, exactly 0 where a pair is masked, to da[i * lda + p], db[j * ldb + p] and dw[p].
     void operator()(const T* ds, int64_t lds, const Query& query, int64_t first, int64_t end, const Keys& keys,
                     const T* w, T* da, int64_t lda, T* db, int64_t ldb, T* dw) const {
-        const AdditiveAlgorithm way = form_.algorithm_for(query.largest, keys);
+        const AdditiveAlgorithm algorithm = form_.algorithm_for(query.largest, keys);
         const Arguments args{ds, lds, first, end, query.width, w, da, lda, db, ldb, dw};
         const T* b = keys.rows;
-        if (way == AdditiveAlgorithm::direct_nonfinite || way == AdditiveAlgorithm::direct)
-            return form_.with_term([&](auto term) {
-                way == AdditiveAlgorithm::direct_nonfinite ? direct_gradients<true>(term, args, query.rows, b)
-                                                           : direct_gradients<false>(term, args, query.rows, b);
-            });
-        if (way == AdditiveAlgorithm::tanh_addition) {
+        if (algorithm == AdditiveAlgorithm::direct_nonfinite)
+            return form_.with_term([&](auto term) { direct_gradients<true>(term, args, query.rows, b); });
+        if (algorithm == AdditiveAlgorithm::direct)
+            return form_.with_term([&](auto term) { direct_gradients<false>(term, args, query.rows, b); });
+        if (algorithm == AdditiveAlgorithm::tanh_addition) {
+            // (tanh a + tanh b) / (1 + tanh a tanh b)
             const T* t = keys.row_tanhs;
             return ratio_gradients<RatioForm::tanh>(args, query.tanhs, query.tanhs, t, t, true);
         }
         const T *ea = query.exps, *eb = keys.row_exps;
-        const bool in_range = way == AdditiveAlgorithm::shared_division;
+        const bool in_range = algorithm == AdditiveAlgorithm::shared_division;
         if (form_.activation == Activation::silu)
             ratio_gradients<RatioForm::silu>(args, ea, query.rows, eb, b, in_range);
         else

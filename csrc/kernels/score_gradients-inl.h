@@ -83,6 +83,7 @@ struct BackwardKeyTile {
         }
         values = view_rows(value_copy, head.value, problem.value_dtype, key, key_count, problem.value_dim);
         if (!few_rows) transpose_tile(value_transposed, values, value_width, key_count);
+        // With few rows, products leave masked pairs out in any case.
         finite = few_rows || !masked ||
                  (is_finite(values, key_count, value_width) &&
                   is_finite(key_rows, key_count, width, difference_factor<T>(problem)));
@@ -167,7 +168,8 @@ struct ScoreGradients {
     double grad_scale = 0;  // of the head's own scale, over all tiles so far
     // The gradient of a relative bias over all tiles so far, from the last row and the first key on; or null.
     double* grad_relative = nullptr;
-    bool skip_masked = false;  // whether NaN or infinity may be at a masked pair: products must leave it out
+    // Whether products leave masked pairs out: NaN or infinity may be at one, or rows are too few for a test to pay.
+    bool skip_masked = false;
 
     ScoreGradients(Arena& arena, const Problem& p)
         : problem(p), scores(arena, p, true), dropout(p), line(arena.take<T>(kTileKeys)) {}
