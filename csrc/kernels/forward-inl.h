@@ -179,7 +179,7 @@ struct ForwardTasks {
         // Heads of a group are joined to share key tiles, except with additive scores, whose tables of a key tile
         // depend on the w_v of the head.
         const bool join = problem.form != Form::additive;
-        const int64_t min_rows = join ? 48 : 96;
+        const int64_t min_rows = join ? 48 : 96;  // of a tile that is cut small for the threads
         const auto parts = static_cast<int64_t>(join ? problem.groups.size() : problem.heads.size());
         for (const Group& group : problem.groups) {
             const auto heads = static_cast<int64_t>(group.heads.size()), joined = join ? heads : 1;

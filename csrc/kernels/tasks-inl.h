@@ -7,7 +7,8 @@
 #include "kernels/simd-inl.h"
 
 // The threads that the work of a call pays for. Waking one costs some 10 us, in which tiles do at least 2^19
-// multiply-adds. One to three queries take as long as four: they wait for the keys and values.
+// multiply-adds. One to three queries take as long as four: they wait for the keys and values. A term of an additive
+// score counts as 8 multiply-adds, and each pair as 8 more.
 inline Threads clamp_threads(const Problem& problem, Threads threads) {
     const double rows = static_cast<double>(std::max<int64_t>(problem.query_len, 4));
     const double work = static_cast<double>(problem.heads.size()) * rows * problem.key_len *

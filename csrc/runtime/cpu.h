@@ -35,9 +35,9 @@ struct X86Features {
         if (!has(saved, kZmm)) return;
 #endif
         avx512 = avx2 && has(b, kFBwDqVl);
-        const bool has_vnni = has(c, kVnni), has_next = a >= 1;
+        const bool has_vnni = has(c, kVnni), has_subleaf_1 = a >= 1;
         constexpr unsigned kBf16 = 1u << 5;
-        avx512bf16 = avx512 && has_vnni && has_next && __get_cpuid_count(7, 1, &a, &b, &c, &d) && has(a, kBf16);
+        avx512bf16 = avx512 && has_vnni && has_subleaf_1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && has(a, kBf16);
     }
 
    private:
