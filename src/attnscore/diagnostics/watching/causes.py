@@ -48,7 +48,7 @@ class Failures:
         """Return the heads of a layer that show one of these signs."""
         return {period.head for period in self.periods.get(layer, ()) if period.sign in signs}
 
-    def layers(self, *signs: str) -> int:
+    def count_layers(self, *signs: str) -> int:
         """Return the number of layers in which half of the heads or more show one of these signs."""
         return sum(2 * len(self.showing(layer, *signs)) >= count for layer, count in self.heads.items())
 
@@ -92,6 +92,10 @@ def _cause_of_product(layer: str, period: Period, failures: Failures, limit: Thr
 
 
 def _cause_of_nan(layer: str, period: Period, failures: Failures) -> str:
+    """Return the cause of NaN or of logits near overflow.
+
+    NaN from before the layer reaches queries, keys and values of all its heads in the same step.
+    """
     numbers = period.evidence
     if period.sign == "near overflow" or numbers["overflow_rows"] > 0:
         return "scores above the range of the dtype"
@@ -103,6 +107,7 @@ def _cause_of_nan(layer: str, period: Period, failures: Failures) -> str:
 
 
 def _cause_of_no_effect(layer: str, period: Period, failures: Failures, limit: Thresholds) -> str:
+    """Return the cause of alike queries, keys or values: one of the whole layer where all heads show the sign."""
     numbers = period.evidence
     # Tokens that are alike have alike queries and keys too: values alone may have weights of 0.
     of_values = period.sign == "values alike" and not numbers["query_variance"] < limit.query_variance
@@ -111,8 +116,8 @@ def _cause_of_no_effect(layer: str, period: Period, failures: Failures, limit: T
         and not numbers["value_spread"] > _ALIKE
         and not of_values
     )
-    if everywhere and failures.layers("saturated"):
-        return _rate(period, failures)
+    if everywhere and failures.count_layers("saturated"):
+        return _cause_in_rate(period, failures)
     # Scores without values: a model whose tokens are alike is known by its queries and keys, both without effect.
     if everywhere and numbers["value_spread"] <= _ALIKE:
         return "tokens that have become alike"
@@ -125,6 +130,7 @@ def _cause_of_no_effect(layer: str, period: Period, failures: Failures, limit: T
 
 
 def _cause_of_saturation(layer: str, period: Period, failures: Failures, limit: Thresholds) -> str:
+    """Return the cause of a saturated head, by how many heads and layers are saturated, and since when."""
     if failures.showing(layer, "sink in every head"):
         return "a first key that takes all weight"
     if period.head in failures.showing(layer, "no use of the query"):
@@ -133,14 +139,14 @@ def _cause_of_saturation(layer: str, period: Period, failures: Failures, limit: 
     several = 2 * len(heads) >= failures.heads[layer] and len(heads) > 1
     if period.first == failures.first_step:
         return "no scale, or weights that start too large" if several else "weights of one head too large"
-    if failures.layers("saturated", *NO_EFFECT) > 1 or failures.is_later(layer, period):
-        return _rate(period, failures)
+    if failures.count_layers("saturated", *NO_EFFECT) > 1 or failures.is_later(layer, period):
+        return _cause_in_rate(period, failures)
     if several and period.first <= failures.early_until and not failures.is_alone(layer):
-        return _rate(period, failures)
+        return _cause_in_rate(period, failures)
     return "learning rate of one layer too large" if several else "weights of one head too large"
 
 
-def _rate(period: Period, failures: Failures) -> str:
+def _cause_in_rate(period: Period, failures: Failures) -> str:
     early = period.first <= failures.early_until
     return "no warm-up, or a learning rate that starts too large" if early else "learning rate too large"
 
@@ -167,24 +173,20 @@ def describe(period: Period, now: Mapping[str, float], limit: Thresholds) -> str
     sign, largest, variance = period.sign, numbers["max_logit"], numbers["logit_variance"]
     times_usual = f"{numbers['scale_ratio']:.3g} times 1/sqrt(d)"
     percent = 100 * numbers["saturated_rows"]
+    sharp = f"{percent:.0f} % of the queries have a weight of {limit.saturated_weight:g} or more"
+    sharp += f", variance of the logits {variance:.3g}"
     words = {
         "not a number": _nan_words(numbers),
         "near overflow": f"logits up to {largest:.3g} of {numbers['dtype_max']:.3g} that the dtype holds",
         "padding": f"{100 * numbers['padding']:.1f} % of the weight is on padding",
         "causal leak": "it attends to later keys, which layers of the same kind do not",
-        "saturated": (
-            f"{percent:.0f} % of the queries have a weight of {limit.saturated_weight:g} or more, variance of the "
-            f"logits {variance:.3g}, largest {largest:.3g}"
-        ),
+        "saturated": f"{sharp}, largest {largest:.3g}",
         "dead": f"variance of the logits {variance:.2g}: it averages",
         "no use of the query": f"queries give a logit a variance of {numbers['query_variance']:.2g} at most",
         "values alike": f"the variance of the values is {numbers['value_spread']:.2g} of their mean square",
         "sink in every head": f"{100 * numbers['first_key']:.1f} % of the weight is on the first key",
         "another scale": f"q.k times {times_usual}, where layers of the same kind have about 1/sqrt(d)",
-        "sharp": (
-            f"{percent:.0f} % of the queries have a weight of {limit.saturated_weight:g} or more, variance of the "
-            f"logits {variance:.3g}"
-        ),
+        "sharp": sharp,
         "large logits": f"up to {largest:.3g}",
         "growing logits": f"the largest is {largest:.3g}",
         "collapsing entropy": f"{numbers['entropy']:.3g} nats",

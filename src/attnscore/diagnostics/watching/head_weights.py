@@ -108,7 +108,7 @@ def qk_clip(
     allowed = _checked_heads(heads if counts else None, counts)  # a watch that was cleared has no layers
     clipped = rows.clipped if isinstance(rows, Records) else set()
     factors: dict[tuple[str, int], float] = {}
-    others: set[tuple[str, int]] = set()
+    of_other_scores: set[tuple[str, int]] = set()
     for row in rows.last() if isinstance(rows, Records) else rows:
         name, head = row["layer"], row["head"]
         size = logit_size(row)
@@ -116,10 +116,11 @@ def qk_clip(
             module_head = (weights.module_of(name, counts), head)
             if module_head not in clipped:  # a module that is called twice has one factor, the smaller one
                 factors[module_head] = min(tau / size, factors.get(module_head, 1.0))
-                others |= {module_head} if math.isnan(row.get("clip", 1.0)) else set()
+                if math.isnan(row.get("clip", 1.0)):
+                    of_other_scores.add(module_head)
     changes = []
     for (name, head), factor in factors.items():
-        if (name, head) in others:
+        if (name, head) in of_other_scores:
             weights.refuse_score(name, head, factor)
         weights.check_no_norm(name, factor)
         of_layer = weights.projections(name, counts)
@@ -256,7 +257,7 @@ class _Weights:
         return self._class(self._model)
 
     def get(self, entries: _Entries) -> Any:
-        """Return the array of some entries."""
+        """Return the values of some entries."""
         return _child(entries.owner, entries.name)[entries.slices]
 
     def set(self, entries: _Entries, values: Any) -> None:
@@ -358,7 +359,10 @@ class _Weights:
         return module
 
     def _arrays(self, layer: Any, heads: int, place: int | None = None) -> dict[str, list[_Entries]] | None:
-        """Return the arrays of a layer's projections, or of one layer of a stack; None with other names or shapes."""
+        """Return the arrays of a layer's projections, None if its names or shapes are others.
+
+        `place` is the layer's index in arrays that a loop has stacked; None: the arrays are not stacked.
+        """
         for names in [self._layers, *_LAYERS] if self._layers else _LAYERS:
             owners = [_child(layer, name) for name in names]
             shapes = [_shape(owner, self._kernel)[place is not None :] for owner in owners]
@@ -410,6 +414,7 @@ def _child(owner: Any, name: str) -> Any:
 
 
 def _shape(owner: Any, name: str) -> tuple[int, ...]:
+    """Return the shape of an entry or attribute; () where there is no such array."""
     return tuple(getattr(_child(owner, name), "shape", ()))
 
 
@@ -419,7 +424,7 @@ def _copied(tree: Any) -> Any:
 
 
 def _drawn(entries: _Entries, shape: Sequence[int], key: Sequence[int]) -> NDArray[np.float64]:
-    """Return initial values for weights of a head, and zeros for its biases."""
+    """Return values drawn as `reset_heads` says for weights of a head, zeros for its biases; `key` seeds the draw."""
     if "bias" in entries.name:
         return np.zeros(shape)
     inputs = shape[1 - entries.axis]

@@ -274,7 +274,7 @@ class Memory:
     def add(
         self, step: int, numbers: Mapping[str, Array], limit: Thresholds, *, leaks: bool, usual_siblings: bool
     ) -> None:
-        """Take the numbers of a sampled step, with the arguments of `signs_of`: begin, lengthen or end periods."""
+        """Begin, lengthen or end periods by the numbers of a sampled step, which are passed on to `signs_of`."""
         self._steps += 1
         old = self._so_far
         signs = signs_of(numbers, old, limit, leaks=leaks, usual_siblings=usual_siblings)
@@ -317,6 +317,7 @@ class Memory:
                 yield self._ended[sign, head]
 
     def _period(self, sign: int, head: int, *, holds: bool) -> Period:
+        """Return the present period of a sign (`holds`), or the one that ends now."""
         before, place = self._ended.get((sign, head)) if holds else None, (sign, head)
         earlier = None if before is None else (before.first, before.last)
         first, last = int(self._first[place]), int(self._last[place])

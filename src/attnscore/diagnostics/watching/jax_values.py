@@ -69,7 +69,7 @@ class JaxValues(Values):
         return jnp.int32(0)
 
     def following(self, tree: Any, number: Any) -> Any:
-        """Return arrays as they are, once the number is there; objects of NNX, which have a state, are passed on."""
+        """Return arrays unchanged, but computed after `number`; objects of NNX, which have a state, are passed on."""
 
         def has_state(x: Any) -> bool:
             return any(c.__module__.startswith("flax.nnx") for c in type(x).__mro__)
@@ -95,5 +95,5 @@ def _is_number(x: Any) -> bool:
 
 
 def _following(x: Any, number: Any) -> Any:
-    """Return an array as it is, once the number is there: no compiler can know that it is not the impossible one."""
+    """Return an array unchanged, but computed after `number`: no compiler knows that it is never the impossible one."""
     return jnp.where(number == _IMPOSSIBLE, jnp.zeros_like(x), x) if _is_number(x) and x.size else x

@@ -55,7 +55,7 @@ class JaxWatch(StagedWatch):
 
 
 def _observe_modules(watches: list[JaxWatch]) -> None:
-    """Note the calls of the modules of these models, and no others."""
+    """Wrap the calls of the modules of the models of these watches, and of no others."""
     _METHODS.restore()
     _LINEN.close()
     classes = {kind for watch in watches if not watch.is_linen for _, kind in watch.key[1]}  # type: ignore[index]
@@ -81,6 +81,7 @@ def _modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _nnx_call(original: Any, module: Any, /, *arguments: Any, **options: Any) -> Any:
+    """Call an NNX module: inside of a watched model under its name, else as a step of its watches."""
     if HERE.root is not None:
         with staged.here(name=_name_of(HERE.root, module) or HERE.name):
             return original(module, *arguments, **options)
@@ -112,6 +113,7 @@ def _name_of(root: Root, module: Any) -> str | None:
 
 
 def _linen_call(original: Any, arguments: Any, options: Any, context: Any) -> Any:
+    """Call a method of a linen module: inside of a watched model under its path, else as a step of its watches."""
     module = context.module
     if HERE.root is not None:
         name = ".".join(map(str, module.path)) if context.method_name != "setup" else ""

@@ -116,6 +116,7 @@ def layer_in(outer: Any, name: str) -> Any:
 
 
 def _layer_call(original: Any, layer: Any, /, *arguments: Any, **options: Any) -> Any:
+    """Call a layer: inside of a watched model under its name, else as a step if it is a watched model itself."""
     if HERE.root is not None:
         with staged.here(name=layer.name if HERE.name == WHOLE else f"{HERE.name}.{layer.name}"):
             return original(layer, *arguments, **options)
@@ -151,13 +152,11 @@ def _compute_attention(
     layer: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *_: Any, use_causal_mask: Any = False,
     **__: Any,
 ) -> Site:  # fmt: skip
-    if len(query.shape) != 4:
+    if len(query.shape) != 4:  # batch, position, head, feature
         raise NotRecorded(f"attention over {len(query.shape) - 3} axes")
-    mask = attention_mask
-    if mask is not None:
-        mask = keras.ops.cast(mask, "bool")
-        for _axis in range(4 - len(mask.shape)):
-            mask = keras.ops.expand_dims(mask, -3)
+    mask = None if attention_mask is None else keras.ops.cast(attention_mask, "bool")
+    while mask is not None and len(mask.shape) < 4:
+        mask = keras.ops.expand_dims(mask, -3)
     return sites.dot_product(query, key, value, mask=mask, is_causal=bool(use_causal_mask))
 
 

@@ -84,7 +84,7 @@ def draw(records: Records) -> Figure:
             if values.size <= _MOST_NUMBERS:
                 write_numbers(axis, image, values, short_number if name == "max_logit" else two_decimals)
             for row, column in np.argwhere(nan):
-                _fill_cell(axis, row, column)
+                _fill_nan_cell(axis, row, column)
             for layer, head in failing:
                 mark_cell(axis, layer, head)
             is_left = axis in axes[:, 0]
@@ -135,7 +135,8 @@ def _worst(records: Records, name: str) -> tuple[Any, Any]:
         return _MAPS[name][2].reduce(np.where(np.isfinite(numbers), numbers, math.nan), axis=0)
 
     values = _map(records, worst)
-    nan = _heads_with_nan(records) | (~np.ma.getmaskarray(values) & np.isnan(values.filled(0.0)))
+    # Heads that a layer does not have are masked, and not NaN.
+    nan = _heads_with_nan(records) | np.isnan(values.filled(0.0))
     return np.ma.masked_where(nan, values), nan
 
 
@@ -157,7 +158,7 @@ def _map(records: Records, of_layer: Callable[[Layer], Any]) -> Any:
     return values
 
 
-def _fill_cell(axis: Axes, row: int, column: int) -> None:
+def _fill_nan_cell(axis: Axes, row: int, column: int) -> None:
     """Fill a cell of a map with the colour of NaN."""
     from matplotlib.patches import Rectangle
 
@@ -166,7 +167,7 @@ def _fill_cell(axis: Axes, row: int, column: int) -> None:
 
 
 def _scale(records: Records, name: str) -> dict[str, Any]:
-    """Return limits and colours of a map; darker cells: heads that attend to fewer keys."""
+    """Return the options of `draw_map` for the colours of a map; darker cells: heads that attend to fewer keys."""
     if name not in _SERIES:
         return {"limits": (0.0, 1.0)}
     # Limits of all steps: entropies that have fallen are dark compared with earlier ones.

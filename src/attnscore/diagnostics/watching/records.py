@@ -120,7 +120,7 @@ class Layer:
         return merged([sums for _, sums in tuple(self.steps)[-count:]])
 
     def rows(self, sums: dict[str, Array], tau: float, names: Sequence[str] = NUMBERS) -> list[Row]:
-        """Return a row for each head from some sums; `tau` is the largest logit that QK-clip allows."""
+        """Return a row for each head from sums of this layer; `tau` is the largest logit that QK-clip allows."""
         columns = {name: _column(sums, name, tau).tolist() for name in names}
         columns |= {name: [int(x) for x in columns[name]] for name in _COUNTS}
         return [
@@ -130,7 +130,7 @@ class Layer:
 
 
 def _column(sums: dict[str, Array], name: str, tau: float) -> Array:
-    """Return a number of every head; NaN where a mean has no queries."""
+    """Return a number of every head; NaN where a mean has no queries, or a factor of QK-clip has no q.k to multiply."""
     if name == "clip":
         factors = np.array([clip_factor(largest, tau) for largest in sums["max_logit"].tolist()], dtype=np.float64)
         return np.where(sums["other_score"] > 0, math.nan, factors)
@@ -147,7 +147,7 @@ def _is_causal(sums: dict[str, Array]) -> bool:
 
 
 def _has_usual_scale(sums: dict[str, Array], limit: Thresholds) -> bool:
-    """Return whether a layer multiplies q.k by about 1/sqrt(d); not where that is unknown."""
+    """Return whether a layer multiplies q.k by about 1/sqrt(d); False where its factor is unknown (NaN)."""
     scale = _column(sums, "scale_ratio", limit.tau)
     return bool(((scale > 1 / limit.scale_factor) & (scale < limit.scale_factor)).all())
 
@@ -216,7 +216,7 @@ class Records:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin the memory of verdicts anew."""
+        """Empty the memory from which verdicts are made; `_remember` fills it again from the steps that are kept."""
         self._memories: dict[str, Memory] = {}
         self._remembered: Counter[str] = Counter()
         self._first_steps: list[int] = []
@@ -224,7 +224,7 @@ class Records:
 
     @property
     def _layers(self) -> tuple[Layer, ...]:
-        """The layers of now: another thread may add to them."""
+        """The layers so far, as a copy: another thread may add to them."""
         return tuple(self.layers.values())
 
     def rows(self) -> list[Row]:
@@ -243,10 +243,10 @@ class Records:
 
     def last(self) -> list[Row]:
         """Return the rows of the last sampled step alone, as a repair needs: the largest logit of a run never falls."""
-        number = max((layer.steps[-1][0] for layer in self._layers), default=-1)
         last_sums = [(layer, *layer.steps[-1]) for layer in self._layers]
+        last_step = max((step for _, step, _ in last_sums), default=-1)
         tau = self.thresholds.tau
-        return [row for layer, step, sums in last_sums if step == number for row in layer.rows(sums, tau)]
+        return [row for layer, step, sums in last_sums if step == last_step for row in layer.rows(sums, tau)]
 
     def recent(self) -> list[Row]:
         """Return the rows of the last ``thresholds.window`` sampled steps, which the verdicts judge."""
@@ -323,6 +323,7 @@ class Records:
             leaking = _unlike_siblings({name: _is_causal(sums) for name, sums in steps[step]}, queries)
             scaled = _unlike_siblings({name: _has_usual_scale(sums, limit) for name, sums in steps[step]}, queries)
             for name, sums in steps[step]:
+                # A head without numbers, as with NaN, does not show what its mask hides.
                 leaks = name in leaking and bool((sums["rows"] > 0).all())
                 memory = self._memories.setdefault(name, Memory(len(sums["rows"])))
                 numbers = {column: _column(sums, column, limit.tau) for column in _JUDGED}
@@ -337,9 +338,12 @@ class Records:
     def _failing(
         self, periods: Sequence[tuple[str, Period]], trouble: str, recent: Mapping[tuple[str, int], Row]
     ) -> list[tuple[str, Period]]:
-        """Return the periods that are failures now; `trouble` is the loss's, `recent` the numbers of the last steps."""
+        """Return the periods that are failures now; `trouble` is the loss's, `recent` the numbers of the last steps.
+
+        While a sign of `FAILURES` explains the trouble of the loss, the signs of `WITH_LOSS` are no failures.
+        """
         limit, heads = self.thresholds, {layer.name: layer.heads for layer in self._layers}
-        hard = any(period.holds and period.sign in FAILURES for _, period in periods)
+        is_explained = any(period.holds and period.sign in FAILURES for _, period in periods)
         unmasked = {(name, period.head) for name, period in periods if period.holds and period.sign == "padding"}
         idle = Counter(name for name, period in periods if period.holds and period.sign == "no use of the query")
         loss_falls = len(self._losses) >= _LOSSES_TO_JUDGE and not trouble
@@ -362,7 +366,7 @@ class Records:
                 period.sign == "unusual scale" and period.evidence["scale_ratio"] < 1
             )
             stays = trouble == "stays at its start"
-            return bool(trouble) and not hard and period.sign in WITH_LOSS and (not is_flat or stays)
+            return bool(trouble) and not is_explained and period.sign in WITH_LOSS and (not is_flat or stays)
 
         return [(name, period) for name, period in periods if fails(name, period)]
 
@@ -393,29 +397,29 @@ class Records:
         place = {name: number for number, name in enumerate(self._memories)}
         failing = self._failing(periods, trouble, recent)
         failures = self._context(periods, failing)
-        without_numbers = [each for each in failing if each[1].sign == "not a number"]
-        origin = min(((period.first, place[name]) for name, period in without_numbers), default=None)
-        followers = [(name, period.head) for name, period in without_numbers if (period.first, place[name]) != origin]
-        first_effect: dict[tuple[str, int], Period] = {}
+        with_nan = [each for each in failing if each[1].sign == "not a number"]
+        origin = min(((period.first, place[name]) for name, period in with_nan), default=None)
+        followers = [(name, period.head) for name, period in with_nan if (period.first, place[name]) != origin]
+        no_effect: dict[tuple[str, int], Period] = {}
         for name, period in sorted(periods, key=lambda each: (not each[1].holds, each[1].first)):
             if period.sign in NO_EFFECT:
-                first_effect.setdefault((name, period.head), period)
+                no_effect.setdefault((name, period.head), period)
         judged: list[tuple[str, Period, str]] = []
-        alike: dict[tuple[str, str], list[Period]] = {}
+        of_cause: dict[tuple[str, str], list[Period]] = {}
         for name, period in periods:
             failure = (name, period) in failing
             if failure and period.sign == "not a number" and (name, period.head) in followers:
                 continue
             if not period.holds and period.sign not in FAILURES:
                 continue
-            if period.sign in NO_EFFECT and period != first_effect[name, period.head]:
+            if period.sign in NO_EFFECT and period != no_effect[name, period.head]:
                 continue
             cause = cause_of(name, period, failures, self.thresholds) if failure else ""
             judged.append((name, period, cause))
-            alike.setdefault((name, cause), []).append(period)
+            of_cause.setdefault((name, cause), []).append(period)
         # One remedy for all heads of a layer with the same cause.
         remedies = {}
-        for (name, cause), group in alike.items():
+        for (name, cause), group in of_cause.items():
             heads, first = sorted({period.head for period in group}), min(period.first for period in group)
             tau = tau_of([recent[name, head] for head in heads], self.thresholds)
             remedies[name, cause] = remedy_for(cause, name, heads, first, tau, self.framework) if cause else ""
@@ -488,7 +492,7 @@ class Records:
         return f"{len(self.layers)} attention calls a step; {self.sampled} of {self.steps} steps sampled"
 
     def _state(self) -> list[str]:
-        """Return whether the model is healthy, in a sentence, where no head fails."""
+        """Return one sentence on the model's health where no head fails; otherwise none, as the failures say it."""
         if not self.layers or self.failing():
             return []
         trouble = loss_trouble([loss for _, loss in self._losses], self.thresholds)
@@ -504,16 +508,16 @@ class Records:
             key = (verdict.layer, verdict.sign, verdict.cause, verdict.first_step)
             if verdict.failure == failures:
                 groups.setdefault(key if failures else key[:2], []).append(verdict)
-        lines, before = [], ""
+        lines, last_cause = [], ""
         for first, *others in groups.values():
             heads = sorted([first.head, *(each.head for each in others)])
             lines.append(str(first) if not others else _of_heads(first, heads))
             if first.followers:
                 lines.append(f"    {len(first.followers)} other heads have followed")
-            if first.cause and first.cause != before:
+            if first.cause and first.cause != last_cause:
                 words, _, code = first.remedy.partition(":\n")
                 lines += [f"    cause: {first.cause}", f"    try: {words}:", textwrap.indent(code, " " * 8)]
-                before = first.cause
+                last_cause = first.cause
         return lines
 
     def _other_lines(self) -> list[str]:

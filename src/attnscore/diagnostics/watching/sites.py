@@ -38,7 +38,8 @@ def dot_product(
 ) -> Site:
     """Return a call of scaled dot products; query, key and value are (..., position, head, feature).
 
-    `mask` and `bias` broadcast to (batch, head, query, key); `mask` is True where a query may attend.
+    `mask` and `bias` broadcast to (batch, head, query, key); `mask` is True where a query may attend. `query_lens` and
+    `key_lens` are (batch,); `window` is the number of keys before and after the query's own position.
     """
     named = {
         "query": query, "key": key, "value": value, "bias": bias, "mask": mask, "query_lens": query_lens,
@@ -53,16 +54,15 @@ def dot_product(
             for name, x in numbers.items()
         }
         q, k = numbers["query"], numbers["key"]
-        axis = -3
         parts: list[Mask] = [ats.Dense(numbers["mask"] != 0)] if "mask" in numbers else []
         parts += [ats.Causal(offset=0)] if is_causal else []
         if window is not None:
             parts += [ats.Causal(offset=window[1]), ~ats.Causal(offset=-window[0] - 1)]
         if "query_lens" in numbers or "key_lens" in numbers:
-            keys = numbers.get("key_lens", np.full(q.shape[0], k.shape[axis]))
-            queries = numbers.get("query_lens")
-            limit = None if queries is None else np.clip(queries, 0, q.shape[axis])
-            parts.append(ats.ValidLens(np.clip(keys, 0, k.shape[axis]), limit))
+            batch, query_length, key_length = q.shape[0], q.shape[-3], k.shape[-3]
+            of_keys, of_queries = numbers.get("key_lens", np.full(batch, key_length)), numbers.get("query_lens")
+            of_queries = None if of_queries is None else np.clip(of_queries, 0, query_length)
+            parts.append(ats.ValidLens(np.clip(of_keys, 0, key_length), of_queries))
         options: dict[str, Any] = {"score": ats.ScaledDot(scale), "head_axis": -2, "mask": all_of(parts)}
         if "bias" in numbers:
             options["bias"] = as_float32(with_infinity(numbers["bias"], MASKED_BIAS)).astype(as_float32(q).dtype)

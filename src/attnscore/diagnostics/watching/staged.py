@@ -199,10 +199,11 @@ def _unrolled_sums(
     lead = np.broadcast_shapes(*(x.shape[: x.ndim - axes] for x, axes in zip(numbers, axis_counts, strict=True)))
 
     def part(x: NDArray[Any], axes: int, place: tuple[int, ...]) -> NDArray[Any]:
+        """Return the last `axes` axes of x at a place in the axes of `lead`, to which its others broadcast."""
         sizes = x.shape[: x.ndim - axes]
         inner = place[len(place) - len(sizes) :]
-        found: NDArray[Any] = x[tuple(i if size > 1 else 0 for i, size in zip(inner, sizes, strict=True))]
-        return found
+        of_place: NDArray[Any] = x[tuple(i if size > 1 else 0 for i, size in zip(inner, sizes, strict=True))]
+        return of_place
 
     parts = []
     for place in np.ndindex(*lead):
@@ -272,15 +273,15 @@ class Values:
         return None
 
     def probe(self, tree: Any) -> Any:
-        """Return a number that follows from a tree of arrays."""
+        """Return a number taken from a tree of arrays: what it is sent to runs after the arrays are computed."""
         return 0
 
     def following(self, tree: Any, number: Any) -> Any:
-        """Return a tree of arrays as it is, once the number is there; in the order of the code where that is kept."""
+        """Return arrays unchanged, but computed after `number`; here the framework keeps the order of the code."""
         return tree
 
     def send(self, function: Callable[..., Any], *arrays: Any) -> Any:
-        """Call a function of the host when the program runs; return the number that it returns."""
+        """Call a function of the host when the program runs, and return its number; here there are no programs."""
         raise NotRecorded("symbolic tensors, which hold no numbers")
 
     def send_if_sampled(self, function: Callable[..., Any], number: Any, *arrays: Any) -> Any:

@@ -152,19 +152,23 @@ def counted_queries(call: Call, real: Any) -> Any:
     """Return the queries (batch, 1, query) of a call that count: in self-attention, those not at padding. None: all."""
     query, key = call.query, call.key
     if call.heads is not None and query.ndim >= 4 and query.shape[call.head_axis] != call.heads:
-        return None
+        return None  # heads are stacked on the axis of queries, whose length says nothing then
     if call.counted is not None:
         return call.counted
     return _counted(real, (query.shape[call.length_axis], key.shape[call.length_axis]), query)
 
 
 def _counted(real: Any, lengths: tuple[int, int], like: Any) -> Any:
-    """Return the queries that are tokens, in self-attention; `like` is an array with the batch on its first axis."""
+    """Return the queries (batch, 1, query) that are tokens; None without `real`, or where queries are other positions.
+
+    `lengths` are those of queries and keys; `like` is an array with the batch on its first axis.
+    """
     fits = real is not None and like.ndim >= 3 and (*real.shape,) == (like.shape[0], lengths[0])
     return real[:, None] if fits and lengths[0] == lengths[1] else None
 
 
 def _block_sums(call: Call, counted: Any, real: Any, saturated_weight: float) -> dict[str, Array]:
+    """Return the sums of a block; attention over values that mark keys gives the weight on the marked keys."""
     ops = backends.of({"query": call.query})
     query, key = ops.stop_gradient(call.query), ops.stop_gradient(call.key)
     marks = marks_of(ops, key, call.head_axis, real)
@@ -334,7 +338,7 @@ def marks_of(ops: Backend, key: Any, head_axis: int, real: Any) -> Any:
 
 
 def with_infinity(x: Any, bound: float) -> Any:
-    """Replace numbers up to `bound`, or near the least of the dtype, which models write for -inf, by -inf."""
+    """Return x with -inf in place of numbers up to `bound` or near the dtype's least; without any, x itself."""
     masked, ops = x <= max(lowest_finite(x) / 2, bound), backends.of({"x": x})
     return ops.where(masked, ops.full((), -math.inf, x), x) if bool((masked & (x != -math.inf)).any()) else x
 

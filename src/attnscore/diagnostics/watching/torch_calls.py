@@ -141,7 +141,7 @@ def projected(inputs: Sequence[Tensor], heads: int, named: dict[str, Any]) -> Ca
 
 
 def reason_against(*tensors: Any) -> str | None:
-    """Return why these cannot be recorded; None when they can."""
+    """Return why the tensors among these cannot be recorded; None when they can."""
     for x in tensors:
         if not isinstance(x, Tensor):
             continue

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Scope:
-    """Call of a function that computes attention itself, by its first softmax."""
+    """Call inside of which the first attention or softmax is the model's attention."""
 
     heads: int | None = None
+    """Number of query heads, where known."""
     recorded: bool = False
 
 
@@ -97,7 +98,7 @@ def _install() -> None:
             (torch.softmax, functools.partial(_softmax, torch)),
             (api.attend, _attend),
         ]
-        if (fused := private.fused_encoder()) is None:
+        if (fused := private.fused_encoder()) is None:  # then the modules must call functions that are wrapped
             mha = torch.backends.mha
             _UNDO.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
             mha.set_fastpath_enabled(False)
@@ -132,7 +133,7 @@ _NAMES = Rebinding(_is_bypassed)
 
 
 def _report(make_call: Callable[[], Call | Scores | str], watchers: Sequence[TorchWatch] = _WATCHERS) -> Tensor | None:
-    """Make the call once, if a watch is sampling; a text instead of a call is the reason why there is none.
+    """Record the call that `make_call` makes, in each watch that is sampling; a text is why it cannot be recorded.
 
     Return the output of the call where a watch has computed it.
     """
@@ -158,6 +159,7 @@ def _report(make_call: Callable[[], Call | Scores | str], watchers: Sequence[Tor
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
+    """Compute statistics inside: no wrapper reports, autograd and autocast are off."""
     _THREAD.is_recording = True
     try:
         with contextlib.ExitStack() as stack:
@@ -190,6 +192,7 @@ def _scope(heads: int | None, reason: str, *, recorded: bool = False) -> Iterato
 
 
 def _module_call(original: Any, module: nn.Module, /, *arguments: Any, **options: Any) -> Any:
+    """Call a module; each watch of it, or of a model that contains it, notes when it begins and ends."""
     entered = [watcher for watcher in _WATCHERS if watcher.enter(module, arguments, options)]
     try:
         out = original(module, *arguments, **options)
@@ -279,6 +282,7 @@ def _multi_head(original: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _softmax(home: Any, original: Any, *arguments: Any, **options: Any) -> Any:
+    """Report the scores of a softmax: the first in a scope; outside of scopes each, which is recorded if its module is named."""
     scopes = _THREAD.scopes
     scores = arguments[0] if arguments else options.get("input")
     if isinstance(scores, Tensor) and scores.ndim >= 3 and not (scopes and scopes[-1].recorded):
@@ -313,6 +317,7 @@ def _fused(
 
 
 def _encoder_layer_call(named: dict[str, Any]) -> Call:
+    """Return the attention of a fused encoder layer, whose inputs are normalised first under `norm_first`."""
     x = named["src"]
     if named["norm_first"]:
         norm = named["norm_weight_1"], named["norm_bias_1"], named["eps"]

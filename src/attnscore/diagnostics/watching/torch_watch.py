@@ -34,7 +34,7 @@ _REAL, _IGNORED = "attention_mask", "src_key_padding_mask"
 
 
 class _ThreadState(threading.local):
-    """Names of the modules that this thread is in, the innermost last, its step, and a possible padding mask."""
+    """Modules that this thread is in (the innermost last), its step, and an argument that may be a padding mask."""
 
     def __init__(self) -> None:
         self.stack: list[str] = []
@@ -159,7 +159,7 @@ class TorchWatch(Watch):
 
 
 def _named_arguments(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name: positional ones too where a padding mask may be among them."""
+    """Return the arguments of a call by name; positional ones by number, unless one of them may be a padding mask."""
     if any(isinstance(x, Tensor) and x.ndim == 2 for x in arguments[1:]):
         return named_arguments(module.forward, (arguments, options))
     return options | {f"argument {place}": x for place, x in enumerate(arguments)}
