@@ -45,8 +45,8 @@ def run(load: Callable[[], Any], arguments: list[str], name: str) -> int:
         return _fail("interrupted", FAILED, name)
     except AttnscoreError as error:
         # A missing package or a failed run is no mistake in the input.
-        is_ours = isinstance(error, (FrameworkError, RuntimeError))
-        return _fail(str(error), FAILED if is_ours else WRONG_INPUT, name)
+        input_is_right = isinstance(error, (FrameworkError, RuntimeError))
+        return _fail(str(error), FAILED if input_is_right else WRONG_INPUT, name)
     except OSError as error:
         return _fail(f"{error.filename or 'input/output'}: {error.strerror or error}", FAILED, name)
     except MemoryError as error:
@@ -59,6 +59,7 @@ def run(load: Callable[[], Any], arguments: list[str], name: str) -> int:
 
 
 def _run(load: Callable[[], Any], arguments: list[str], name: str) -> int:
+    """Run the commands; report a missing package of the command line, and typer's errors (Ctrl-C, wrong usage)."""
     try:
         import rich  # noqa: F401 - so that a missing one is reported like a missing typer
         import typer
@@ -83,6 +84,7 @@ def _run(load: Callable[[], Any], arguments: list[str], name: str) -> int:
 
 
 def _usage(error: Exception, name: str) -> int:
+    """Print an error of usage with the command to which it belongs; return the exit status."""
     if type(error).__name__ == "NoArgsIsHelpError":  # the help has been printed, or is the message
         print(str(error), end="", file=sys.stderr)
         return WRONG_INPUT

@@ -66,6 +66,7 @@ def bench(
 
 
 def _row(pair: Pair, effort: Effort) -> list[str]:
+    """Compare the results of a pair, time both sides, and format the row of the table."""
     for ours, theirs in zip(_arrays(pair.ours()), _arrays(pair.theirs()), strict=True):
         error = np.abs(ours - theirs).max() / np.abs(theirs).max()
         if not error < 1e-4:
@@ -95,7 +96,7 @@ def _of_torch() -> Iterator[Pair]:
 
     sdpa, ours = torch.nn.functional.scaled_dot_product_attention, ats.attend
 
-    def both(attention: Any) -> Any:
+    def forward_and_backward(attention: Any) -> Any:
         def run(query: Any, key: Any, value: Any, grad: Any) -> tuple[Any, ...]:
             out = attention(query, key, value)
             return (out, *torch.autograd.grad(out, (query, key, value), grad))
@@ -105,7 +106,8 @@ def _of_torch() -> Iterator[Pair]:
     usual = [torch.from_numpy(x) for x in _drawn(1, 8, 2048, 64)]
     yield _pair("PyTorch, scaled dot (1,8,2048,64)", ours, sdpa, *usual)
     learned = [x.clone().requires_grad_() for x in usual]
-    yield _pair("the same, forward + backward", both(ours), both(sdpa), *learned, usual[0])
+    both_passes = (forward_and_backward(attention) for attention in (ours, sdpa))
+    yield _pair("the same, forward + backward", *both_passes, *learned, usual[0])
     causal = functools.partial(ours, mask=ats.Causal())
     yield _pair("the same, causal", causal, functools.partial(sdpa, is_causal=True), *usual)
     padded = torch.zeros(1, 1, 1, 2048, dtype=torch.bool)

@@ -80,7 +80,7 @@ def look(
                 raise ArgumentError(message("--zoom", f"a query and a key within {lengths}", zoom))
     with error_console().status("summing the weights of every key"):
         mass = ats.key_mass(**call)
-    say(mass)
+    print_heaviest(mass)
     if out is not None:
         with error_console().status("looking for the largest weights"):
             largest = ats.top_weights(k=max(1, min(top or k, mass.shape[-1])), **call)
@@ -100,7 +100,7 @@ def look(
 
 
 def check_place(place: tuple[int, ...], lead: tuple[int, ...]) -> None:
-    """Refuse, before much is computed, a place that is no matrix of the weights, or none if there are several."""
+    """Refuse, before much is computed, an index that chooses no matrix in the axes `lead`; () chooses a single one."""
     if (not place and all(length == 1 for length in lead)) or (
         len(place) == len(lead) and all(-length <= at < length for at, length in zip(place, lead, strict=True))
     ):
@@ -112,7 +112,7 @@ def check_place(place: tuple[int, ...], lead: tuple[int, ...]) -> None:
 
 
 def numbers(option: str, text: str, between: str, count: int | None = None) -> tuple[int, ...]:
-    """Read the whole numbers of an option, `count` of them."""
+    """Read the whole numbers of an option, `count` of them (two); None: one or more."""
     try:
         values = tuple(int(part) for part in text.lower().split(between))
     except ValueError:
@@ -123,8 +123,8 @@ def numbers(option: str, text: str, between: str, count: int | None = None) -> t
     return values
 
 
-def say(mass: Array) -> None:
-    """Print the heaviest keys: of one matrix several, of many the first."""
+def print_heaviest(mass: Array) -> None:
+    """Print the heaviest keys by their mass (..., key): several of a single matrix, else the first of each."""
     mass = np.asarray(mass, np.float64)
     lead, keys = mass.shape[:-1], mass.shape[-1]
     matrices, screen = int(np.prod(lead)), console()

@@ -232,6 +232,7 @@ class CallOptions:
         return reduce(and_, [ats.Dense(mask) if isinstance(mask, np.ndarray) else mask for mask in masks])
 
     def _side(self) -> _Align | None:
+        """Return the alignment that --causal gives; None without --causal, or where it has no value ("equal")."""
         if self.causal in (None, "equal"):
             return None
         if self.causal not in get_args(_Align):
@@ -240,6 +241,7 @@ class CallOptions:
 
 
 def _single(path: Path) -> Array:
+    """Read the one array of a file; FileError where there are more or none."""
     arrays = read_arrays(path)
     if len(arrays) != 1:
         raise FileError(f"{path}: expected a single array, got {', '.join(arrays) or 'none'}")
@@ -274,6 +276,7 @@ def _converted(array: Array, name: str, dtype: str) -> Array:
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
+    """Read LEFT and RIGHT of --window; None where a side is empty, which bounds nothing there."""
     left, _, right = text.partition(",")
     try:
         sides = (int(left) if left.strip() else None), (int(right) if right.strip() else None)

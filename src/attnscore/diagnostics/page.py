@@ -42,13 +42,13 @@ def write_page(path: str | Path, title: str, facts: str, sections: Iterable[Sect
 
     folder, parts = resources.files("attnscore.diagnostics"), [*sections]
     page, style = (folder.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css"))
-    links = [f'<li><a href="#part-{place}">{_safe(part.title)}</a></li>' for place, part in enumerate(parts, 1)]
+    links = [f'<li><a href="#part-{number}">{_safe(part.title)}</a></li>' for number, part in enumerate(parts, 1)]
     pieces = {
         "title": _safe(title),
         "style": style,
         "facts": _safe(facts),
         "links": "\n".join(["<nav><ol>", *links, "</ol></nav>"] if len(parts) > 1 else []),
-        "sections": "\n".join(_section(place, part) for place, part in enumerate(parts, 1)),
+        "sections": "\n".join(_section(number, part) for number, part in enumerate(parts, 1)),
         "version": _safe(__version__),
     }
     return write_template(path, page, pieces)
@@ -76,32 +76,30 @@ def cell(value: object) -> str:
     return short_number(value, 3)
 
 
-def _section(place: int, part: Section) -> str:
-    lines = [f'<section aria-labelledby="part-{place}">', f'<h2 id="part-{place}">{_safe(part.title)}</h2>']
-    for sentence in part.sentences:
+def _section(number: int, section: Section) -> str:
+    """Return a section as HTML; the link to it in the list of contents ends in its number."""
+    lines = [f'<section aria-labelledby="part-{number}">', f'<h2 id="part-{number}">{_safe(section.title)}</h2>']
+    for sentence in section.sentences:
         is_code = sentence.startswith(" " * 8)
         lines.append(
             f'<pre tabindex="0">{_safe(textwrap.dedent(sentence))}</pre>' if is_code else f"<p>{_safe(sentence)}</p>"
         )
-    if part.figure is not None:
-        alternative = _safe(describe_figure(part.figure))
-        lines.append(f'<p class="picture" tabindex="0"><img src="{_picture(part.figure)}" alt="{alternative}"></p>')
-    if part.rows:
-        lines.append(_table(part.rows, part.title))
+    if (figure := section.figure) is not None:
+        described = _safe(describe_figure(figure))
+        lines.append(f'<p class="picture" tabindex="0"><img src="{_picture(figure)}" alt="{described}"></p>')
+    if section.rows:
+        lines.append(_table(section.rows, section.title))
     return "\n".join([*lines, "</section>"])
 
 
 def _table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
-    names = [*rows[0]]
-    words = {name for name in names if any(isinstance(row[name], str) and not _is_number(row[name]) for row in rows)}
-
-    classes = {name: ' class="words"' if name in words else "" for name in names}
-
-    def line(row: Mapping[str, Any]) -> str:
-        return "".join(f"<td{classes[name]}>{_safe(cell(row[name]))}</td>" for name in names)
-
-    body = "\n".join(f"<tr>{line(row)}</tr>" for row in rows)
-    head = "".join(f'<th scope="col"{classes[name]}>{_safe(name)}</th>' for name in names)
+    """Return rows of the same columns as an HTML table; columns of words have a class, by which they stand left."""
+    columns = [*rows[0]]
+    words = {name for name in columns if any(isinstance(row[name], str) and not _is_number(row[name]) for row in rows)}
+    classes = {name: ' class="words"' if name in words else "" for name in columns}
+    lines = ("".join(f"<td{classes[name]}>{_safe(cell(row[name]))}</td>" for name in columns) for row in rows)
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    head = "".join(f'<th scope="col"{classes[name]}>{_safe(name)}</th>' for name in columns)
     head = f"<thead><tr>{head}</tr></thead>"
     # A table wider than the screen is scrolled, by keyboard too.
     opening = f'<div class="scroll" tabindex="0" role="region" aria-label="{_safe("Table: " + title)}">'

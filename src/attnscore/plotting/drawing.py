@@ -90,7 +90,7 @@ def to_matrix(array: Any) -> Matrix:
 
 
 def to_panels(argument: str, array: Any, axes: str) -> Matrix:
-    """Return an array with these axes, or with an axis of panels before them, as an array with an axis of panels."""
+    """Return an array as (panel, *axes), from one with or without panels; `axes` are names, as "query, key"."""
     panels, ndim = to_matrix(array), len(axes.split(","))
     panels = panels[None] if panels.ndim == ndim else panels
     if panels.ndim != ndim + 1:
@@ -99,7 +99,7 @@ def to_panels(argument: str, array: Any, axes: str) -> Matrix:
 
 
 def to_texts(argument: str, names: Any, count: int, shape: tuple[int, ...], of: str) -> list[str] | None:
-    """Return tokens or titles as texts; ShapeError unless there are `count`, as the array `of` of this shape needs."""
+    """Return tokens or titles as texts; ShapeError unless there are `count`, as the array named `of` needs."""
     if names is None:
         return None
     if argument == "titles" and isinstance(names, str):  # tokens may well be the characters of a text
@@ -227,12 +227,12 @@ def size_for_tokens(
     """Return a figure size at which tokens and titles of (panel, query, key) maps and the bar's label can be read."""
     per_cell = 0.36 if numbers else INCHES_PER_LABEL if query_tokens or key_tokens else 0.08
     left, below = (0.075 * max(map(len, names or [""])) for names in (query_tokens, key_tokens))
-    caption = 0.095 * max((len(line) for title in titles or () for line in title.splitlines()), default=0)
+    title_width = 0.095 * max((len(line) for title in titles or () for line in title.splitlines()), default=0)
     # Square cells: only larger ones make a map as wide as its title.
-    per_cell = max(per_cell, min(caption / max(1, shape[2]), _TALLEST_FOR_TITLE / max(1, shape[1])))
-    across, down = max(1.2, caption, per_cell * shape[2]) + 0.3, max(0.9, per_cell * shape[1]) + 0.5
-    high = max(rows * down + below + 0.3, 0.075 * len(label) + 0.5)
-    return min(_LARGEST_INCHES, cols * across + left + 0.9), min(_LARGEST_INCHES, high)
+    per_cell = max(per_cell, min(title_width / max(1, shape[2]), _TALLEST_FOR_TITLE / max(1, shape[1])))
+    across, down = max(1.2, title_width, per_cell * shape[2]) + 0.3, max(0.9, per_cell * shape[1]) + 0.5
+    height = max(rows * down + below + 0.3, 0.075 * len(label) + 0.5)
+    return min(_LARGEST_INCHES, cols * across + left + 0.9), min(_LARGEST_INCHES, height)
 
 
 # ---------------------------------------------------------------- numbers
@@ -265,8 +265,9 @@ def write_numbers(axis: Axes, image: AxesImage, matrix: Matrix, text: Callable[[
     """Write each number into its cell, white on dark cells; masked cells stay empty."""
     for (row, col), value in np.ma.ndenumerate(matrix):  # type: ignore[no-untyped-call]  # the stubs lack its types
         red, green, blue, _ = image.to_rgba(np.array([value]))[0]
-        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55  # perceived brightness
-        axis.text(col, row, text(value), ha="center", va="center", fontsize=7, color="white" if dark else _DARK_TEXT)
+        brightness = 0.299 * red + 0.587 * green + 0.114 * blue  # as perceived
+        colour = "white" if brightness < 0.55 else _DARK_TEXT
+        axis.text(col, row, text(value), ha="center", va="center", fontsize=7, color=colour)
 
 
 def mark_cell(axis: Axes, row: int, col: int) -> None:
@@ -358,14 +359,14 @@ def draw_map(
     for ticks, length in ((axis.yaxis, matrix.shape[0]), (axis.xaxis, matrix.shape[1])):
         few = every or length <= 6
         ticks.set_major_locator(FixedLocator(range(length)) if few else MaxNLocator(nbins=6, integer=True))
-    if col_labels is not None:
-        _label_axis(axis, "x", col_labels)
-    if row_labels is not None:
-        _label_axis(axis, "y", row_labels)
+    for which, labels in (("x", col_labels), ("y", row_labels)):
+        if labels is not None:
+            _label_axis(axis, which, labels)
     return image
 
 
 def _label_axis(axis: Axes, which: str, labels: Sequence[str]) -> None:
+    """Write labels along the "x" or "y" axis of a panel, or every n-th of them where all would touch."""
     box = axis.figure.bbox
     width, height = box.width / axis.figure.dpi, box.height / axis.figure.dpi
     grid = axis.get_subplotspec()
@@ -418,7 +419,7 @@ def box_aspect(lengths: tuple[int, int]) -> float:
 def draw_bins(
     axis: Axes, means: Matrix, queries: Span, keys: Span, limits: Limits, cmap: str, *, logarithmic: bool = True
 ) -> AxesImage:
-    """Draw the mean weights in bins of these queries and keys on axes that count them."""
+    """Draw mean weights in bins; `queries` and `keys` are the ranges that the bins divide, counted along the axes."""
     masked = np.ma.masked_array(means, ~np.isfinite(means) | (means == 0))
     norm = _norm(limits if logarithmic else (0.0, limits[1]), logarithmic=logarithmic)
     lengths = queries[1] - queries[0], keys[1] - keys[0]
@@ -452,7 +453,7 @@ def _decades(mass: Matrix) -> Limits:
 
 
 def _draw_mass(axis: Axes, mass: Matrix, marked: Indices, *, logarithmic: bool) -> None:
-    """Draw a column's largest mass as a line, a band from there to the column's mean, and a dot on each marked key."""
+    """Draw the largest mass in each column of the picture as a line, a band down to its mean, dots on marked keys."""
     length = len(mass)
     columns = max(1, min(_COLUMNS, length))
     starts = -(-np.arange(columns) * length // columns)
@@ -527,11 +528,11 @@ def draw_points(
     edges = _edges(weights, keys, queries)
     if len(edges) > _MOST_POINTS:
         edges = edges[np.linspace(0, len(edges) - 1, _MOST_POINTS).astype(int)]
-    rising, rows, cols = edges.T
+    edge_weights, rows, cols = edges.T
     points = axis.scatter(
         cols + 0.5,
         rows + 0.5,
-        c=rising,
+        c=edge_weights,
         s=3.0 if len(edges) > 5000 else 7.0,
         cmap=_darker_part(cmap),
         norm=_norm((0, 1)),

@@ -76,8 +76,8 @@ def show_heatmaps(
     maps = maps.reshape((1,) * (4 - maps.ndim) + maps.shape)
     rows, cols = maps.shape[:2]
     captions = _captions(titles, rows, cols)
-    tall = min(2.0, max(0.4, maps.shape[2] / max(1, maps.shape[3])))
-    figure = drawing.new_figure(figsize or (2.2 * cols + 1.0, (2.2 * tall + 0.4) * rows + 0.4))
+    aspect = min(2.0, max(0.4, maps.shape[2] / max(1, maps.shape[3])))  # height of a map over its width
+    figure = drawing.new_figure(figsize or (2.2 * cols + 1.0, (2.2 * aspect + 0.4) * rows + 0.4))
     axes = drawing.labelled_panels(figure, rows * cols, cols, captions, xlabel, ylabel, title_points=10)
     limits = drawing.limits_of(maps)
     for place, (axis, matrix) in enumerate(zip(axes, maps.reshape(rows * cols, *maps.shape[2:]), strict=True)):
@@ -227,16 +227,16 @@ def show_head_grid(
     axes = drawing.labelled_panels(figure, count, cols, titles, xlabel, ylabel)
     for axis, panel, colours in zip(axes, panels, cmaps, strict=True):
         finite = panel[np.isfinite(panel)]
-        is_log = bool(finite.size and finite.min() > 0 and finite.max() >= 20 * np.median(finite))
-        limits = (float(finite.min()), float(finite.max())) if is_log else drawing.limits_of(panel)
-        image = drawing.draw_map(axis, panel, cmap=colours, limits=limits, logarithmic=is_log, every=True)
+        logarithmic = bool(finite.size and finite.min() > 0 and finite.max() >= 20 * np.median(finite))
+        limits = (float(finite.min()), float(finite.max())) if logarithmic else drawing.limits_of(panel)
+        image = drawing.draw_map(axis, panel, cmap=colours, limits=limits, logarithmic=logarithmic, every=True)
         drawing.write_numbers(axis, image, panel, functools.partial(drawing.short_number, digits=digits))
         drawing.colour_bar(figure, image, [axis])
     return figure
 
 
 def _captions(titles: Sequence[str] | Sequence[Sequence[str]] | None, rows: int, cols: int) -> list[str]:
-    """Return the title of every map, row by row."""
+    """Return the title of every map, row by row, from one for each column or for each map; [] without titles."""
     if isinstance(titles, str):
         raise ArgumentError(message("titles", "a list of texts", shown(titles)))
     if titles is None or len(titles) == 0:

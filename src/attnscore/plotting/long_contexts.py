@@ -262,14 +262,14 @@ def show_top_weights(
 
 
 def _are_tied(weights: Matrix) -> NDArray[np.bool_]:
-    """Return the queries whose weights (query, k), two or more, are all tied, perhaps with weights of other keys."""
+    """Return which queries have two or more weights (query, k), all tied, and as much weight left for other keys."""
     lowest, highest = weights.min(-1, initial=math.inf), weights.max(-1, initial=0)
     remaining = 1 - weights.sum(-1)
     return np.asarray((weights.shape[1] > 1) & (lowest > 0) & (highest * TIED <= lowest) & (lowest * TIED <= remaining))
 
 
 def _edges(top_weights: Any, query_index: Any) -> tuple[Matrix, Indices, Indices]:
-    """Return weights and keys (query, k), and the indices (query,) of the queries."""
+    """Return weights and keys (query, k) of the result of `top_weights`, and the indices (query,) of the queries."""
     if not isinstance(top_weights, (tuple, list)) or len(top_weights) != 2:
         expected = "the result of attnscore.top_weights, or a pair (weights, index)"
         raise ShapeError(message("top_weights", expected, shown(type(top_weights))))
@@ -350,18 +350,17 @@ def show_long_attention(
     >>> [axis.get_title() for axis in figure.axes[:2]]
     ['500 × 500 weights in 25 × 25 bins', '48 × 48 exact weights in the ring']
     """
-    figure = drawing.new_figure(
-        figsize, title=title
-    )  # first: a missing matplotlib is reported before anything is computed
+    # First: a missing matplotlib is reported before anything is computed.
+    figure = drawing.new_figure(figsize, title=title)
     figure.set_layout_engine("constrained", h_pad=0.07, w_pad=0.07)  # compressed, labels would go over the edge
     for name, number in (("k", k), ("zoom_size", zoom_size)):
         if not is_whole(number) or number < 1:
             raise ArgumentError(message(name, "a whole number above 0", shown(number)))
     *lead, query_len, _ = attention_scores(query, key, key_index=slice(0, 0), **arguments).shape
-    at = _place(place, tuple(lead))
+    sequence_and_head = _place(place, tuple(lead))
 
     def chosen(arrays: Any) -> Matrix:
-        matrix: Matrix = drawing.to_matrix(arrays)[at]
+        matrix: Matrix = drawing.to_matrix(arrays)[sequence_and_head]
         return matrix
 
     def block(rows: Any, cols: Any = None) -> Matrix:
@@ -409,7 +408,7 @@ def _draw_block(figure: Figure, near: Axes, exact: Matrix, whole: Axes, queries:
 
 
 def _place(place: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of one sequence and head; raise where it chooses none."""
+    """Return the index of one matrix in the axes `lead` before (query, key); () serves where there is one matrix."""
     if place == () and math.prod(lead) == 1:
         return (0,) * len(lead)
     fits = isinstance(place, (tuple, list)) and len(place) == len(lead) and all(map(is_whole, place))
@@ -428,9 +427,9 @@ def _strongest(block: Callable[[Any], Matrix], rows: Indices, k: int, step: int)
     weights, index = np.zeros((len(rows), k)), np.full((len(rows), k), -1, np.int64)
     has_ties = False
     for first in range(0, len(rows) if k else 0, step):
-        here = block(rows[first : first + step])
-        keys = np.argsort(-here, axis=-1, kind="stable")[:, : k + 1]
-        largest = np.take_along_axis(here, keys, -1)
+        on_all_keys = block(rows[first : first + step])
+        keys = np.argsort(-on_all_keys, axis=-1, kind="stable")[:, : k + 1]
+        largest = np.take_along_axis(on_all_keys, keys, -1)
         beyond = largest[:, k:].max(-1, initial=0, keepdims=True)
         is_tied = (largest[:, :k] > 0) & (largest[:, :k] * TIED <= beyond)
         has_ties |= bool(is_tied.any())
@@ -440,10 +439,13 @@ def _strongest(block: Callable[[Any], Matrix], rows: Indices, k: int, step: int)
 
 
 def _middle(zoom: Any, weights: Matrix, index: Indices, rows: Indices, lengths: tuple[int, int]) -> tuple[int, int]:
-    """Return the query and the key at the middle of the exact block."""
+    """Return the query and key at the middle of the exact block: `zoom`, or those of the strongest edge.
+
+    `weights` and `index` are the edges of the queries `rows`. Only later queries and keys count: first keys are sinks.
+    """
     if zoom is not None:
-        pair = isinstance(zoom, (tuple, list)) and len(zoom) == 2 and all(map(is_whole, zoom))
-        if not pair or any(not 0 <= at < length for at, length in zip(zoom, lengths, strict=True)):
+        is_pair = isinstance(zoom, (tuple, list)) and len(zoom) == 2 and all(map(is_whole, zoom))
+        if not is_pair or any(not 0 <= at < length for at, length in zip(zoom, lengths, strict=True)):
             raise ArgumentError(message("zoom", f"a query and a key within {lengths}", shown(zoom)))
         return int(zoom[0]), int(zoom[1])
     if not index.size:

@@ -176,15 +176,16 @@ def _weight_on_places(weights: Array, real: NDArray[np.bool_], *, of_all: bool =
 
     The mean is over the queries that have such a key, or `of_all` queries: the share of the whole weight.
     """
-    shares, length = {}, real.shape[1]
+    shares = {}
     for name, keys in _places(real).items():
-        has_key = real & (keys >= 0) & (keys < length)
-        rows = np.take_along_axis(weights, np.clip(keys, 0, length - 1)[:, None, :, None], axis=-1)[..., 0]
+        has_key = real & (keys >= 0)
+        rows = np.take_along_axis(weights, np.maximum(keys, 0)[:, None, :, None], axis=-1)[..., 0]
         shares[name] = rows.transpose(0, 2, 1)[has_key].sum(0) / (real if of_all else has_key).sum()
     return shares
 
 
 def _places(real: NDArray[np.bool_]) -> dict[str, NDArray[np.int64]]:
+    """Return the key at each place of a query, (batch, query); -1 where the query has no such key."""
     token = np.broadcast_to(np.arange(real.shape[1]), real.shape)
     last = np.broadcast_to(real.sum(1, keepdims=True) - 1, real.shape)
     # [CLS] counts as [CLS] only: many heads put their weight there when no other key matches.
@@ -198,9 +199,9 @@ def _places(real: NDArray[np.bool_]) -> dict[str, NDArray[np.int64]]:
 
 
 def choose_heads(entropy: Array, patterns: Mapping[str, Array]) -> dict[str, tuple[int, int]]:
-    """Choose six different heads: the sharpest, the broadest, and those with most weight on a place.
+    """Choose a different head for each wish: the sharpest, the broadest, and those with most weight on a place.
 
-    Where a head that was chosen before has more weight on a place, the title ends in "of the others".
+    Where a head that was chosen before has more weight on a place, the wish ends in "of the others".
     """
     wishes: dict[str, Array] = {"lowest entropy": -entropy, "highest entropy": entropy}
     wishes |= {f"most weight on {name}": patterns[name] for name in patterns if name != "[SEP]"}

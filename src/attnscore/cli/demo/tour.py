@@ -281,4 +281,5 @@ def _spread(weights: Array) -> tuple[str, ...]:
 
 
 def _numbers(row: Array) -> str:
+    """Format numbers with three decimals, those above 1 without zeros at their end."""
     return "  ".join(f"{number:.3f}".rstrip("0").rstrip(".") if number > 1 else f"{number:.3f}" for number in row)

@@ -81,6 +81,7 @@ class HeadLog:
             self._append(self._path, step, rows, few)
 
     def _few(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Return the number of failing heads, if known, and the worst head's statistics that are finite."""
         few: dict[str, float] = {}
         if self.seen is not None:
             few["failing_heads"] = float(len(self.seen.failing()))
@@ -91,6 +92,7 @@ class HeadLog:
         return few
 
     def _append(self, path: Path, step: int, rows: Sequence[Row], few: dict[str, float]) -> None:
+        """Append lines to the CSV file: one for each row, or one with the `few` numbers; the first begins the file."""
         worst = ["failing_heads", *(f"worst/{name}" for name in _WORST)]
         names = ["step", *(["layer", "head", *NUMBERS] if self._per_head else worst)]
         with path.open("a" if self._has_header else "w", newline="", encoding="utf-8") as file:

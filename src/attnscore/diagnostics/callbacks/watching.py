@@ -121,6 +121,7 @@ class Watching:
         self._seen.start()
 
     def _write(self, step: int, rows: Sequence[Row]) -> None:
+        """Write a sampled step to the logs; with `stop`, find out whether a head fails."""
         self._log(step, rows)
         if self._stops:
             self._has_failed = bool(self.seen.failing())

@@ -76,7 +76,7 @@ class Layer:
         return self.inputs | {"score": ats.SoftCap(scaled, score.cap) if isinstance(score, ats.SoftCap) else scaled}
 
     def apply(self, function: Callable[..., Any], *more: Any, setting: str | None = None, **options: Any) -> Any:
-        """Call `function` of query, key and `more` with the other inputs as options; None: the model's own scale."""
+        """Call a function of query, key and `more` under a setting; None: with the model's own score object."""
         inputs = dict(self.inputs) if setting is None else self.at(setting)
         return function(inputs.pop("query"), inputs.pop("key"), *more, **inputs, **options)
 
@@ -183,6 +183,7 @@ class Inspection:
         return write(self, Path(path), megabytes)
 
     def _head(self, layer: int, head: int) -> Layer:
+        """Return a layer with one head alone; ArgumentError where there is no such layer or head."""
         if not 0 <= layer < len(self.layers):
             raise ArgumentError(message("layer", f"0 to {len(self.layers) - 1}", repr(layer)))
         if not 0 <= head < self.layers[layer].heads:
@@ -264,6 +265,7 @@ def _detached(x: Any) -> Any:
 
 
 def _calls(model: Any, inputs: dict[str, Any]) -> list[AttentionCall]:
+    """Run a model, or its encoder, and return its attention calls; it is left as it was, also after an error."""
     import torch
 
     if getattr(model.config, "is_encoder_decoder", False):

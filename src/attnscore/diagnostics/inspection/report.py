@@ -57,6 +57,7 @@ def write(inspection: Inspection, path: Path, megabytes: float) -> Path:
 
 
 def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
+    """Return everything that the page's script shows, for JSON; only heads within `megabytes` have maps."""
     drawn = _drawn(inspection, megabytes)
     layers = []
     for place, layer in enumerate(inspection.layers):
@@ -82,7 +83,10 @@ def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
 
 
 def _rounded(values: NDArray[np.float64], heads: list[int]) -> list[list[float | None]]:
-    # Five significant digits are enough to compare, in a third of the bytes. JSON has no NaN.
+    """Return (layer, head) numbers as lists of each layer's own heads.
+
+    Five significant digits are enough to compare, in a third of the bytes. JSON has no NaN: None stands for it.
+    """
     return [
         [float(f"{x:.5g}") if math.isfinite(x) else None for x in row[:count]]
         for row, count in zip(values.tolist(), heads, strict=True)
@@ -128,7 +132,7 @@ def _maps(inspection: Inspection, place: int, heads: list[int]) -> dict[str, Any
 
 
 def _visible(mask: Any, length: int) -> list[list[int]] | str | None:
-    """Return the unmasked pairs: None for all, [starts, stops] of each query's keys, or bits."""
+    """Return the unmasked pairs: None for all, [starts, stops] where each query's keys are one range, else bits."""
     if mask is None:
         return None
     if isinstance(mask, ats.Mask):
@@ -140,19 +144,21 @@ def _visible(mask: Any, length: int) -> list[list[int]] | str | None:
     columns = np.arange(length)
     if (((columns >= starts[:, None]) & (columns < (starts + counts)[:, None])) == unmasked).all():
         return [starts.tolist(), (starts + counts).tolist()]
-    return _text(np.packbits(unmasked))
+    return _base64(np.packbits(unmasked))
 
 
 def _fractions(x: NDArray[np.float64]) -> dict[str, Any]:
+    """Return numbers as 16-bit multiples of a unit, with which the largest is `_STEPS`."""
     largest = float(np.abs(x).max(initial=0.0)) or 1.0
-    return {"unit": largest / _STEPS, "numbers": _text(np.round(x / largest * _STEPS).astype("<i2"))}
+    return {"unit": largest / _STEPS, "numbers": _base64(np.round(x / largest * _STEPS).astype("<i2"))}
 
 
 def _log_weights(weights: NDArray[np.float64]) -> str:
+    """Return -log of weights in 16 bits: 0 is a weight of 1, `_LOG_STEPS` one of exp(-16) or less."""
     with np.errstate(divide="ignore"):
         depth = np.minimum(-np.log(weights), _DEEPEST)
-    return _text(np.round(depth / _DEEPEST * _LOG_STEPS).astype("<u2"))
+    return _base64(np.round(depth / _DEEPEST * _LOG_STEPS).astype("<u2"))
 
 
-def _text(array: NDArray[Any]) -> str:
+def _base64(array: NDArray[Any]) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")

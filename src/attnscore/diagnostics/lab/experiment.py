@@ -122,12 +122,12 @@ def exponent(sizes: Sequence[float] | Array, values: Sequence[float] | Array) ->
     slope = float(x @ y / (x @ x))
     if x.size < 3:
         return Estimate(slope, float("nan"))
-    left = y - slope * x
-    return Estimate(slope, _student(x.size - 2) * float(np.sqrt(left @ left / (x.size - 2) / (x @ x))))
+    residuals = y - slope * x
+    return Estimate(slope, _student(x.size - 2) * float(np.sqrt(residuals @ residuals / (x.size - 2) / (x @ x))))
 
 
 def _student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, from a table where a series in 1/freedom is off by more than 1e-3."""
+    """Return the 97.5 % quantile of Student's t for degrees of freedom, by a table where the series is off by 1e-3."""
     tabled = (12.706, 4.303, 3.182, 2.776, 2.571)
     if freedom <= len(tabled):
         return tabled[freedom - 1]

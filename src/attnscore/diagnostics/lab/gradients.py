@@ -158,17 +158,18 @@ def gradient_flow(
 
 
 def _point(score: str, query: Array, key: Array, value: Array, incoming: Array) -> FlowPoint:
+    """Measure one score; `incoming` is the gradient of the output."""
     zero_bias = np.zeros((len(query), len(key)))  # has the same gradient as the scores
     (_, stats), vjp = ats.attend_vjp(query, key, value, score=score, bias=zero_bias, return_stats=True)
     gradient = np.linalg.norm(np.asarray(vjp(incoming).bias), axis=-1)
     weights = ats.attention_weights(query, key, score=score)
-    # Squared norm of diag(s) - s s^T. The largest weight comes last: near 1, its terms are taken from the others, since
-    # 1 - s would lose their digits.
+    # Norm of the softmax Jacobian diag(p) - p p^T. Near 1, the largest weight p has 1 - p from the sum of the others,
+    # which a difference would round away.
     *others, largest = np.moveaxis(np.sort(weights), -1, 0)
     rest = np.stack(others)
     squares = (rest**2).sum(0)
-    off_diagonal = (rest**2 * ((1 - rest) ** 2 + squares - rest**2 + largest**2)).sum(0)
-    norm = np.sqrt(off_diagonal + largest**2 * (rest.sum(0) ** 2 + squares))
+    of_others = (rest**2 * ((1 - rest) ** 2 + squares - rest**2 + largest**2)).sum(0)
+    norm = np.sqrt(of_others + largest**2 * (rest.sum(0) ** 2 + squares))
     return FlowPoint(
         score,
         query.shape[1],

@@ -195,6 +195,7 @@ def score_growth(dims: Sequence[int] = DIMS, *, keys: int = 128, repeats: int = 
 
 
 def _point(name: str, kind: Kind, query: Array, key: Array, rng: np.random.Generator) -> ScorePoint:
+    """Measure one score on each draw of queries and keys, with parameters of its own for each."""
     variances, heaviest, largest, bound = [], [], 0.0, math.inf
     for one_query, one_key in zip(query, key, strict=True):
         score = kind.make(query.shape[-1], rng)

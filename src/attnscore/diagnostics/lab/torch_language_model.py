@@ -48,6 +48,7 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def _statistics(self, x: Tensor) -> ats.AttentionStats:
+        """Return the statistics of attention on normalised input; they need no values, so keys serve as these."""
         query, key = (part(x).unflatten(-1, (self.heads, -1)) for part in (self.attention.W_q, self.attention.W_k))
         _, stats = ats.attend(query, key, key, score=self.score, mask=ats.Causal(), head_axis=-2, return_stats=True)
         return stats  # type: ignore[no-any-return]  # attend returns Any
@@ -118,18 +119,19 @@ def _held_back_loss(model: LanguageModel, text: Tensor, settings: Settings) -> f
 
 
 def _look(step: int, loss: float, model: LanguageModel) -> Look:
+    """Return means of the statistics that the blocks kept in their last forward pass."""
     stats = [block.stats for block in model.blocks if isinstance(block, Block) and block.stats is not None]
     # The first query attends to one key: its variance and entropy are 0 whatever the model does.
-    most = torch.arange(2, stats[0].entropy.shape[1] + 1).log()[:, None]
+    largest_entropies = torch.arange(2, stats[0].entropy.shape[1] + 1).log()[:, None]
 
-    def mean(values: list[Tensor]) -> float:
-        return float(torch.stack([each.double().mean() for each in values]).mean())
+    def mean(by_layer: list[Tensor]) -> float:
+        return float(torch.stack([of_layer.double().mean() for of_layer in by_layer]).mean())
 
     return Look(
         step=step,
         loss=loss,
         logit_variance=mean([each.var_score[:, 1:] for each in stats]),
-        entropy=mean([each.entropy[:, 1:] / most for each in stats]),
+        entropy=mean([each.entropy[:, 1:] / largest_entropies for each in stats]),
         saturated=mean([each.saturated(SATURATED)[:, 1:] for each in stats]),
         jacobian_trace=mean([each.jacobian_trace()[:, 1:] for each in stats]),
     )

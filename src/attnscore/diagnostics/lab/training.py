@@ -190,6 +190,7 @@ class TrainingRuns(Result):
         return f"Without 1/√d the loss on held-back text is higher, in nats per character, by: {gaps}.{spread}"
 
     def _gap(self, dim: int) -> str:
+        """Format the gap, with its margin if there are several pairs of runs."""
         gap = self.gap(dim)
         return str(gap) if math.isfinite(gap.margin) else f"{gap.value:.2g}"
 
@@ -219,8 +220,8 @@ class TrainingRuns(Result):
                 for score in COLOURS:
                     self._draw_curve(axis, score, dim, name)
                 axis.set_yscale(scale)
-                gap = f"d = {dim}: held-out loss\n{self.gap(dim).value:+.3f} without 1/√d" if name == "loss" else ""
-                style_lines(axis, gap, "step" if line is grid[-1] else "", unit if axis is line[0] else "")
+                heading = f"d = {dim}: held-out loss\n{self.gap(dim).value:+.3f} without 1/√d" if name == "loss" else ""
+                style_lines(axis, heading, "step" if line is grid[-1] else "", unit if axis is line[0] else "")
             if scale == "linear":
                 line[0].set_ylim(0, 1)
         legend(grid[0][-1], loc="upper right")

@@ -98,7 +98,7 @@ def _install() -> None:
             (torch.softmax, functools.partial(_softmax, torch)),
             (api.attend, _attend),
         ]
-        if (fused := private.fused_encoder()) is None:  # then the modules must call functions that are wrapped
+        if (fused := private.fused_encoder()) is None:  # modules then take the path of functions that are wrapped
             mha = torch.backends.mha
             _UNDO.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
             mha.set_fastpath_enabled(False)
@@ -282,7 +282,7 @@ def _multi_head(original: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _softmax(home: Any, original: Any, *arguments: Any, **options: Any) -> Any:
-    """Report the scores of a softmax: the first in a scope; outside of scopes each, which is recorded if its module is named."""
+    """Report the scores of a softmax: the first in a scope; outside of scopes each, where only named modules attend."""
     scopes = _THREAD.scopes
     scores = arguments[0] if arguments else options.get("input")
     if isinstance(scores, Tensor) and scores.ndim >= 3 and not (scopes and scopes[-1].recorded):
