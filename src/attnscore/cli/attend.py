@@ -52,9 +52,8 @@ def attend(
         options.keep_inputs("--out", out)
     call = {"kernel": kernel, **options.read(("query", "key", "value"))}
     if explain:
-        console().print(
-            str(ats.explain(**call, return_weights=weights, return_stats=stats)), markup=False, soft_wrap=True
-        )
+        plan = ats.explain(**call, return_weights=weights, return_stats=stats)
+        console().print(str(plan), markup=False, soft_wrap=True)
     if out is not None:
         check_holds(out, {"out": call["value"]})
         with error_console().status("attending"):

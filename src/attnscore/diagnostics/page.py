@@ -71,9 +71,7 @@ def cell(value: object) -> str:
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if not isinstance(value, float):
-        return str(value)
-    return short_number(value, 3)
+    return short_number(value, 3) if isinstance(value, float) else str(value)
 
 
 def _section(number: int, section: Section) -> str:

@@ -439,10 +439,7 @@ def _strongest(block: Callable[[Any], Matrix], rows: Indices, k: int, step: int)
 
 
 def _middle(zoom: Any, weights: Matrix, index: Indices, rows: Indices, lengths: tuple[int, int]) -> tuple[int, int]:
-    """Return the query and key at the middle of the exact block: `zoom`, or those of the strongest edge.
-
-    `weights` and `index` are the edges of the queries `rows`. Only later queries and keys count: first keys are sinks.
-    """
+    """Return the query and key in the middle of the exact block: `zoom`, or the strongest edge but for sinks' edges."""
     if zoom is not None:
         is_pair = isinstance(zoom, (tuple, list)) and len(zoom) == 2 and all(map(is_whole, zoom))
         if not is_pair or any(not 0 <= at < length for at, length in zip(zoom, lengths, strict=True)):

@@ -35,10 +35,7 @@ class TrainerCallback(Watching, transformers.TrainerCallback):  # type: ignore[m
         if control.should_evaluate:
             self._pause()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave out an evaluation that follows."""
-        if control.should_evaluate:
-            self._pause()
+    on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Pass the loss on."""

@@ -83,10 +83,8 @@ def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
 
 
 def _rounded(values: NDArray[np.float64], heads: list[int]) -> list[list[float | None]]:
-    """Return (layer, head) numbers as lists of each layer's own heads.
-
-    Five significant digits are enough to compare, in a third of the bytes. JSON has no NaN: None stands for it.
-    """
+    """Return numbers (layer, head) as a list for each layer, without heads that it has not; NaN as None, for JSON."""
+    # Five significant digits are enough to compare, in a third of the bytes.
     return [
         [float(f"{x:.5g}") if math.isfinite(x) else None for x in row[:count]]
         for row, count in zip(values.tolist(), heads, strict=True)

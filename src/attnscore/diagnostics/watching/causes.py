@@ -92,13 +92,11 @@ def _cause_of_product(layer: str, period: Period, failures: Failures, limit: Thr
 
 
 def _cause_of_nan(layer: str, period: Period, failures: Failures) -> str:
-    """Return the cause of NaN or of logits near overflow.
-
-    NaN from before the layer reaches queries, keys and values of all its heads in the same step.
-    """
+    """Return the cause of NaN, or of logits near overflow."""
     numbers = period.evidence
     if period.sign == "near overflow" or numbers["overflow_rows"] > 0:
         return "scores above the range of the dtype"
+    # NaN from before the layer reaches queries, keys and values of all its heads in the same step.
     at_first = [each for each in failures.periods[layer] if each.sign == period.sign and each.first == period.first]
     inputs = [numbers[f"nan_{name}"] > 0 for name in ("query", "key", "value")]
     if len(at_first) < failures.heads[layer] or (any(inputs) and not all(inputs)):

@@ -359,10 +359,7 @@ class _Weights:
         return module
 
     def _arrays(self, layer: Any, heads: int, place: int | None = None) -> dict[str, list[_Entries]] | None:
-        """Return the arrays of a layer's projections, None if its names or shapes are others.
-
-        `place` is the layer's index in arrays that a loop has stacked; None: the arrays are not stacked.
-        """
+        """Return the arrays of a layer's projections, at `place` if stacked; None with other names or shapes."""
         for names in [self._layers, *_LAYERS] if self._layers else _LAYERS:
             owners = [_child(layer, name) for name in names]
             shapes = [_shape(owner, self._kernel)[place is not None :] for owner in owners]

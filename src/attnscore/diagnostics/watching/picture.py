@@ -58,9 +58,8 @@ def draw(records: Records) -> Figure:
     layers = list(records.layers.values())
     if not layers:
         sampled = f"none in {records.sampled} sampled of {records.steps} steps"
-        raise ArgumentError(
-            message("plot", "a recorded attention call", sampled, hint="call the model inside `with watch(model)`")
-        )
+        hint = "call the model inside `with watch(model)`"
+        raise ArgumentError(message("plot", "a recorded attention call", sampled, hint=hint))
     names, heads = [layer.name for layer in layers], max(layer.heads for layer in layers)
     over_steps = max(len(layer.steps) for layer in layers) > 1
     pattern, short = short_names(names)
@@ -72,12 +71,10 @@ def draw(records: Records) -> Figure:
     failing = [(names.index(layer), head) for layer, head in records.failing()]
     for place, (name, (title, unit, _)) in enumerate(_MAPS.items()):
         if over_steps:
-            panels = [
-                (axes[place, 0], "now", *_now(records, name)),
-                (axes[place, 1], "worst step", *_worst(records, name)),
-            ]
+            now, worst = axes[place]
+            panels = [(now, "now", *_now(records, name)), (worst, "worst step", *_worst(records, name))]
         else:
-            panels = [(axes[place // 2, place % 2], "", *_now(records, name))]
+            panels = [(axes.flat[place], "", *_now(records, name))]
         for axis, when, values, nan in panels:
             image = draw_map(axis, values.filled(math.nan), short, every=heads <= 24, **_scale(records, name))
             axis.set_aspect("auto")

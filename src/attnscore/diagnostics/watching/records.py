@@ -287,9 +287,8 @@ class Records:
     def history(self, layer: str, name: str) -> tuple[list[int], Array]:
         """Return the sampled steps, and a number of each head in each of them: (step, head)."""
         if layer not in self.layers:
-            expected = (
-                f"one of {list(self.layers)}" if self.layers else "a recorded attention call, of which there is none"
-            )
+            none = "a recorded attention call, of which there is none"
+            expected = f"one of {[*self.layers]}" if self.layers else none
             raise ArgumentError(message("layer", expected, repr(layer)))
         if name not in NUMBERS:
             raise ArgumentError(message("name", f"one of {list(NUMBERS)}", repr(name)))
@@ -313,21 +312,19 @@ class Records:
             self._remembered[layer.name] += new
             for step, sums in tuple(layer.steps)[-new:] if new else ():
                 steps.setdefault(step, []).append((layer.name, sums))
-        for step in sorted(steps):
+        for step, of_step in sorted(steps.items()):
             if len(self._first_steps) < EARLY_SAMPLED_STEPS and step not in self._first_steps:
                 self._first_steps.append(step)
             limit = self.thresholds
-            queries = {
-                name: float(max(sums["rows"] + sums["empty_rows"] + sums["nan_rows"])) for name, sums in steps[step]
-            }
-            leaking = _unlike_siblings({name: _is_causal(sums) for name, sums in steps[step]}, queries)
-            scaled = _unlike_siblings({name: _has_usual_scale(sums, limit) for name, sums in steps[step]}, queries)
-            for name, sums in steps[step]:
+            queries = {name: float(max(sums["rows"] + sums["empty_rows"] + sums["nan_rows"])) for name, sums in of_step}
+            leaking = _unlike_siblings({name: _is_causal(sums) for name, sums in of_step}, queries)
+            unscaled = _unlike_siblings({name: _has_usual_scale(sums, limit) for name, sums in of_step}, queries)
+            for name, sums in of_step:
                 # A head without numbers, as with NaN, does not show what its mask hides.
                 leaks = name in leaking and bool((sums["rows"] > 0).all())
                 memory = self._memories.setdefault(name, Memory(len(sums["rows"])))
                 numbers = {column: _column(sums, column, limit.tau) for column in _JUDGED}
-                memory.add(step, numbers, limit, leaks=leaks, usual_siblings=name in scaled)
+                memory.add(step, numbers, limit, leaks=leaks, usual_siblings=name in unscaled)
 
     def _periods(self) -> list[tuple[str, Period]]:
         """Return layer and period of each sign that a head shows or has shown."""
@@ -338,11 +335,9 @@ class Records:
     def _failing(
         self, periods: Sequence[tuple[str, Period]], trouble: str, recent: Mapping[tuple[str, int], Row]
     ) -> list[tuple[str, Period]]:
-        """Return the periods that are failures now; `trouble` is the loss's, `recent` the numbers of the last steps.
-
-        While a sign of `FAILURES` explains the trouble of the loss, the signs of `WITH_LOSS` are no failures.
-        """
+        """Return the periods that are failures now; `trouble` is the loss's, `recent` the numbers of the last steps."""
         limit, heads = self.thresholds, {layer.name: layer.heads for layer in self._layers}
+        # A sign that is a failure by itself explains the trouble of the loss: growing logits, say, are none then.
         is_explained = any(period.holds and period.sign in FAILURES for _, period in periods)
         unmasked = {(name, period.head) for name, period in periods if period.holds and period.sign == "padding"}
         idle = Counter(name for name, period in periods if period.holds and period.sign == "no use of the query")

@@ -159,10 +159,7 @@ def counted_queries(call: Call, real: Any) -> Any:
 
 
 def _counted(real: Any, lengths: tuple[int, int], like: Any) -> Any:
-    """Return the queries (batch, 1, query) that are tokens; None without `real`, or where queries are other positions.
-
-    `lengths` are those of queries and keys; `like` is an array with the batch on its first axis.
-    """
+    """Return the queries (batch, 1, query) that are tokens, in self-attention, else None; `like` has the batch axis."""
     fits = real is not None and like.ndim >= 3 and (*real.shape,) == (like.shape[0], lengths[0])
     return real[:, None] if fits and lengths[0] == lengths[1] else None
 

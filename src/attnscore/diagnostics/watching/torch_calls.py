@@ -99,12 +99,9 @@ def can_pool(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any
     if isinstance(mask, Tensor):
         # Where a model writes a number for -inf, a fully masked query gets the mean of the values.
         # The memory of a CausalBias has not been set.
-        is_float = mask.dtype != torch.bool and causal_alignment(mask) is None
-        if (
-            arguments.get("is_causal")
-            or mask.requires_grad
-            or (is_float and with_infinity(mask, MASKED_BIAS) is not mask)
-        ):
+        is_bias = mask.dtype != torch.bool and causal_alignment(mask) is None
+        has_numbers_for_infinity = is_bias and with_infinity(mask, MASKED_BIAS) is not mask
+        if arguments.get("is_causal") or mask.requires_grad or has_numbers_for_infinity:
             return False
     # Checkpointing compares the saved tensors with its second pass, which is not watched.
     has_hooks = private.saved_tensor_hooks(False) is not None

@@ -170,10 +170,7 @@ def _real_tokens(arguments: dict[str, Any]) -> Tensor | None:
     for name in (_REAL, _IGNORED):
         mask = arguments.get(name)
         if isinstance(mask, Tensor) and mask.ndim == 2:
-            if mask.is_floating_point() and name == _IGNORED:  # added to the scores: 0 or -inf
-                return mask == 0
-            real = mask.detach().to(torch.bool)
-            return real if name == _REAL else ~real
+            return mask != 0 if name == _REAL else mask == 0
     return None
 
 
