@@ -96,7 +96,7 @@ def _of_torch() -> Iterator[Pair]:
 
     sdpa, ours = torch.nn.functional.scaled_dot_product_attention, ats.attend
 
-    def forward_and_backward(attention: Any) -> Any:
+    def with_backward(attention: Any) -> Any:
         def run(query: Any, key: Any, value: Any, grad: Any) -> tuple[Any, ...]:
             out = attention(query, key, value)
             return (out, *torch.autograd.grad(out, (query, key, value), grad))
@@ -106,8 +106,7 @@ def _of_torch() -> Iterator[Pair]:
     usual = [torch.from_numpy(x) for x in _drawn(1, 8, 2048, 64)]
     yield _pair("PyTorch, scaled dot (1,8,2048,64)", ours, sdpa, *usual)
     learned = [x.clone().requires_grad_() for x in usual]
-    both_passes = (forward_and_backward(attention) for attention in (ours, sdpa))
-    yield _pair("the same, forward + backward", *both_passes, *learned, usual[0])
+    yield _pair("the same, forward + backward", with_backward(ours), with_backward(sdpa), *learned, usual[0])
     causal = functools.partial(ours, mask=ats.Causal())
     yield _pair("the same, causal", causal, functools.partial(sdpa, is_causal=True), *usual)
     padded = torch.zeros(1, 1, 1, 2048, dtype=torch.bool)

@@ -360,8 +360,7 @@ def show_long_attention(
     sequence_and_head = _place(place, tuple(lead))
 
     def chosen(arrays: Any) -> Matrix:
-        matrix: Matrix = drawing.to_matrix(arrays)[sequence_and_head]
-        return matrix
+        return np.asarray(drawing.to_matrix(arrays)[sequence_and_head])
 
     def block(rows: Any, cols: Any = None) -> Matrix:
         return chosen(attention_weights(query, key, query_index=rows, key_index=cols, **arguments))

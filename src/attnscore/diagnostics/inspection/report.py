@@ -63,11 +63,11 @@ def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
     for place, layer in enumerate(inspection.layers):
         heads = [head for head in range(layer.heads) if (place, head) in drawn]
         layers.append({"name": layer.name, "heads": layer.heads} | _maps(inspection, place, heads))
-    heads = [layer.heads for layer in inspection.layers]
-    numbers = {name: _rounded(values, heads) for name, values in inspection.statistics.items()}
+    head_counts = [layer.heads for layer in inspection.layers]
+    numbers = {name: _rounded(values, head_counts) for name, values in inspection.statistics.items()}
     settings = {
         name: {"title": SETTINGS[name].title, "temperature": SETTINGS[name].temperature}
-        | {statistic: _rounded(values, heads) for statistic, values in by_statistic.items()}
+        | {statistic: _rounded(values, head_counts) for statistic, values in by_statistic.items()}
         for name, by_statistic in inspection.settings.items()
     }
     return {
@@ -82,27 +82,27 @@ def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
     }
 
 
-def _rounded(values: NDArray[np.float64], heads: list[int]) -> list[list[float | None]]:
+def _rounded(values: NDArray[np.float64], head_counts: list[int]) -> list[list[float | None]]:
     """Return numbers (layer, head) as a list for each layer, without heads that it has not; NaN as None, for JSON."""
     # Five significant digits are enough to compare, in a third of the bytes.
     return [
         [float(f"{x:.5g}") if math.isfinite(x) else None for x in row[:count]]
-        for row, count in zip(values.tolist(), heads, strict=True)
+        for row, count in zip(values.tolist(), head_counts, strict=True)
     ]
 
 
 def _drawn(inspection: Inspection, megabytes: float) -> set[tuple[int, int]]:
     """Return the heads whose maps fit into `megabytes`, chosen by lowest entropy."""
-    entropy, left, drawn = inspection.statistics["entropy"], megabytes * 10**6, set()
+    entropy, bytes_left, drawn = inspection.statistics["entropy"], megabytes * 10**6, set()
     length = len(inspection.tokens)
     # NaN, where a layer has fewer heads than another, comes last.
     order = np.argsort(entropy, axis=None, kind="stable")[: np.isfinite(entropy).sum()]
     for layer, head in zip(*np.unravel_index(order, entropy.shape), strict=True):
         inputs = inspection.layers[layer].inputs
-        width = 2 * int(inputs["query"].shape[-1]) if inputs["bias"] is None else length
-        # Keys that heads share are counted for each of them: the sum is an upper bound.
-        left -= 2 * length * width
-        if left < 0:
+        # Numbers of 16 bits for each token: a query and a key, or with a bias the weights. Keys that heads share are
+        # counted for each of them: the sum is an upper bound.
+        bytes_left -= 2 * length * (2 * int(inputs["query"].shape[-1]) if inputs["bias"] is None else length)
+        if bytes_left < 0:
             break
         drawn.add((int(layer), int(head)))
     return drawn

@@ -141,15 +141,13 @@ class Watch(Records):
                 self.clipped.clear()
             for name, sums in step.sums.items():
                 heads = len(sums["rows"])
-                layer = self.layers.get(name)
-                key = name if layer is None or layer.heads == heads else f"{name} ({heads} heads)"
-                if key not in self.layers:
-                    self.layers[key] = Layer(key, heads, deque(maxlen=self._history))
-                self.layers[key].add(step.number, sums)
-                added.append(self.layers[key])
+                same_name = self.layers.get(name)
+                key = name if same_name is None or same_name.heads == heads else f"{name} ({heads} heads)"
+                layer = self.layers.setdefault(key, Layer(key, heads, deque(maxlen=self._history)))
+                layer.add(step.number, sums)
+                added.append(layer)
             self.sampled += step.begins
             if self._on_step is None:  # rows of many heads take as long as a short attention call
                 return
-            tau = self.thresholds.tau
-            rows = [row for layer in added for row in layer.rows(layer.steps[-1][1], tau)]
+            rows = [row for layer in added for row in layer.rows(layer.steps[-1][1], self.thresholds.tau)]
         self._on_step(step.number, rows)  # outside the lock: it may read the records and stop the watch

@@ -142,8 +142,7 @@ class Verdict:
     followers: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        since = f"since step {self.first_step}"
-        return f"{self.layer}, head {self.head}: {self.sign} {since} ({self.words})"
+        return f"{self.layer}, head {self.head}: {self.sign} since step {self.first_step} ({self.words})"
 
     @property
     def what(self) -> str:

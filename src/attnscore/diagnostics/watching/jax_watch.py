@@ -55,7 +55,7 @@ class JaxWatch(StagedWatch):
 
 
 def _observe_modules(watches: list[JaxWatch]) -> None:
-    """Wrap the calls of the modules of the models of these watches, and of no others."""
+    """Wrap the methods whose calls these watches need, and no others: of the models' NNX classes, and linen's."""
     _METHODS.restore()
     _LINEN.close()
     classes = {kind for watch in watches if not watch.is_linen for _, kind in watch.key[1]}  # type: ignore[index]

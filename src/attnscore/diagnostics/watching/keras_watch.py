@@ -75,9 +75,9 @@ class KerasWatch(StagedWatch):
             wrappers = {make.__name__: _recording(make) for make in (_compute_attention, _apply_scores)}
             _CALLS.bind_methods([(layer, "__call__", _layer_call), (layer, "stateless_call", _stateless_call)])
             _NAMES.bind_methods([(owner, name, wrappers[name]) for owner, name in methods])
-            makers = [(keras.ops.dot_product_attention, _dot_product), (api.attend, sites.attended)]
-            functions = [(function, _recording(make_site)) for function, make_site in makers]
-            _NAMES.bind_functions(functions, but=("attnscore.diagnostics.watching.",))
+            dot_product = keras.ops.dot_product_attention, _recording(_dot_product)
+            attend = api.attend, _recording(sites.attended)
+            _NAMES.bind_functions([dot_product, attend], but=("attnscore.diagnostics.watching.",))
         for owner in others:
             self._count_unseen(WHOLE, f"layers {owner.__name__}: this release of Keras computes them elsewhere")
         if _BACKEND in ("tensorflow", "torch") and getattr(self._model, "jit_compile", False):

@@ -137,8 +137,7 @@ def _column(sums: dict[str, Array], name: str, tau: float) -> Array:
     if name in (*_COUNTS, *LARGEST, *_MARKS):
         return sums[name]
     count = sums[_OVER.get(name, "rows")]
-    means: Array = np.divide(sums[name], count, out=np.full(len(count), math.nan), where=count > 0)
-    return means
+    return np.asarray(np.divide(sums[name], count, out=np.full(len(count), math.nan), where=count > 0))
 
 
 def _is_causal(sums: dict[str, Array]) -> bool:
@@ -238,8 +237,7 @@ class Records:
         padding (share of the weight), clip (the factor of QK-clip, NaN where the score is no multiple of q.k). Numbers
         that are unknown are NaN.
         """
-        tau = self.thresholds.tau
-        return [row for layer in self._layers for row in layer.rows(layer.total, tau)]
+        return [row for layer in self._layers for row in layer.rows(layer.total, self.thresholds.tau)]
 
     def last(self) -> list[Row]:
         """Return the rows of the last sampled step alone, as a repair needs: the largest logit of a run never falls."""
@@ -487,7 +485,7 @@ class Records:
         return f"{len(self.layers)} attention calls a step; {self.sampled} of {self.steps} steps sampled"
 
     def _state(self) -> list[str]:
-        """Return one sentence on the model's health where no head fails; otherwise none, as the failures say it."""
+        """Return one sentence on the model's health; nothing where a head fails or no attention call was recorded."""
         if not self.layers or self.failing():
             return []
         trouble = loss_trouble([loss for _, loss in self._losses], self.thresholds)

@@ -202,8 +202,7 @@ def _unrolled_sums(
         """Return the last `axes` axes of x at a place in the axes of `lead`, to which its others broadcast."""
         sizes = x.shape[: x.ndim - axes]
         inner = place[len(place) - len(sizes) :]
-        of_place: NDArray[Any] = x[tuple(i if size > 1 else 0 for i, size in zip(inner, sizes, strict=True))]
-        return of_place
+        return np.asarray(x[tuple(i if size > 1 else 0 for i, size in zip(inner, sizes, strict=True))])
 
     parts = []
     for place in np.ndindex(*lead):
