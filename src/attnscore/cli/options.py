@@ -144,9 +144,8 @@ class CallOptions:
         """Read all arrays that were given, by name."""
         arrays: dict[str, Any] = dict(read_arrays(self.inputs)) if self.inputs is not None else {}
         if self.inputs is not None and self.inputs.suffix.lower() == ".npy":
-            raise ArgumentError(
-                f"{self.inputs}: a .npy file holds one array; give it with --query, --key, --value, ..."
-            )
+            hint = "give it with --query, --key, --value, ..."
+            raise ArgumentError(f"{self.inputs}: a .npy file holds one array; {hint}")
         known = {"mask", *_CALL_ARRAYS, *_ALL_PARAMETERS}
         for name in arrays:
             if name not in known:

@@ -83,9 +83,8 @@ def run(report: Report, sentences: Sequence[str]) -> None:
         alone = {name: x[shortest, None, : len(batch.tokens[shortest])] for name, x in batch.inputs.items()}
         padding = _difference(embed(model, alone, "attnscore")[0][0], embeddings[shortest])
     if batch.cut:
-        report.console.print(
-            f"{batch.cut} of the sentences are longer than {MOST_TOKENS} tokens: the rest is left out."
-        )
+        cut = f"{batch.cut} of the sentences are longer than {MOST_TOKENS} tokens: the rest is left out."
+        report.console.print(cut)
     comparison = _compare(report, passes, padding)
     with report.step("statistics of every head"):
         numbers, patterns = head_statistics(measured, batch.real), head_patterns(measured, batch.real)

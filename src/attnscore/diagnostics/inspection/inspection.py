@@ -76,7 +76,7 @@ class Layer:
         return self.inputs | {"score": ats.SoftCap(scaled, score.cap) if isinstance(score, ats.SoftCap) else scaled}
 
     def apply(self, function: Callable[..., Any], *more: Any, setting: str | None = None, **options: Any) -> Any:
-        """Call a function of query, key and `more` under a setting; None: with the model's own score object."""
+        """Call a function of query, key and `more` under a setting; None: as the model computes it."""
         inputs = dict(self.inputs) if setting is None else self.at(setting)
         return function(inputs.pop("query"), inputs.pop("key"), *more, **inputs, **options)
 

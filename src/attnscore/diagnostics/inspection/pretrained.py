@@ -79,9 +79,8 @@ def tokenize(model: Any, tokenizer: Any, text: str, max_tokens: int) -> Tokens:
         raise ArgumentError(message("model", expected, f"{type(model).__name__}, which reads {model.main_input_name}"))
     special_tokens = getattr(tokenizer, "num_special_tokens_to_add", int)()
     if max_tokens <= special_tokens:
-        raise ArgumentError(
-            message("max_tokens", f"more than the {special_tokens} tokens that the tokenizer adds", max_tokens)
-        )
+        expected = f"more than the {special_tokens} tokens that the tokenizer adds"
+        raise ArgumentError(message("max_tokens", expected, max_tokens))
     limit = min(max_tokens, _longest(model, tokenizer))
     with quiet():
         full_length = len(tokenizer(text)["input_ids"])
