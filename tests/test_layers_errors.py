@@ -39,6 +39,12 @@ WRONG: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         r"cache: expected a KeyValueCache\(head_axis=-2\) without a score, got KeyValueCache\(score='dot', empty\)",
     ),
     (
+        "valid_lens of a cache",
+        lambda: MultiHeadAttention(8, 2)(X, X, X, valid_lens=[4, 0], cache=ats.KeyValueCache(head_axis=-2)),
+        ats.ArgumentError,
+        "^valid_lens: expected whole numbers from 0 to 3, got 4",
+    ),
+    (
         "cache of another layout",
         lambda: MultiHeadAttention(8, 2)(X, X, X, cache=ats.KeyValueCache()),
         ats.ArgumentError,

@@ -54,7 +54,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _in_scope(method: Method) -> Method:
-    """Run a method in the context in which its framework computes with buffers and lengths."""
+    """Run a method in the context in which its framework computes with buffers; an empty cache has no framework."""
 
     @functools.wraps(method)
     def scoped(self: KeyValueCache, *args: Any, **kwargs: Any) -> Any:
@@ -230,40 +230,7 @@ class KeyValueCache:
         ------
         ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
         """
-        arrays = {"key": key, "value": value}
-        ops = backends.of(arrays)
-        if ops.name not in STORAGE:
-            raise FrameworkError(message("key", "an array of " + " or ".join(STORAGE), f"one of {ops.name}"))
-        storage, signature = STORAGE[ops.name], (ops.array_signature(key), ops.array_signature(value))
-        # The checks take a third of the time of a step, and an append like the last one passes them.
-        if signature != self._checked:
-            checks.check_pair(ops, arrays)
-            if self._keys is not None:
-                checks.check_like_buffer(ops, self.values, self._key_dim, self._length_axis, arrays)
-        for kind in (KeyValueCache, type(self.score)):
-            backends.register_pytree(kind)
-        with storage.scope(ops):
-            prepared, prepared_score = self._prepare_keys(key, self.head_axis)
-            pair = tuple(with_heads_first(ops, x, self.head_axis) for x in (prepared, value))
-            batch, _, count, _ = pair[1].shape
-            added = np.full(batch, count) if lens is None else checks.lengths(lens, batch, count)
-            cache = self if storage.is_in_place else copy.copy(self)
-            cache._prepared_score = prepared_score
-            if cache._keys is None:
-                cache._has_heads, cache._key_dim = len(key.shape) == 4, int(key.shape[-1])
-                cache._allocate(ops, storage, pair)
-            appended = cache._reserve_positions(added, count)
-            if count:
-                cache._keys, cache._values = (
-                    storage.written(ops, buffer, x, appended, cache._is_saved)
-                    for buffer, x in zip((cache._keys, cache._values), pair, strict=True)
-                )
-                cache._is_saved = False
-            cache._starts, cache._lens = appended.starts, appended.ends
-        if storage.is_in_place:
-            cache._appended, cache._checked = count, signature
-            cache._oldest = np.maximum(cache._oldest, cache._lens - (cache.slots - cache.sinks))
-        return cache
+        return self._append(key, value, "lens", lens)
 
     @_outside_graphs
     @_in_scope
@@ -282,7 +249,7 @@ class KeyValueCache:
         ArgumentError
         """
         cache, index = self._copy_if_functional("crop"), self._index
-        ends = index.minimum(self._lens, index.asarray(checks.lengths(lens, self._batch), self._lens, "int64"))
+        ends = index.minimum(self._lens, index.asarray(checks.lengths("lens", lens, self._batch), self._lens, "int64"))
         if self._oldest is not None:
             if (lost := self._is_overwritten(ends)).any():
                 b = int(lost.argmax())
@@ -307,16 +274,13 @@ class KeyValueCache:
         ShapeError, ArgumentError
         """
         cache, index = self._copy_if_functional("select"), self._index
-        chosen = checks.sequences(indices, self._batch)
-        if chosen is None:
-            chosen = index.asarray(indices, self._lens)
+        chosen = index.asarray(checks.sequences(indices, self._batch), self._lens)
         cache._keys, cache._values = (
             self._storage.select_sequences(self._ops, x, chosen, self._is_saved) for x in (self._keys, self._values)
         )
         cache._is_saved = False
-        rows = index.asarray(chosen, self._lens)
         for name in ("_lens", "_starts", *(("_oldest",) if self._oldest is not None else ())):
-            setattr(cache, name, index.take(getattr(self, name), rows, 0))
+            setattr(cache, name, index.take(getattr(self, name), chosen, 0))
         cache._checked = None
         return cache
 
@@ -419,18 +383,21 @@ class KeyValueCache:
             expected = f"{len(keys.shape)} axes, as the keys of the cache have"
             raise ShapeError(message("query", expected, shown(query)))
         count = query.shape[self._length_axis]
-        lens = visible = self._visible_slots(count, causal)
+        visible, valid_lens = self._visible_slots(count, causal), None
         if mask is not None:
             mask = self.mask(count, causal=causal) & (mask if isinstance(mask, Mask) else Dense(mask))
-            lens = None
-        elif isinstance(visible, Mask):
-            mask, lens = visible, None
+        elif not isinstance(visible, Mask):
+            valid_lens = visible
+        else:
+            mask = visible
+            # An array, unlike intervals, keeps the plan from step to step.
             if self._storage.is_in_place and self._batch * count * self.slots <= thresholds.WINDOW_PAIRS:
                 array = mask.materialize(count, self.slots, self._batch)
                 mask = self._ops.asarray(array[:, None] if self._has_heads else array, query)
+        # The gradient of the query is computed from the keys and values, which an append must not overwrite.
         if self._storage.is_in_place and backends.of({"query": query}).needs_grad(query):
             self._is_saved = True
-        arguments = {"key": keys, "value": values, "mask": mask, "valid_lens": lens, "head_axis": self.head_axis}
+        arguments = {"key": keys, "value": values, "mask": mask, "valid_lens": valid_lens, "head_axis": self.head_axis}
         return arguments if self.score is None else arguments | {"score": self._prepared_score}
 
     @_in_scope
@@ -460,17 +427,17 @@ class KeyValueCache:
         start = self._first_positions(count)
         if self.window is not None:
             limit = self.sinks + self.window
-            # The first where there is one query, and the ring holds its window and no more; or where the windows hold
-            # every position so far.
+            # A query attends to the first slots where it is the only one, and the ring holds its window and no more; or
+            # where the windows hold every position so far.
             is_whole_ring = count == 1 and self.slots <= limit
             if not is_whole_ring and (self._oldest is None or int(self._lens.max(initial=0)) > limit):
                 return RollingWindow(start, self._lens, self.window, self.sinks)
         positions = index.reshape(start, (-1, 1)) + index.positions(0, count, start)
-        lens = index.minimum(positions + 1, self.slots)
-        return index.where(positions < ends, lens, index.zeros((), ends, index.dtype(lens)))
+        visible = index.minimum(positions + 1, self.slots)
+        return index.where(positions < ends, visible, index.zeros((), ends, index.dtype(visible)))
 
     def _first_positions(self, count: int) -> Array:
-        """Return the position of the first of `count` queries of each sequence."""
+        """Return the position of the first of `count` queries, which are the last positions of each sequence."""
         if self._appended is not None and count > self._appended:
             expected = f"at most as many queries as the last append had positions ({self._appended})"
             raise ShapeError(message("query", expected, count))
@@ -480,12 +447,12 @@ class KeyValueCache:
             raise ShapeError(message("query", "positions whose windows are held", f"{count} positions", hint=hint))
         return start
 
-    def _is_overwritten(self, query: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return whether the ring has lost a position before `query` that it attends to, (batch,)."""
+    def _is_overwritten(self, queries: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return whether the ring has lost a position that the query at position `queries[b]` attends to, (batch,)."""
         if self.window is None:
-            return np.zeros(len(query), bool)
-        first = np.maximum(query - self.window + 1, self.sinks)
-        lost: np.ndarray[Any, Any] = first < np.minimum(self._oldest, query)
+            return np.zeros(len(queries), bool)
+        first = np.maximum(queries - self.window + 1, self.sinks)
+        lost: np.ndarray[Any, Any] = first < np.minimum(self._oldest, queries)
         return lost
 
     # ------------------------------------------------------------------ files
@@ -586,8 +553,8 @@ class KeyValueCache:
         return self
 
     def _copy_if_functional(self, operation: str) -> Self:
-        """Return the cache to change: this one, or a copy where caches are functional."""
-        return self._check_filled(operation) if self._keys is None or self._storage.is_in_place else copy.copy(self)
+        """Return the cache that `operation` changes: this one, or a copy where caches are functional."""
+        return self if self._check_filled(operation)._storage.is_in_place else copy.copy(self)
 
     def _on_callers_axes(self, x: Array) -> Array:
         if not self._has_heads:
@@ -595,6 +562,45 @@ class KeyValueCache:
         return self._ops.swap_axes(x, 1, 2) if self.head_axis == -2 else x
 
     # ------------------------------------------------------------------ an append
+
+    @_outside_graphs
+    def _append(self, key: Array, value: Array, lens_name: str, lens: Any) -> Self:
+        """Return the cache after `append`; errors call `lens` by the caller's name, which in a layer is valid_lens."""
+        arrays = {"key": key, "value": value}
+        ops = backends.of(arrays)
+        if ops.name not in STORAGE:
+            raise FrameworkError(message("key", "an array of " + " or ".join(STORAGE), f"one of {ops.name}"))
+        storage, signature = STORAGE[ops.name], (ops.array_signature(key), ops.array_signature(value))
+        # The checks take a third of the time of a step, and an append like the last one passes them.
+        if signature != self._checked:
+            checks.check_pair(ops, arrays)
+            if self._keys is not None:
+                checks.check_like_buffer(ops, self.values, self._key_dim, self._length_axis, arrays)
+        # So that JAX's transformations take a cache, with its score, as argument and result.
+        for kind in (KeyValueCache, type(self.score)):
+            backends.register_pytree(kind)
+        with storage.scope(ops):
+            prepared, prepared_score = self._prepare_keys(key, self.head_axis)
+            pair = tuple(with_heads_first(ops, x, self.head_axis) for x in (prepared, value))
+            batch, _, count, _ = pair[1].shape
+            added = np.full(batch, count) if lens is None else checks.lengths(lens_name, lens, batch, count)
+            cache = self if storage.is_in_place else copy.copy(self)
+            cache._prepared_score = prepared_score
+            if cache._keys is None:
+                cache._has_heads, cache._key_dim = len(key.shape) == 4, int(key.shape[-1])
+                cache._allocate(ops, storage, pair)
+            appended = cache._reserve_positions(added, count)
+            if count:
+                cache._keys, cache._values = (
+                    storage.written(ops, buffer, x, appended, cache._is_saved)
+                    for buffer, x in zip((cache._keys, cache._values), pair, strict=True)
+                )
+                cache._is_saved = False
+            cache._starts, cache._lens = appended.starts, appended.ends
+        if storage.is_in_place:
+            cache._appended, cache._checked = count, signature
+            cache._oldest = np.maximum(cache._oldest, cache._lens - (cache.slots - cache.sinks))
+        return cache
 
     def _prepare_keys(self, key: Array, head_axis: int) -> tuple[Array, Any]:
         """Return keys as the score of the cache prepares them, and the score that is left."""
@@ -604,7 +610,7 @@ class KeyValueCache:
         return prepared.key, prepared.score
 
     def _allocate(self, ops: Backend, storage: Storage, pair: Sequence[Array]) -> None:
-        """Make the buffers, which hold no position yet."""
+        """Make the buffers for keys and values like `pair`; they hold no position yet."""
         batch, _, count, _ = pair[1].shape
         index, size = storage.index_ops(ops), int(self.capacity or 0)
         if self.capacity is None and not storage.is_in_place:
@@ -621,7 +627,11 @@ class KeyValueCache:
         return self.sinks + int(self.window or 0) + max(count, 1) - 1
 
     def _reserve_positions(self, added: Array, count: int) -> AppendedPositions:
-        """Return the positions that are appended, and make room for them; drop positions outside a window."""
+        """Make room for `added` (batch,) positions, the first of `count` entries each, and return them.
+
+        In place, a ring that a long append has enlarged shrinks, which drops positions outside the window. Functional
+        buffers without a window drop positions past their capacity.
+        """
         index, size = self._index, self.slots
         ends = self._lens + index.asarray(added, self._lens, "int64")
         limit = math.inf if self.window is None else self._slots_of_window(count)

@@ -55,27 +55,28 @@ def check_like_buffer(ops: Backend, values: Array, key_dim: int, axis: int, arra
             raise ShapeError(message(name, f"shape ({', '.join(map(str, before))}), as before", shape))
 
 
-def lengths(lens: Any, batch: int, highest: int | None = None) -> Any:
-    """Return numbers of positions, (batch,), or a traced number for all sequences where there is no `highest`.
+def lengths(name: str, lens: Any, batch: int, highest: int | None = None) -> Any:
+    """Return numbers of positions, (batch,); raise unless they are whole numbers in 0..highest.
 
-    Raise unless they are whole numbers in 0..highest; traced numbers are not checked.
+    `highest` None has no limit, and then one number may stand for all sequences. Traced numbers are returned as they
+    are, and not checked.
     """
-    values = None if backends.host(lens) is None else _check_integers("lens", lens)
+    values = None if backends.host(lens) is None else _check_integers(name, lens)
     shape = tuple(lens.shape) if values is None else values.shape
     is_for_all = highest is None and (shape == () or (len(shape) == 1 and may_equal(shape[0], batch)))
     if shape != (batch,) and not is_for_all:
-        raise ShapeError(message("lens", f"shape ({batch},)", shape))
+        raise ShapeError(message(name, f"shape ({batch},)", shape))
     if values is None:
         return lens
     expected = "whole numbers, 0 or more" if highest is None else f"whole numbers from 0 to {highest}"
-    _check_range("lens", values, expected, highest)
+    _check_range(name, values, expected, highest)
     return np.broadcast_to(values, (batch,))
 
 
-def sequences(indices: Any, batch: int) -> HostArray | None:
-    """Return the indices of sequences, None if traced; raise unless they are whole numbers in 0..batch - 1."""
+def sequences(indices: Any, batch: int) -> Any:
+    """Return the indices of sequences; raise unless they are whole numbers in 0..batch - 1. Traced ones pass."""
     if backends.host(indices) is None:
-        return None
+        return indices
     values = _check_integers("indices", indices)
     if values.ndim != 1:
         raise ShapeError(message("indices", "1 axis", values.ndim))

@@ -775,7 +775,7 @@ def _with_cache(
     # Not with parameters per query head, each of which would need a copy of the keys: few queries gain nothing.
     if prepared.key.shape == key.shape:
         key, arguments["score"] = prepared.key, prepared.score
-    cache = cache.append(key, value, lens=arguments["valid_lens"])
+    cache = cache._append(key, value, "valid_lens", arguments["valid_lens"])
     shape = (query.shape[0], query.shape[1], cache.slots)
     over_slots = cache.arguments(query, mask=shared.over_heads(arguments["mask"], shape))
     operands = query, over_slots.pop("key"), over_slots.pop("value")
