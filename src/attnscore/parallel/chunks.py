@@ -112,7 +112,7 @@ def attend_chunks(
     state, sink_of_heads = None, None
 
     def compute_chunk(key_range: Range, keys: Array, values: Array) -> tuple[RowState, Array | None]:
-        """Return the online-softmax state over a chunk, and the canonical sink: neither refers to the keys."""
+        """Return the online-softmax state over a chunk, and the canonical sink; neither keeps the chunk in memory."""
         rows, cols = Shard.whole(shape.query_len), Shard((key_range,), shape.key_len)
         problem, _ = build_problem(
             query, keys, values, score=score, sink=sink, head_axis=head_axis,
@@ -140,7 +140,7 @@ def attend_chunks(
 
 
 def _attended_chunks(mask: Mask | None, shape: ScoreShape, chunk: int | None, files: dict[str, Any]) -> list[Range]:
-    """Return the chunks with a key that any query attends, or one empty chunk."""
+    """Return the chunks with a key that any query attends, or one empty chunk; `chunk` None has a size in bytes."""
     if chunk is None:
         # Half precision is converted: a number takes at least 4 bytes in memory.
         sizes = (math.prod(x.shape) * max(4, int(getattr(x.dtype, "itemsize", 4))) for x in files.values())
@@ -150,12 +150,12 @@ def _attended_chunks(mask: Mask | None, shape: ScoreShape, chunk: int | None, fi
         raise ArgumentError(message("chunk", "a whole number of keys, 1 or more", chunk))
     strips = Pairs(mask, shape.query_len, shape.key_len, shape.batch).strips(((0, shape.query_len),))
     attended = Shard.of((pair for strip in strips for pair in strip.keys), shape.key_len)
-    ends = ((first, min(first + chunk, shape.key_len)) for first in range(0, shape.key_len, chunk))
-    return [key_range for key_range in ends if attended & Shard((key_range,), shape.key_len)] or [(0, 0)]
+    ranges = ((first, min(first + chunk, shape.key_len)) for first in range(0, shape.key_len, chunk))
+    return [key_range for key_range in ranges if attended & Shard((key_range,), shape.key_len)] or [(0, 0)]
 
 
 def _bias_of_chunk(ops: Backend, bias: Any, shape: ScoreShape, key_range: Range, like: Array) -> Array:
-    """Return the bias of a chunk, in memory."""
+    """Return the bias of a chunk, in memory; one that is the same for all keys is read whole."""
     start, stop = (0, 1) if bias.shape[-1:] == (1,) else key_range
     if shape.is_relative(tuple(bias.shape)):
         stop += shape.query_len - 1  # one number for each relative offset, key minus query, in rising order
@@ -181,7 +181,7 @@ def _chunks(
 
 
 def _read(ops: Backend, x: Any, axis: int, key_range: Range, like: Array) -> Array:
-    """Return a range of an axis, copied from a file into memory; half precision as float32."""
+    """Return a range of an axis, copied into memory, half precision as float32; all of an array without the axis."""
     index: list[Any] = [slice(None)] * len(x.shape)
     if len(index) >= -axis:
         index[axis] = slice(*key_range)

@@ -71,9 +71,9 @@ class RowBytes:
         form, ops, shape = problem.form, problem.ops, problem.score_shape
         sum_bytes = itemsize(problem.accumulator)
 
-        def size(x: Array, width: int | None = None) -> int:
+        def size(x: Array, number_bytes: int | None = None) -> int:
             numbers: int = math.prod(x.shape[:-2]) * x.shape[-1]
-            return numbers * (width or itemsize(ops.dtype(x)))
+            return numbers * (number_bytes or itemsize(ops.dtype(x)))
 
         by_role = {r: [x for name, x in form.arrays().items() if form.role(name) == r] for r in ("query", "key")}
         key = [*by_role["key"], problem.value]
@@ -97,6 +97,7 @@ def bytes_sent(phase: Phase, size: RowBytes) -> HostArray:
 
 def peak_memory(phases: Sequence[Phase], counts: Counts, size: RowBytes) -> HostArray:
     """Return the bytes of each rank's arrays, exchange buffers and, with a backward, gradients."""
+    # Also the bytes of the gradients of these arrays, which a backward adds.
     rank_bytes = counts.queries * size.total(("query", "out")) + counts.keys * size.key
     memory = np.zeros_like(counts.queries)
     for phase in phases:
@@ -238,7 +239,7 @@ def choose(
     plan: Exchange, size: RowBytes, *, mode: str = "auto", gradient: str = "auto", memory: int | None = None, mask: str,
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> ParallelExplanation:  # fmt: skip
-    """Return the explanation of the caller's mode, or of the best one, for a plan.
+    """Return the explanation of the caller's mode, or of the best one, for a plan under the mask with this text.
 
     `refused` has the reasons against modes that cannot run the call.
     """
@@ -264,7 +265,7 @@ def choose(
         return ParallelExplanation(mode, gradient, {}, mask, plan, sent[0], backward, peak)
 
     def cost(x: ParallelExplanation) -> tuple[bool, int]:
-        """Return whether a way needs too much memory, and the bytes that it sends, or its memory."""
+        """Return whether a way needs too much memory, and what to minimise: the bytes that it sends, or its memory."""
         peak = max(x.peak_memory)
         is_too_large = memory is not None and peak > memory
         return is_too_large, peak if is_too_large else _max_sent(x)

@@ -189,6 +189,7 @@ def _plan_call(
     plan = exchange(mask, queries.shards, keys.shards, batch=sequence_shape.batch)
     explanation = options.choose(problem, sequence_shape, plan, MODE_CLASSES, "reduce")
     mode_class = MODE_CLASSES[explanation.mode]
+    # With one query a device, an axis of queries of size 1 has the device's own query.
     bias_has_queries = bias is not None and not (
         sequence_shape.is_relative(tuple(bias.shape)) or (bias.shape[-2] == 1 and queries.rows > 1)
     )
@@ -200,9 +201,9 @@ def _check_bias(problem: Problem, bias: Any, query: Array, sequence_shape: Score
     """Return the bias of the device's queries and all keys on the canonical axes; raise where it does not fit."""
     bias = check_extra(problem.ops, "bias", bias, query)
     shape = tuple(bias.shape)
-    rows = sequence_shape
+    covered = sequence_shape
     if not sequence_shape.is_relative(shape):
-        rows = dataclasses.replace(problem.score_shape, key_len=sequence_shape.key_len)
-    check_bias_shape(shape, rows)
-    canonical: Array = rows.to_canonical(problem.ops, bias)
+        covered = dataclasses.replace(problem.score_shape, key_len=sequence_shape.key_len)
+    check_bias_shape(shape, covered)
+    canonical: Array = covered.to_canonical(problem.ops, bias)
     return canonical

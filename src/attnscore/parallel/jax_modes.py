@@ -60,7 +60,7 @@ class DeviceCall(parts.Call):
         return self.plan_of(operands, rows, cols, mask=mask, bias=bias, statistics=statistics)
 
     def bias_of(self, bias: Array, keys: DeviceRows, rows: Array, cols: Array) -> Array:
-        """Return the bias of the device's queries and the keys at `cols`, among `keys` of all devices."""
+        """Return the bias of the queries at `rows` and the keys at `cols`; clipped for padding, which is masked."""
         if not self.sequence_shape.is_relative(tuple(bias.shape)):
             is_whole = all(len(shard) == keys.length for shard in keys.shards)
             return bias if is_whole or bias.shape[-1] == 1 else jnp.take(bias, cols, -1, mode="clip")
@@ -194,12 +194,13 @@ class Ring(DeviceCall):
 
     def compute(self) -> Result:
         dropout, mask = self.problem.dropout, self.problem.mask
-        seed = () if dropout is None or not isinstance(dropout.seed, SeedHalves) else tuple(dropout.seed)
+        seed_halves = dropout.seed if dropout is not None and isinstance(dropout.seed, SeedHalves) else ()
         operands = self.problem.operands()
         axes = axes_of((*operands.values(), self.device))
         # Arrays that all devices have are cast, so that JAX sums their gradients over the devices.
         operands = {name: differing(x, axes) for name, x in operands.items()}
-        constants = [jnp.asarray(x) for x in (*(() if mask is None else mask.leaves()), *seed)]
+        # Arguments, as a function with a VJP of its own must not close over traced arrays.
+        constants = [jnp.asarray(x) for x in (*(() if mask is None else mask.leaves()), *seed_halves)]
 
         @jax.custom_vjp
         def ring(operands: Arrays, constants: Sequence[Array]) -> dict[str, Array]:
@@ -228,7 +229,7 @@ class Ring(DeviceCall):
 
     @property
     def _differentiable(self) -> tuple[str, ...]:
-        """Statistics with a gradient: the log-sum-exp is always needed."""
+        """Statistics with a gradient; the log-sum-exp, by which parts are merged, also where the caller has none."""
         return ("log_sum_exp", *(("entropy",) if "entropy" in self.problem.statistics else ()))
 
     @property

@@ -46,10 +46,10 @@ def split_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
     """
     device_rows = DeviceRows(check_shards("shards", shards))
     _check_rows("x", x, device_rows.length, axis)
-    table = device_rows.positions.reshape(-1)
-    rows = jnp.take(_on_each_device(x, axis), jnp.asarray(np.minimum(table, max(0, device_rows.length - 1))), axis)
-    inside = jnp.asarray(table < device_rows.length).reshape(-1, *(1,) * (x.ndim - 1 - axis % x.ndim))
-    return rows if device_rows.is_full else jnp.where(inside, rows, jnp.zeros((), x.dtype))
+    positions, length = device_rows.positions.reshape(-1), device_rows.length
+    rows = jnp.take(_on_each_device(x, axis), jnp.asarray(np.minimum(positions, max(0, length - 1))), axis)
+    is_real = jnp.asarray(positions < length).reshape(-1, *(1,) * (x.ndim - 1 - axis % x.ndim))
+    return rows if device_rows.is_full else jnp.where(is_real, rows, jnp.zeros((), x.dtype))
 
 
 def join_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
@@ -122,7 +122,7 @@ def entry(table: HostArray, device: Array) -> Array:
 
 
 def rows_of_devices(name: str, shards: Sequence[Shard] | None, rows: int, axis_name: Any) -> DeviceRows:
-    """Return the rows of all devices, checked against `rows`, the length of this device's array."""
+    """Return the rows of all devices, checked against the `rows` of a device's array; None: consecutive parts."""
     count = jax.lax.axis_size(axis_name)
     if shards is None:
         return DeviceRows(tuple(Shard.contiguous(rows * count, rank, count) for rank in range(count)))

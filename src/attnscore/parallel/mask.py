@@ -75,7 +75,7 @@ def shard_mask(
 
 
 def _restrict(mask: Mask, positions: Sharded) -> Mask:
-    """Return the local mask of a global one, no combination; its arrays are cut, so that kernels still read them."""
+    """Return the local mask of a global one that is no combination; arrays are cut, so that kernels still read them."""
     if isinstance(mask, Dense):
         array = _take_positions(mask.array, positions.cols, -1, positions.key_len)
         return Dense(_take_positions(array, positions.rows, -2, positions.query_len) if len(array.shape) > 1 else array)
@@ -91,7 +91,7 @@ def _restrict(mask: Mask, positions: Sharded) -> Mask:
 
 
 def _restrict_graph(mask: Neighbours, positions: Sharded) -> Mask:
-    """Return the graph of the local queries, without the edges to other keys."""
+    """Return the graph of the local queries, without edges to other keys; `positions` of it where these are traced."""
     rows, cols, table = backends.host(positions.rows), backends.host(positions.cols), mask.table(positions.key_len)
     if rows is None or cols is None or table is None:
         return replace(positions, mask=mask)
@@ -117,7 +117,7 @@ def _take_positions(x: Any, positions: Any, axis: int, length: int) -> Array:
     if index is None:
         ops = backends.of({"positions": positions})
         x = ops.asarray(x, positions)
-        positions = -ops.maximum(-positions, ops.full((), 1 - size, positions))
+        positions = ops.minimum(positions, ops.full((), size - 1, positions))
     else:
         positions = ops.asarray(np.minimum(index, size - 1), x)
     return ops.take(x, positions, axis)

@@ -49,6 +49,7 @@ class Pairs:
             yield self._strip(rows[first : first + thresholds.COUNTED_QUERIES])
 
     def _strip(self, rows: HostArray) -> Strip:
+        """Return the pairs of the queries `rows`, without the parts of the mask that the host cannot read."""
         intervals, remaining = None, None
         if self.mask is not None:
             intervals, remaining = split_intervals(self.mask, self.query_len, self.key_len, self.batch, rows)
@@ -106,7 +107,7 @@ class Strip:
                 evaluated |= block.any((0, 1))
             attended &= evaluated
         steps = np.diff(attended.astype(np.int8), prepend=0, append=0)
-        return _pairs(np.flatnonzero(steps == 1), np.flatnonzero(steps == -1))
+        return _ranges(np.flatnonzero(steps == 1), np.flatnonzero(steps == -1))
 
     def attending(self, keys: Iterable[Range]) -> tuple[Range, ...]:
         """Return the queries that may attend any of `keys`, by their intervals, as ranges in rising order."""
@@ -148,7 +149,7 @@ def union(start: HostArray, stop: HostArray) -> tuple[Range, ...]:
     order = np.argsort(start, kind="stable")
     start, stop = start[order], np.maximum.accumulate(stop[order])
     begins = np.flatnonzero(start[1:] > stop[:-1]) + 1
-    return _pairs(start[np.append(0, begins)[: len(start)]], stop[np.append(begins - 1, -1)[: len(start)]])
+    return _ranges(start[np.append(0, begins)[: len(start)]], stop[np.append(begins - 1, -1)[: len(start)]])
 
 
 def _is_readable(mask: Mask) -> bool:
@@ -158,7 +159,7 @@ def _is_readable(mask: Mask) -> bool:
 
 
 def _ranges_near(keys: HostArray) -> tuple[Range, ...]:
-    """Return ranges that cover all `keys`, and the gaps between keys that are close to each other."""
+    """Return few ranges that cover all `keys`: they include the gaps between keys that are close to each other."""
     gap = thresholds.FETCHED_GAP
     return tuple((start, stop - gap + 1) for start, stop in union(keys, keys + gap))
 
@@ -170,5 +171,5 @@ def _flags(ranges: tuple[Range, ...], length: int) -> HostArray:
     return flags
 
 
-def _pairs(start: HostArray, stop: HostArray) -> tuple[Range, ...]:
+def _ranges(start: HostArray, stop: HostArray) -> tuple[Range, ...]:
     return tuple(zip(start.tolist(), stop.tolist(), strict=True))

@@ -71,17 +71,18 @@ class Call(ABC):
         """Return the plan of a part over `arrays`, operands of the queries and keys at positions `rows` and `cols`.
 
         `statistics` None: the call's statistics. `own_heads` selects the part's heads from an array of all heads.
-        Raises KernelUnavailable where the kernel takes no lowered forms.
+        Raises KernelUnavailable for the dense kernel, which evaluates a score itself, not its lowered form.
         """
         problem, ops, like = self.problem, self.problem.ops, self.problem.value
         heads = self.sequence_shape.heads // (1 if own_heads is None else self.plan.ranks)
         shape = dataclasses.replace(self.sequence_shape, heads=heads, query_len=len(rows), key_len=len(cols))
         dropout = problem.dropout
         if dropout is not None:
-            first = dropouts.rows_of_matrices(ops, self.sequence_shape, like)
-            first = first if own_heads is None else own_heads(first)
+            # Which weights are dropped depends on the pair's row, counted over all heads, and column in the whole.
+            first_rows = dropouts.rows_of_matrices(ops, self.sequence_shape, like)
+            first_rows = first_rows if own_heads is None else own_heads(first_rows)
             row, col = ops.reshape(positions_of(ops, rows, like), (-1, 1)), positions_of(ops, cols, like)[None]
-            dropout = PairDropout(dropout.probability, dropout.seed, first + row, col)
+            dropout = PairDropout(dropout.probability, dropout.seed, first_rows + row, col)
         form = problem.form.with_arrays({name: arrays[name] for name in problem.form.arrays()})
         part = dataclasses.replace(
             problem, layout=dataclasses.replace(problem.layout, score_shape=shape), query=form.query, key=form.key,
@@ -167,7 +168,7 @@ def state_of_part(plan: SinglePlan, cols: Shard | Array) -> RowState:
 
 
 def key_counts(part: Problem) -> Array:
-    """Return how many keys each query of a part attends: the sum of exp(0)."""
+    """Return how many keys each query of a part attends: the sum of exp(score) where all scores are 0, rounded."""
     ops, shape, dtype = part.ops, part.score_shape, part.accumulator
     # Some scores have no single array of queries or keys.
     query = ops.zeros((*shape.rows, 1), part.value, dtype)

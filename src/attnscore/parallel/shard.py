@@ -274,7 +274,7 @@ def consecutive_shards(
 
 
 def check_shards(name: str, shards: Any, ranks: int | None = None) -> tuple[Shard, ...]:
-    """Return the shards of all ranks; raise ArgumentError unless there are any, one for each of `ranks`."""
+    """Return the shards of all ranks; raise ArgumentError unless there is one for each of `ranks` (None: any)."""
     all_shards = tuple(shards) if isinstance(shards, Iterable) else ()
     if not all_shards or not all(isinstance(shard, Shard) for shard in all_shards):
         raise ArgumentError(message(name, "a Shard of each rank", shown(shards)))

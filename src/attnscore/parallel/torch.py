@@ -273,19 +273,21 @@ def _problem_of_rank(
     options.check_names()
     key, options = options.unpack(key)
     score = scores.resolve(options.score)
+    # The kernels of a part would need the scale of its positions alone.
     for part in scores_in(score):
         shape = tuple(getattr(part.scale, "shape", ())) if isinstance(part, (scores.ScaledDot, scores.Cosine)) else ()
         if len(shape) > 1 and max(shape[-2:]) > 1:
             hint = "multiply the queries or keys with it"
             raise ArgumentError(message("score", "no scale of each position", f"scale {shape}", hint=hint))
 
-    def sum_over_ranks(x: Any) -> Any:
+    def shared(x: Any) -> Any:
+        """Return an array that all ranks have, with the gradient of all ranks unless the caller sums it."""
         if not isinstance(x, Tensor):
-            return x  # for the checks of the call
+            return x  # the checks of the call raise where it has to be one
         # A copy: FSDP frees the memory of parameters, which it cannot where NumPy has seen it.
         return with_summed_gradient(x.clone(), ranks.group) if sum_parameters else x.clone()
 
-    options = dataclasses.replace(options, score=with_arrays(score, sum_over_ranks), sink=sum_over_ranks(options.sink))
+    options = dataclasses.replace(options, score=with_arrays(score, shared), sink=shared(options.sink))
     problem = options.own_problem(query, key, value)
     if problem.ops.name != "torch":
         raise FrameworkError(message("query, key, value", "tensors of torch", f"arrays of {problem.ops.name}"))
@@ -303,7 +305,7 @@ def _exchange_facts(
     """Return the queries and keys of all ranks, the sizes of their biases' axes of queries, and their seeds.
 
     Raises on all ranks where their arguments differ. Without `check` nothing is compared, and nothing is sent where the
-    caller's shards suffice.
+    caller's shards suffice: the tuples are then empty.
     """
     if not check and isinstance(problem, Exception):
         raise problem
@@ -316,7 +318,7 @@ def _exchange_facts(
         numbers = [problem.score_shape.query_len, problem.score_shape.key_len, bias, seed]
     description = _describe(problem, options) if check else {}
     digest = hashlib.blake2b(repr(description).encode(), digest_size=7).digest()
-    *facts, digests = zip(*ranks.agree([*numbers, int.from_bytes(digest, "little")], device), strict=True)
+    *facts, digests = zip(*ranks.gather_numbers([*numbers, int.from_bytes(digest, "little")], device), strict=True)
     descriptions = ranks.objects(description) if len(set(digests)) > 1 else []
     if isinstance(problem, Exception):
         raise problem
@@ -372,7 +374,10 @@ def _digest(content: bytes) -> str:
 def _shards(
     name: str, shards: Sequence[Shard] | None, ranks: Ranks, lens: Sequence[int], default: Sequence[Shard] | None
 ) -> tuple[Shard, ...]:
-    """Return the shards of all ranks: the caller's shards, or consecutive parts of lengths `lens`."""
+    """Return the caller's shards, else `default` where it has the lengths `lens`, else consecutive parts of these.
+
+    `lens` is empty where the ranks have not exchanged their lengths.
+    """
     if shards is None and default is not None and (not lens or [*map(len, default)] == [*lens]):
         shards = default
     if shards is None:
@@ -388,7 +393,7 @@ def _check_bias(
     bias: Tensor, problem: Problem, sequence_shape: ScoreShape, queries: Sequence[Shard], keys: Sequence[Shard],
     bias_queries: tuple[int, ...],
 ) -> bool:  # fmt: skip
-    """Raise where the bias does not fit; return whether all ranks have the same one."""
+    """Raise where the bias, with `bias_queries` rows on the ranks, does not fit; return whether all have the same."""
     has_one_row = set(bias_queries) == {1}
     if has_one_row and sequence_shape.is_relative(tuple(bias.shape)):
         check_bias_shape(tuple(bias.shape), sequence_shape)
@@ -424,7 +429,8 @@ def _like_dtensor(query: Any) -> Callable[[Any], Any]:
     def wrap(x: Tensor | None) -> DTensor | None:
         if x is None:
             return None
-        shape = torch.Size((*query.shape[: x.dim() - 1], x.shape[-1])) if x.dim() == query.dim() else query.shape[:-1]
+        # A statistic has one axis less than the output.
+        shape = torch.Size((*query.shape[:-1], x.shape[-1])) if x.dim() == query.dim() else query.shape[:-1]
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=stride)
 

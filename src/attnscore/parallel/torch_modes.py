@@ -119,6 +119,7 @@ class ShardedCall(RankCall):
     def compute(self) -> Result:
         operands = self.problem.operands()
         outputs = Differentiated.apply(self, *operands.values())  # type: ignore[no-untyped-call]  # torch's own
+        # In the order of `parts.arrays_of`.
         names = ("out", "log_denom", "row_max", *(x for x in self.problem.statistics if x != "log_sum_exp"))
         result = parts.result_of(dict(zip(names, outputs, strict=True)))
         if "log_sum_exp" in self.problem.statistics:
@@ -282,7 +283,7 @@ class Gather(ShardedCall):
 
     @cached_property
     def has_inner_part(self) -> bool:
-        """Whether there are inner queries, or no queries."""
+        """Whether the inner part is computed: there are inner queries, or no queries, whose empty result it gives."""
         return self.outer != self.queries or not len(self.queries)
 
     @cached_property

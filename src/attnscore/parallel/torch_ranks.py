@@ -84,17 +84,17 @@ class Ranks:
         copied_later: list[tuple[Tensor, Sequence[Range], Tensor]] = []
         fetched: dict[Any, Tensor] = {}
         for name, x in arrays.items():
-            movement, heads = movements[name], self._heads(x, movements[name])
+            movement, parts = movements[name], self._heads(x, movements[name])
             held, needed = movement.held[self.rank], movement.needed[self.rank]
-            fetched[name] = _empty_rows(heads[self.rank], len(needed))
+            fetched[name] = _empty_rows(parts[self.rank], len(needed))
             packed: dict[tuple[Shard, int | None], Tensor] = {}
             for peer in self.peers:
                 rows = movement.rows(self.rank, peer)
-                # Ranks often need the same rows.
-                key = rows, peer if movement.by_heads else None
-                if key not in packed:
-                    packed[key] = _pack(heads[peer], held.locate(rows))
-                sends.append((peer, packed[key]))
+                # Ranks often need the same rows, of all heads: packed once.
+                content = rows, peer if movement.by_heads else None
+                if content not in packed:
+                    packed[content] = _pack(parts[peer], held.locate(rows))
+                sends.append((peer, packed[content]))
                 rows = movement.rows(peer, self.rank)
                 buffer, ranges = fetched[name], needed.locate(rows)
                 if len(ranges) < 2:
@@ -148,10 +148,10 @@ class Ranks:
         return totals
 
     def _heads(self, x: Tensor, movement: Movement) -> Sequence[Tensor]:
-        """Return the heads of an array (..., head, group, position, dim) that each rank needs."""
+        """Return the part of an array (..., head, group, position, dim) that each rank needs: its heads, or all."""
         return x.chunk(self.count, -4) if movement.by_heads else (x,) * self.count
 
-    def agree(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Return the numbers of all ranks, in the order of ranks."""
         numbers_of_rank = torch.tensor(numbers, dtype=torch.int64, device=device)
         numbers_of_all = numbers_of_rank.new_empty(self.count * len(numbers))
