@@ -205,12 +205,12 @@ def attend_vjp(
     if ops.has_autodiff:
         hint = "attend() is differentiable there by itself"
         raise FrameworkError(message("query", "a NumPy array", f"one of {ops.name}", hint=hint))
-    flag = check_flag("return_weights", return_weights)
+    returns_weights = check_flag("return_weights", return_weights)
     with ops.numeric_scope():
         problem, score_pullback = build_problem(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,
             dropout=dropout, seed=seed, head_axis=head_axis, normalizer=normalizer, statistics=return_stats,
-            matrix="weights" if flag else None, pullback=True,
+            matrix="weights" if returns_weights else None, pullback=True,
         )  # fmt: skip
         op = kernels.single_plan(problem, kernel).with_saved_mask().with_backward()
         if not op.kernel.has_vjp:
@@ -232,12 +232,12 @@ def attend_vjp(
             )
         if grad_log_sum_exp is not None and problem.normalizer is not None:
             raise ArgumentError(message("grad_log_sum_exp", "None, as the normalizer is not the softmax", "an array"))
-        if grad_weights is not None and not flag:
+        if grad_weights is not None and not returns_weights:
             raise ArgumentError(message("grad_weights", "return_weights=True", "False"))
         with ops.numeric_scope():
             grads_out = {"grad_out": grad_out, "grad_log_sum_exp": grad_log_sum_exp}
             grads_out |= {"grad_entropy": grad_entropy} if "entropy" in problem.statistics else {}
-            grads_out |= {"grad_weights": grad_weights} if flag else {}
+            grads_out |= {"grad_weights": grad_weights} if returns_weights else {}
             incoming = [row_gradient(problem, name, grad) for name, grad in grads_out.items()]
             grads = op.backward(tuple(operands.values()), outputs[: op.saved_count], incoming)
             named = dict(zip(operands, grads, strict=True))

@@ -215,6 +215,7 @@ def plain(value: Any, digits: int, *, names: bool = False) -> Any:
 
 
 def _known_suffix(path: Path, *, several: bool = False) -> str:
+    """Return the suffix in lower case; raise FileError for one that cannot hold an array, or `several`."""
     suffix, suffixes = path.suffix.lower(), [each for each in SUFFIXES if not (several and each == ".npy")]
     if suffix not in suffixes:
         why = "; a .npy file holds one array" if suffix == ".npy" else ""

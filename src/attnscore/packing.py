@@ -198,9 +198,9 @@ def attend_ragged(
         part = ops.ragged(x)
         if part is None:
             raise FrameworkError(message(name, "a jagged tensor, as query is", "another", hint="torch.nested"))
-        axis = -3 if head_axis == -2 and len(part.values.shape) > 2 else -2
-        if part.axis != axis:
-            expected = f"lengths that differ on axis {axis}, as head_axis is {shown(head_axis)}"
+        length_axis = -3 if head_axis == -2 and len(part.values.shape) > 2 else -2
+        if part.axis != length_axis:
+            expected = f"lengths that differ on axis {length_axis}, as head_axis is {shown(head_axis)}"
             raise ShapeError(message(name, expected, f"on axis {part.axis}"))
         parts[name] = part
     for name, x in without.items():

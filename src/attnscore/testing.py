@@ -110,11 +110,11 @@ def check_score(
     """
     score = resolve(score)
     score_arrays = arrays_of(score)
-    home = like if like is not None else next(iter(score_arrays.values()), np.zeros(1))
-    ops = backends.of({"like": home})
+    like = next(iter(score_arrays.values()), np.zeros(1)) if like is None else like
+    ops = backends.of({"like": like})
     rng = np.random.default_rng(seed)
     shapes = {"query": (2, heads, 5, dim), "key": (2, heads, 7, key_dim or dim), "value": (2, heads, 7, 3)}
-    inputs = {name: _native(ops, rng.standard_normal(shape), home) for name, shape in shapes.items()}
+    inputs = {name: _native(ops, rng.standard_normal(shape), like) for name, shape in shapes.items()}
     before = {name: _native(ops, _values_of(ops, x), x) for name, x in inputs.items()}
 
     whole = attention_scores(inputs["query"], inputs["key"], score=score)
@@ -137,7 +137,7 @@ def check_score(
     for name, x in inputs.items():
         _same(ops, f"{name} was changed by the gradient", x, before[name])
     if hasattr(getattr(problem.form, "score", None), "triton_tile") and dim == (key_dim or dim):
-        _check_triton(ops, score, home, dim, heads, seed)
+        _check_triton(ops, score, like, dim, heads, seed)
 
 
 def _check_blocks(ops: Backend, score: Any, inputs: Mapping[str, Array], whole: Array) -> None:
@@ -168,12 +168,12 @@ def _check_masked(ops: Backend, score: Any, leaves: Mapping[str, Array], has_gra
         _close(f"NaN in a masked key propagates to the gradient of {name}", dirty[name], grad)
 
 
-def _check_triton(ops: Backend, score: Any, home: Array, dim: int, heads: int, seed: int) -> None:
+def _check_triton(ops: Backend, score: Any, like: Array, dim: int, heads: int, seed: int) -> None:
     """Check the functions of a score's ``triton_tile()``, on a GPU, in the interpreter or in a process that has it."""
     if any(importlib.util.find_spec(name) is None for name in ("torch", "triton")):
         return
     plain = with_arrays(score, lambda x: _values_of(ops, x))
-    device = str(getattr(home, "device", "cpu")) if ops.name == "torch" else "cpu"
+    device = str(getattr(like, "device", "cpu")) if ops.name == "torch" else "cpu"
     # Behind TensorFlow Triton is not imported (tests/conftest.py): a separate process then.
     can_import = "triton" in sys.modules or "tensorflow" not in sys.modules
     if can_import and "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
@@ -219,7 +219,7 @@ def _against_triton(score: Any, dim: int, heads: int, seed: int, device: str) ->
         leaves = {n: torch.tensor(x, dtype=dtype, device=device, requires_grad=True) for n, x in values.items()}
         out = _attended(score, leaves, valid_lens=[4, 0], kernel=kernel)
         # `ops.vjp` would differentiate the forward by PyTorch, not run the kernel's backward.
-        grads = torch.autograd.grad(out, list(leaves.values()), _native(ops, _fixed_weights(tuple(out.shape)), out))
+        grads = torch.autograd.grad(out, list(leaves.values()), _native(ops, _grad_out(tuple(out.shape)), out))
         results = zip(("out", *leaves), (out, *grads), strict=True)
         by_kernel.append({name: _values_of(ops, x) for name, x in results})
     for name, expected in by_kernel[1].items():
@@ -271,12 +271,12 @@ _REQUESTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _check_problems(kernel: Kernel, home: Array, seed: int) -> tuple[str, ...]:
+def _check_problems(kernel: Kernel, like: Array, seed: int) -> tuple[str, ...]:
     """Check a kernel on every problem that it can run; return why it cannot run the first one, if it can run none."""
-    ops, rng = backends.of({"like": home}), np.random.default_rng(seed)
+    ops, rng = backends.of({"like": like}), np.random.default_rng(seed)
     ran, refused = False, tuple[str, ...]()
-    for label, shapes, arguments in _problems(ops, home, rng):
-        inputs = {name: _native(ops, rng.standard_normal(shape), home) for name, shape in shapes.items()}
+    for label, shapes, arguments in _problems(ops, like, rng):
+        inputs = {name: _native(ops, rng.standard_normal(shape), like) for name, shape in shapes.items()}
         with ops.numeric_scope():
             for requested in _REQUESTS:
                 problem, _ = build_problem(**inputs, **requested, **arguments)
@@ -297,12 +297,12 @@ def _check_problems(kernel: Kernel, home: Array, seed: int) -> tuple[str, ...]:
 
 
 def _problems(
-    ops: Backend, home: Array, rng: np.random.Generator
+    ops: Backend, like: Array, rng: np.random.Generator
 ) -> Iterator[tuple[str, dict[str, tuple[int, ...]], dict[str, Any]]]:
     """(label, shapes, arguments): sizes of one, prime, grouped heads, broadcast batch; every kind of extra."""
 
     def numbers(*shape: int) -> Array:
-        return _native(ops, rng.standard_normal(shape), home)
+        return _native(ops, rng.standard_normal(shape), like)
 
     def sizes(query: int, key: int, heads: int = 1, key_heads: int = 1, dim: int = 4) -> dict[str, tuple[int, ...]]:
         lead = (2, key_heads, key)
@@ -316,7 +316,7 @@ def _problems(
     graph = ats.Neighbours([0, 2, 2, 5, 6, 8], [6, 0, 1, 4, 2, 5, 3, 1])
     yield "neighbours", sizes(5, 7, 2, 2), {"mask": graph}
     yield "array mask", sizes(5, 7), {"mask": ats.Dense(rng.random((2, 1, 5, 7)) < 0.5), "score": ats.Gaussian(0.8)}
-    yield "bias that masks", sizes(5, 7, 2, 1), {"bias": _native(ops, masking, home), "score": "cosine"}
+    yield "bias that masks", sizes(5, 7, 2, 1), {"bias": _native(ops, masking, like), "score": "cosine"}
     yield "additive", sizes(5, 7, 2, 2), {"score": ats.Additive(numbers(3), numbers(3, 4), numbers(3, 4))}
     yield "dropout", sizes(5, 7, 2, 2), {"dropout": 0.4, "seed": 3}
 
@@ -340,10 +340,10 @@ def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Ge
         result = kernel.forward(problem, run.tiles)
         of_rows = rows(result)
         ends = np.cumsum([math.prod(x.shape) for x in of_rows.values()])
-        weights = np.split(_fixed_weights((int(ends[-1]),)), ends[:-1])
-        pairs = zip(of_rows.items(), weights, strict=True)
-        seeds = {name: _native(ops, part.reshape(tuple(x.shape)), x) for (name, x), part in pairs}
-        gradients = kernel.backward(problem, run.tiles, result, RowGradients(**seeds), frozenset(operands))
+        row_grads = np.split(_grad_out((int(ends[-1]),)), ends[:-1])
+        pairs = zip(of_rows.items(), row_grads, strict=True)
+        grads = {name: _native(ops, grad.reshape(tuple(x.shape)), x) for (name, x), grad in pairs}
+        gradients = kernel.backward(problem, run.tiles, result, RowGradients(**grads), frozenset(operands))
     else:
         gradients = _vjp(ops, total, operands)
     finite = {name: x for name, x in operands.items() if ops.known_finite(x)}
@@ -611,7 +611,7 @@ def _gradients(ops: Backend, score: Any, leaves: Mapping[str, Array], mask: Mask
 def _vjp(ops: Backend, call: Callable[..., Array], leaves: Mapping[str, Array]) -> dict[str, Array]:
     """Return the gradient of sum(call(**leaves) * cos(position)) for every leaf, by the framework's autodiff."""
     out, pullback = ops.vjp(lambda *arrays: call(**dict(zip(leaves, arrays, strict=True))), tuple(leaves.values()))
-    gradients = pullback(_native(ops, _fixed_weights(tuple(out.shape)), out))
+    gradients = pullback(_native(ops, _grad_out(tuple(out.shape)), out))
     return dict(zip(leaves, gradients, strict=True))
 
 
@@ -626,7 +626,7 @@ def _numpy_gradients(
     """Return the gradient of sum(out * cos(position)) by `attend_vjp`, the cosines rounded to a dtype."""
     vectors = (arrays[name] for name in ("query", "key", "value"))
     out, pullback = attend_vjp(*vectors, score=_with_arrays(score, arrays), **options)
-    grads = pullback(_fixed_weights(out.shape).astype(dtype))
+    grads = pullback(_grad_out(out.shape).astype(dtype))
     return {"query": grads.query, "key": grads.key, "value": grads.value, **grads.score}
 
 
@@ -648,14 +648,14 @@ def _check_differences(
         ends = []
         for step in (_STEP, -_STEP):
             out = _values_of(ops, call(**{**leaves, name: _native(ops, here + step * direction, x)}))
-            ends.append(float(np.sum(_fixed_weights(out.shape) * out)))
+            ends.append(float(np.sum(_grad_out(out.shape) * out)))
         expected = (ends[0] - ends[1]) / (2 * _STEP)
         got = float(np.sum(gradients[name] * direction))
         _close(f"{label}: gradient of {name}, along a random direction", got, expected, tolerance=1e-6)
 
 
-def _fixed_weights(shape: tuple[int, ...]) -> _HostArray:
-    """Return fixed weights that turn an output into one number: all different, none zero."""
+def _grad_out(shape: tuple[int, ...]) -> _HostArray:
+    """Return the gradient of all outputs in these checks, cos(position): all different, none zero."""
     return np.cos(np.arange(int(np.prod(shape)), dtype=np.float64)).reshape(shape)
 
 

@@ -100,7 +100,7 @@ def dot_product_attention(
     _check("value", v, (batch, key_len, kv_heads, dim), k.dtype)
     _check("query", q, (batch, None, None, dim), k.dtype)
     query_len, heads = q.shape[1:3]
-    scores = (batch, heads, query_len, key_len)
+    score_shape = (batch, heads, query_len, key_len)
     _check("mask", mask, (None,) * 4, jnp.dtype(bool))
     _check("bias", bias, (None,) * 4)
     _check("query_seq_lengths", query_lens, (batch,), jnp.dtype(np.int32))
@@ -114,9 +114,9 @@ def dot_product_attention(
     if k.dtype.name not in DTYPES:
         raise ValueError(message("query, key, value", f"one of {', '.join(DTYPES)}", k.dtype.name))
     for name, x in (("mask", mask), ("bias", bias)):
-        if x is not None and any(n not in (1, full) for n, full in zip(x.shape, scores, strict=True)):
+        if x is not None and any(n not in (1, full) for n, full in zip(x.shape, score_shape, strict=True)):
             kind = AssertionError if x.shape[1] not in (1, heads) else TypeError
-            raise kind(message(name, f"a shape that broadcasts to (batch, heads, query, key) = {scores}", x.shape))
+            raise kind(message(name, f"a shape that broadcasts to (batch, heads, query, key) = {score_shape}", x.shape))
 
     parts: list[Mask] = [] if mask is None else [Dense(mask)]
     parts += [Causal(offset=0)] if is_causal else []
@@ -149,10 +149,10 @@ def dot_product_attention(
 
 
 def _with_masked_keys(query: Array, key: Array, value: Array, mask: Mask | None, out: Array, residual: Any) -> Any:
-    """Return output and log-sum-exp, for queries that attend to no key as the original computes them.
+    """Return output and log-sum-exp, with the original's numbers for queries that attend to no key.
 
-    There a masked score is the number below, not -inf: if a query has no other, its masked keys have equal weights. A
-    bias of -inf on all keys gives NaN, as none is masked.
+    The original's masked score is the number below, not -inf: if a query has no other, its masked keys have equal
+    weights. A bias of -inf on all keys gives NaN, as none is masked.
     """
     empty = jnp.isneginf(residual)
     if mask is None:

@@ -180,7 +180,7 @@ def _replayed_seed() -> Tensor:
     return cast(Tensor, torch.ops.attnscore.draw_seed(torch.empty(0, device="cpu")))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     query, key, value, arrays, *rest = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, query, key, value, *arrays)
@@ -199,7 +199,7 @@ def _backward(ctx: Any, *grads_out: Tensor | None) -> tuple[Any, ...]:
     return *grads[:3], grads[3:], None, None
 
 
-_attend.register_autograd(_backward, setup_context=_keep)
+_attend.register_autograd(_backward, setup_context=_save_inputs)
 
 
 # ---------------------------------------------------------------- entry point

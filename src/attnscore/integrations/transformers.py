@@ -197,6 +197,7 @@ def _both(first: Mask, second: Mask | Tensor | None) -> Mask:
 def _mask_and_bias(
     query: Tensor, mask: Mask | Tensor | None, is_causal: bool | None, position_bias: Tensor | None
 ) -> tuple[Mask | Tensor | None, Tensor | None]:
+    """Return the mask and the bias of `attend` for a layer's mask, which may be an array of numbers to add."""
     if mask is None:
         # One query is a decoding step and attends to all keys; else transformers' functions align at the top left.
         return ats.Causal(align="top_left") if is_causal and query.shape[-2] > 1 else None, position_bias

@@ -38,15 +38,15 @@ class StructuredMask(Tensor):
     """Boolean tensor (batch, 1, query, key) that holds a mask object until the first operation on it."""
 
     structure: Mask
-    _made: Callable[[], Tensor | None]
+    _make_plain: Callable[[], Tensor | None]
 
     @staticmethod
     def __new__(
         cls, structure: Mask, make_plain: Callable[[], Tensor | None], shape: tuple[int, ...], device: Any
     ) -> Any:
-        """Make a tensor without memory; `made` makes the plain one."""
+        """Make a tensor without memory; `make_plain` makes the tensor that transformers itself would make."""
         tensor: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        tensor.structure, tensor._made = structure, make_plain
+        tensor.structure, tensor._make_plain = structure, make_plain
         return tensor
 
     @classmethod
@@ -54,7 +54,7 @@ class StructuredMask(Tensor):
         if func is torch.ops.aten.detach.default:
             # Gradient checkpointing does that to all arguments of a layer.
             mask = args[0]
-            return StructuredMask(mask.structure, mask._made, tuple(mask.shape), mask.device)
+            return StructuredMask(mask.structure, mask._make_plain, tuple(mask.shape), mask.device)
 
         if func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) and any(
             isinstance(x, Tensor) and x.is_floating_point() for x in args
@@ -67,7 +67,7 @@ class StructuredMask(Tensor):
                 return x
             # torch has disabled its transforms here, and a custom pattern is run by vmap.
             with torch.overrides.enable_reentrant_dispatch():
-                return x._made()
+                return x._make_plain()
 
         return func(*map_leaves(plain, args), **map_leaves(plain, kwargs or {}))
 
@@ -122,7 +122,7 @@ def attention_mask(
         # The cache updates it in place. Reading it from a device would synchronise.
         q_offset = int(q_offset) if q_offset.is_cpu else q_offset.clone()
 
-    def made() -> Tensor | None:
+    def make_plain() -> Tensor | None:
         dense: Tensor | None = masking_utils.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, pattern, attention_mask,
             allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **others,
@@ -131,7 +131,7 @@ def attention_mask(
 
     tensors: list[Tensor | None] = [x for x in (q_offset, attention_mask) if isinstance(x, Tensor)]
     if any(map(masking_utils.is_tracing, tensors or [None])):
-        return made()
+        return make_plain()
     place = _Place(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     parts, complete = _parts(pattern, place)
     if not complete:
@@ -142,7 +142,7 @@ def attention_mask(
     if not parts and allow_is_bidirectional_skip:
         return None
     structure = reduce(lambda a, b: a & b, parts) if parts else ats.SlidingWindow(align="top_left")
-    mask: Tensor = StructuredMask(structure, made, (batch_size, 1, q_length, kv_length), device)
+    mask: Tensor = StructuredMask(structure, make_plain, (batch_size, 1, q_length, kv_length), device)
     return mask
 
 
@@ -201,6 +201,7 @@ class _Place:
 
     @property
     def at_start(self) -> bool:
+        """Whether the block is the whole sequence, so that indices are positions."""
         return isinstance(self.q_offset, int) and self.q_offset == 0 == self.kv_offset and self.queries == self.keys
 
 
@@ -229,7 +230,7 @@ def _of_arrays(pattern: Pattern, place: _Place, use_vmap: bool) -> Pattern:
 
 
 def _parts(pattern: Pattern, place: _Place) -> tuple[list[Mask], bool]:
-    """Return masks that contain `pattern`, and whether their conjunction equals it."""
+    """Return masks of which each hides only pairs that `pattern` hides, and whether together they hide all of these."""
     kind, arguments = _kind(pattern)
     masks: list[Mask] | None = None
     match kind:
@@ -253,7 +254,7 @@ def _parts(pattern: Pattern, place: _Place) -> tuple[list[Mask], bool]:
 
 
 def _parts_of_all(patterns: tuple[Pattern, ...], place: _Place) -> tuple[list[Mask], bool]:
-    """Return the parts of a conjunction of patterns."""
+    """Return the same of a conjunction of patterns."""
     masks: list[Mask] = []
     complete = True
     ids = next(
@@ -282,6 +283,7 @@ def _sequences(ids: Tensor) -> Mask:
 
 
 def _chunks(size: int, left_padding: Tensor, place: _Place) -> list[Mask] | None:
+    """Return the mask of chunks counted from each row's first token; None where `left_padding` has other rows."""
     if left_padding.shape != (place.batch,):
         return None
     first = left_padding[:, None]

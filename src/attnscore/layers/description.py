@@ -145,6 +145,7 @@ class Layer:
     _options: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Past `__setattr__`, which raises in a frozen class.
         vars(self).update(
             _options=dict(self.options),
             normalizer=dict(self.options).get("normalizer", "softmax"),
@@ -484,12 +485,10 @@ class LastCall:
     def __init__(self, ops: Backend, query: Any, key: Any, arguments: dict[str, Any], weights: Any) -> None:
         self.ops = ops
         self.computed = None if weights is None else self.detached(weights)
-        if weights is None:
-            self._keep_inputs(query, key, arguments)
-
-    def _keep_inputs(self, query: Any, key: Any, arguments: dict[str, Any]) -> None:
-        """Keep the inputs, with copies of the small arrays, which an optimiser or a decoding loop writes to."""
+        if weights is not None:
+            return
         self.query, self.key, mask = self.detached(query), self.detached(key), arguments["mask"]
+        # Copied, as an optimiser or a decoding loop writes to them.
         small = {name: x for name in ("valid_lens", "bias", "sink") if (x := arguments.get(name)) is not None}
         self.arguments = arguments | {name: self.copied(x) for name, x in small.items()}
         self.arguments["score"] = with_arrays(arguments["score"], self.copied)
@@ -533,11 +532,11 @@ class BaseAttention(Generic[A]):
     # The last call, or why nothing is kept of it; None: there was none.
     _last: LastCall | str | None = None
     # Describes the calls of which nothing is kept.
-    _staged = ""
+    _calls_not_kept = ""
     # For the error without a call: describes the calls that count, where traced calls leave no trace on the layer.
     _where = ""
 
-    def _describe(self, layer: Layer, dropout: Any, keep_last: Any) -> None:
+    def _set_options(self, layer: Layer, dropout: Any, keep_last: Any) -> None:
         """Set the attributes that a layer has in every framework."""
         self._layer = layer
         check_dropout(dropout, 0, lambda: 0)
@@ -578,6 +577,7 @@ class BaseAttention(Generic[A]):
         """
         ops = backends.of({"queries": like})
         rows, columns = (ops.positions(0, (linear.size or 0) + extra, like) for extra in (1, 0))
+        # The unit vectors, whose results are w + b, and zeros, whose result is b.
         units = ops.astype(rows[None, :, None] == columns[None, None], ops.dtype(like))
         outputs = ops.reshape(self._call_module(linear, units), (-1,))
         return outputs[:-1] - outputs[-1:]
@@ -587,7 +587,7 @@ class BaseAttention(Generic[A]):
         return x.reshape((*x.shape[:2], *features))
 
     def _unprepared(self, keys: Any) -> tuple[Any, tuple[Linear, ...]]:
-        """Return the keys of a call, and the projections of its inputs: keys may be projected already."""
+        """Return the keys of a call, and the projections left to apply: keys may be projected already."""
         if type(keys) is not PreparedKeys:
             return keys, self._layer.linears
         if not isinstance(self, PreparesKeys):
@@ -623,9 +623,8 @@ class BaseAttention(Generic[A]):
                     # Heads are consecutive features: none is moved.
                     x = self._reshape(x, (linear.heads, linear.units // linear.heads))
                 projected[linear.input] = x
-        if (score := layer.fixed_score) is None:
-            arrays = {part.name: self._read(part, inputs) for part in layer.score_parts}
-            score = layer.make_score(arrays)
+        arrays = {part.name: self._read(part, inputs) for part in layer.score_parts}
+        score = layer.make_score(arrays) if layer.fixed_score is None else layer.fixed_score
         arguments = {"score": score, "valid_lens": valid_lens, "mask": mask, "normalizer": layer.normalizer}
         query, key, value = map(projected.__getitem__, INPUTS)
         if bias is not None:
@@ -681,7 +680,7 @@ class BaseAttention(Generic[A]):
         if keeps:
             last = self._last_call_type(self._ops, query, key, arguments, weights if keeps_weights else None)
         else:
-            last = self._staged if self.keep_last else None
+            last = self._calls_not_kept if self.keep_last else None
         # Past the framework, which looks through modules and parameters, or would track an attribute as state.
         object.__setattr__(self, "_last", last)
         if cache is not None:
@@ -738,8 +737,8 @@ def _normalized(x: Any, scale: Any) -> Any:
     return with_nonfinite_rows_isolated(ops, x, norm)
 
 
-def _rotated(rotary: Any, query: Any, key: Any, cache: KeyValueCache | None, positions: Any = None) -> tuple[Any, Any]:
-    """Return queries and keys (batch, length, head, dim), rotated by their positions."""
+def _rotated(rotary: Any, query: Any, key: Any, cache: KeyValueCache | None, positions: Any) -> tuple[Any, Any]:
+    """Return queries and keys (batch, length, head, dim), rotated by their positions; None: see `_operands`."""
     ops = backends.of({"keys": key})
     shapes = query_shape, key_shape = ops.shape(query), ops.shape(key)
     length = key_shape[1]

@@ -122,7 +122,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
     """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
 
     _ops, _last_call_type = _OPS, _LastCall
-    _staged = "jit, grad and vmap, which keep nothing"
+    _calls_not_kept = "jit, grad and vmap, which keep nothing"
     _where = "outside jit, grad and vmap "
 
     def __init__(
@@ -136,7 +136,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs | None = None,
     ) -> None:
-        self._describe(layer, dropout, keep_last)
+        self._set_options(layer, dropout, keep_last)
         options = {"dtype": dtype, "param_dtype": param_dtype}
         for part in layer.parts:
             setattr(self, part.name, _made(part, options, rngs))

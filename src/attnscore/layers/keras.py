@@ -34,7 +34,7 @@ from attnscore.layers.keras_inputs import (
     masks_in_list,
     unpacked,
     value_of,
-    whole,
+    whole_numbers,
 )
 from attnscore.scores.base import projected, with_nonfinite_rows_isolated
 
@@ -130,7 +130,7 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
 
     _ops, _is_traced = OPS, staticmethod(_is_traced)
     _last_call_type = torch_layers.LastCall if BACKEND == "torch" else LastCall
-    _staged = "compiled functions (fit, evaluate, predict, tf.function, jit), which keep nothing"
+    _calls_not_kept = "compiled functions (fit, evaluate, predict, tf.function, jit), which keep nothing"
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         super().__init__(**kwargs)
         if BACKEND == "tensorflow":  # elsewhere Keras is quick, and on JAX it keeps masks apart from their tensors
             self._call_signature: Any = _Signature(list(inspect.signature(self.call).parameters.values()))
-        self._describe(layer, dropout, keep_last)
+        self._set_options(layer, dropout, keep_last)
         self.seed = seed
         self.supports_masking = True
         # Keras would refuse layer(queries, keys, values, [2, 6]).
@@ -197,7 +197,7 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         if "mask" in kwargs:
             kwargs |= masks_in_list(kwargs.pop("mask"))
         if self.compute_dtype in HALF_PRECISION:
-            valid_lens = whole(valid_lens)
+            valid_lens = whole_numbers(valid_lens)
         return super().__call__(queries, keys, values, valid_lens, *args, **kwargs)
 
     @documented_call(_CALL + RETURNS_CACHE)
@@ -234,7 +234,7 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
             if cache is not None and x is not None:
                 hint = "valid_lens says how many of the new positions of each sequence are real"
                 raise ArgumentError(message(name, "none with a cache", "a mask", hint=hint))
-            check_padding(name, x, (batch, lengths[name != "queries_mask"]))
+            check_padding(name, x, (batch, lengths[0 if name == "queries_mask" else 1]))
         mask = combined(as_attention_mask(attention_mask, shape), **padding, causal=use_causal_mask)
         bias = None if bias is None else value_of(bias)
         operands, arguments = self._operands(inputs, linears, valid_lens, mask, bias, cache)
@@ -258,9 +258,9 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         return product if bias is None else product + bias
 
     def _call_module(self, linear: Linear, x: Array) -> Array:
-        projected = getattr(self, linear.name)(x)
+        result = getattr(self, linear.name)(x)
         # On torch Keras multiplies float64 in float32, and the dtype of the result shows it.
-        return projected if projected.dtype == x.dtype else keras.ops.cast(projected, x.dtype)
+        return result if result.dtype == x.dtype else keras.ops.cast(result, x.dtype)
 
     def _read(self, part: Linear | Parameter, inputs: Mapping[str, Array]) -> Array:
         attribute = getattr(self, part.name)

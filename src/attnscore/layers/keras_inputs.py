@@ -123,7 +123,7 @@ def combined(mask: Mask | None, *, queries_mask: Any, keys_mask: Any, values_mas
 
 
 def value_of(variable: Any) -> Array:
-    """Return the tensor of a variable now: the backend's, in whatever scope Keras reads it."""
+    """Return the value of a variable as a tensor of the backend, as Keras's scopes (autocast, stateless) give it."""
     tensor = keras.ops.convert_to_tensor(variable)
     # A variable of TensorFlow comes through as it is where nothing is cast.
     return cast(Any, OPS).convert_to_tensor(tensor) if BACKEND == "tensorflow" else tensor
@@ -151,7 +151,7 @@ def _boolean(x: Any) -> Any:
     return x
 
 
-def whole(lens: Any) -> Any:
+def whole_numbers(lens: Any) -> Any:
     """Return float lengths as whole numbers: Keras would cast them with the other floats, but float16 has no 2049."""
     if "float" not in _dtype_of(lens):
         return lens

@@ -53,6 +53,7 @@ class Matrix(gluon.Block):  # type: ignore[misc]  # MXNet has no types
             self.weight = self.params.get("weight", shape=parameter.sizes, init=start, allow_deferred_init=True)
 
     def forward(self, queries: Array, keys: Array) -> Array:
+        """Return the weight, once it is made and fits the features of queries and keys."""
         try:
             weight = _data(self.weight, queries)
         except DeferredInitializationError:
@@ -112,17 +113,16 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
 
     def __init__(self, layer: Layer, dropout: float, keep_last: bool, **block: Any) -> None:
         super().__init__(**block)
-        self._describe(layer, dropout, keep_last)
+        self._set_options(layer, dropout, keep_last)
         with self.name_scope():
             for linear in layer.linears:
                 options = {"use_bias": linear.bias, "flatten": False, "in_units": linear.size or 0}
                 setattr(self, linear.name, gluon.nn.Dense(linear.units, **options))
             for parameter in layer.parameters:
-                setattr(self, parameter.name, Matrix(parameter) if parameter.inputs else self._parameter(parameter))
-
-    def _parameter(self, parameter: Parameter) -> gluon.Parameter:
-        # (1,), not (): Gluon saves a parameter without axes, but cannot load it.
-        return self.params.get(parameter.name, shape=parameter.sizes or (1,), init=_Start(parameter))
+                # (1,), not (): Gluon saves a parameter without axes, but cannot load it.
+                options = {"shape": parameter.sizes or (1,), "init": _Start(parameter)}
+                part = Matrix(parameter) if parameter.inputs else self.params.get(parameter.name, **options)
+                setattr(self, parameter.name, part)
 
     def __call__(
         self,

@@ -164,7 +164,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     """Base of the layers: their parameters, dropout in training, and the inputs of the last softmax."""
 
     _ops, _last_call_type, _is_traced = _OPS, LastCall, staticmethod(is_traced)
-    _staged = "torch.compile, torch.func and tracing, which keep nothing"
+    _calls_not_kept = "torch.compile, torch.func and tracing, which keep nothing"
     _modules: dict[str, Any]
 
     def __init__(
@@ -178,7 +178,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._describe(layer, dropout, keep_last)
+        self._set_options(layer, dropout, keep_last)
         if layer.heads:
             self.context_group = context_group
         on = {"device": device, "dtype": dtype}
@@ -282,8 +282,8 @@ class Attention(nn.Module, BaseAttention[Tensor]):
 
     def _project_unpadded(self, linear: Linear, x: Tensor, lens: Any) -> Any:
         module, rows = self._modules[linear.name], None
-        is_read = (type(lens) is Tensor and lens.is_cpu) or type(lens) is np.ndarray
-        if is_read and may_save_time(_OPS, x, linear.units) and _is_bare(module, nn.Linear):
+        is_on_host = (type(lens) is Tensor and lens.is_cpu) or type(lens) is np.ndarray
+        if is_on_host and may_save_time(_OPS, x, linear.units) and _is_bare(module, nn.Linear):
             rows = real_rows(_OPS, x, lens, linear.units)
         if rows is None:
             return self._project(linear, x)
