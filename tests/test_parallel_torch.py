@@ -77,7 +77,7 @@ def check(*arguments: Any, **options: Any) -> None:
     if options.get("mode") == "heads":
         arguments = (min(ranks, 2), *arguments[1:])  # of which there are 2 KV heads
         if mask in MASKS_OF_HEADS:
-            with pytest.raises(RankError, match="a mask of its own for each head"):
+            with pytest.raises(RankError, match="each head has a mask of its own"):
                 run(*arguments, **options)
             return
     if options.get("gradient") == "queries" and arguments[3] in ("bias", "hiding-bias", "row-bias"):

@@ -214,11 +214,9 @@ def attend_vjp(
         )  # fmt: skip
         op = kernels.single_plan(problem, kernel).with_saved_mask().with_backward()
         if not op.kernel.has_vjp:
-            reason = "its gradient is autodiff through it, which NumPy has not"
+            got = f"{kernel!r}: its gradient is autodiff through it, which NumPy has not"
             hint = "kernel='streaming' has one"
-            raise KernelUnavailable(
-                message("kernel", "one with a gradient of its own", f"{kernel!r}: {reason}", hint=hint)
-            )
+            raise KernelUnavailable(message("kernel", "one with a gradient of its own", got, hint=hint))
         operands = op.operands()
         outputs = op.forward(tuple(operands.values()))
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "sink": sink}
@@ -227,9 +225,8 @@ def attend_vjp(
         grad_out: Array, grad_log_sum_exp: Array = None, grad_entropy: Array = None, grad_weights: Array = None
     ) -> Gradients:
         if grad_entropy is not None and "entropy" not in problem.statistics:
-            raise ArgumentError(
-                message("grad_entropy", "return_stats to name the entropy", f"return_stats={shown(return_stats)}")
-            )
+            got = f"return_stats={shown(return_stats)}"
+            raise ArgumentError(message("grad_entropy", "return_stats to name the entropy", got))
         if grad_log_sum_exp is not None and problem.normalizer is not None:
             raise ArgumentError(message("grad_log_sum_exp", "None, as the normalizer is not the softmax", "an array"))
         if grad_weights is not None and not returns_weights:

@@ -341,9 +341,8 @@ class KeyValueCache:
         """
         for name in ("valid_lens", "head_axis", *(("score",) if self.score is not None else ())):
             if name in options:
-                raise ArgumentError(
-                    message(name, "an argument of the cache, not of its attend()", shown(options[name]))
-                )
+                expected = "an argument of the cache, not of its attend()"
+                raise ArgumentError(message(name, expected, shown(options[name])))
         arguments = self.arguments(query, causal=causal, mask=mask)
         if self.score is None:
             arguments["score"] = options.pop("score", "scaled_dot")

@@ -323,32 +323,33 @@ def _problems(
 
 def _check_run(ops: Backend, problem: Problem, kernel: Kernel, rng: np.random.Generator) -> None:
     """Compare gradients of out, and of log-sum-exp, entropy and weights if requested, with finite differences."""
-    run = SinglePlan(kernel, problem, tiling.plan(problem, (2, 3)))
-    operands = run.operands()
+    plan = SinglePlan(kernel, problem, tiling.plan(problem, (2, 3)))
+    operands = plan.operands()
 
-    def rows(result: Result) -> dict[str, Array]:
+    def outputs_of(result: Result) -> dict[str, Array]:
         outputs = {"out": result.out}
         if problem.statistics:
             outputs |= {"log_sum_exp": result.log_sum_exp, "entropy": result.statistics["entropy"]}
         return outputs if problem.matrix is None else outputs | {"matrix": result.matrix}
 
-    def total(**arrays: Array) -> Array:
-        outputs = rows(run.result(run.forward(tuple(arrays.values())))).values()
+    def all_outputs(**arrays: Array) -> Array:
+        """Return all finite outputs in one vector, with 0 for the others."""
+        outputs = outputs_of(plan.result(plan.forward(tuple(arrays.values())))).values()
         return ops.concat([ops.reshape(ops.where(ops.isfinite(x), x, 0.0), (-1,)) for x in outputs], 0)
 
     if kernel.has_vjp:
-        result = kernel.forward(problem, run.tiles)
-        of_rows = rows(result)
-        ends = np.cumsum([math.prod(x.shape) for x in of_rows.values()])
-        row_grads = np.split(_grad_out((int(ends[-1]),)), ends[:-1])
-        pairs = zip(of_rows.items(), row_grads, strict=True)
+        result = kernel.forward(problem, plan.tiles)
+        outputs = outputs_of(result)
+        ends = np.cumsum([math.prod(x.shape) for x in outputs.values()])
+        output_grads = np.split(_grad_out((int(ends[-1]),)), ends[:-1])
+        pairs = zip(outputs.items(), output_grads, strict=True)
         grads = {name: _native(ops, grad.reshape(tuple(x.shape)), x) for (name, x), grad in pairs}
-        gradients = kernel.backward(problem, run.tiles, result, RowGradients(**grads), frozenset(operands))
+        gradients = kernel.backward(problem, plan.tiles, result, RowGradients(**grads), frozenset(operands))
     else:
-        gradients = _vjp(ops, total, operands)
+        gradients = _vjp(ops, all_outputs, operands)
     finite = {name: x for name, x in operands.items() if ops.known_finite(x)}
     values = {name: _values_of(ops, gradients[name]) for name in finite}
-    _check_differences(ops, kernel.name, lambda **arrays: total(**{**operands, **arrays}), finite, values, rng)
+    _check_differences(ops, kernel.name, lambda **arrays: all_outputs(**{**operands, **arrays}), finite, values, rng)
 
 
 # ---------------------------------------------------------------- frameworks
@@ -641,9 +642,8 @@ def _check_differences(
     """Compare each gradient with a central difference in a random direction."""
     for name, x in leaves.items():
         if tuple(gradients[name].shape) != tuple(x.shape):
-            raise AssertionError(
-                f"{label}: gradient of {name}: expected shape {tuple(x.shape)}, got {gradients[name].shape}"
-            )
+            shapes = f"expected shape {tuple(x.shape)}, got {gradients[name].shape}"
+            raise AssertionError(f"{label}: gradient of {name}: {shapes}")
         here, direction = _values_of(ops, x).astype(np.float64), rng.standard_normal(tuple(x.shape))
         ends = []
         for step in (_STEP, -_STEP):

@@ -159,10 +159,8 @@ def _attend(
     """
     drops_all = dropout == 1.0
     try:
-        result = attend(
-            query, key, value, dropout=0.0 if drops_all or with_weights else dropout, return_weights=with_weights,
-            **options,
-        )  # fmt: skip
+        rate = 0.0 if drops_all or with_weights else dropout
+        result = attend(query, key, value, dropout=rate, return_weights=with_weights, **options)
     except AttnscoreError as error:
         raise RuntimeError(str(error)) from error
     if not with_weights:

@@ -61,7 +61,7 @@ def _gradients(plan: SinglePlan, outputs: Sequence[Tensor], grads: Sequence[Tens
         return blocks.row_gradient(problem, name, cast(Tensor, rows)[names.index(name)] if has_row else None)
 
     def canonical(arrays: Sequence[Tensor | None], denominator: str) -> list[Any]:
-        """Return an operator's results, or their gradients, on the canonical axes."""
+        """Return results, or their gradients, on the canonical axes; log_denom has the gradient of the log-sum-exp."""
         out, rows, weights = arrays
         entropies = [row(rows, "entropy")] if "entropy" in names else []
         matrices = [] if problem.matrix is None else [blocks.row_gradient(problem, "grad_weights", weights)]
@@ -97,6 +97,7 @@ def _attend(
 def _shapes(
     query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], integers: Sequence[int], expression: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return arrays like the results of `_attend`, from shapes alone."""
     arguments = read(expression, ("head_axis", "statistics", "matrix"), integers=integers)
     axes = max(query.dim(), key.dim(), value.dim())
     swapped = axes >= 4 and arguments["head_axis"] == -2
@@ -111,9 +112,9 @@ def _shapes(
     out = query.new_empty((*rows, shapes[2][-1]))
     out = out.transpose(-3, -2) if swapped else out
     count = len(SAVED) + len(arguments["statistics"])
-    sums = getattr(torch, accumulator(_OPS.dtype(query)))
+    sum_dtype = getattr(torch, accumulator(_OPS.dtype(query)))
     weights = (0,) if arguments.get("matrix") is None else (*rows, shapes[1][-2])
-    return out, query.new_empty((count, *out.shape[:-1]), dtype=sums), query.new_empty(weights, dtype=sums)
+    return out, query.new_empty((count, *out.shape[:-1]), dtype=sum_dtype), query.new_empty(weights, dtype=sum_dtype)
 
 
 @torch.library.custom_op("attnscore::attend_backward", mutates_args=())
@@ -154,8 +155,8 @@ def _attend_backward(
 
 def _with_strides_of(x: Tensor, grad: Tensor) -> Tensor:
     """Return `grad` in memory of its own, with the strides of `_gradient_shapes`; a copy only where needed."""
-    alone = grad.untyped_storage().nbytes() == grad.nbytes
-    return grad if alone and grad.is_contiguous() and x.is_contiguous() else torch.empty_like(x).copy_(grad)
+    owns_memory = grad.untyped_storage().nbytes() == grad.nbytes
+    return grad if owns_memory and grad.is_contiguous() and x.is_contiguous() else torch.empty_like(x).copy_(grad)
 
 
 @_attend_backward.register_fake
@@ -226,9 +227,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         if isinstance(query, Tensor):
             expected = "a call that one operator can stand for, while torch.jit.trace records"
             got = "a score or mask of your own, a jagged tensor, an array of another framework, or torch.func"
-            raise FrameworkError(
-                message("attend", expected, got, hint="torch.compile breaks its graph there and goes on")
-            )
+            hint = "torch.compile breaks its graph there and goes on"
+            raise FrameworkError(message("attend", expected, got, hint=hint))
         with private.outside_trace():
             return api.attend(query, key, value, **arguments)
     has_weights = check_flag("return_weights", arguments.pop("return_weights"))

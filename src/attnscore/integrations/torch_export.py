@@ -102,10 +102,10 @@ def run(query: Tensor, key: Tensor, value: Tensor, *, kernel: str, **arguments: 
         seed = torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu") if seed is None else seed
         if isinstance(seed, Tensor):
             arguments["seed"] = SeedHalves(_OPS.low_32_bits(seed), _OPS.shift_right(seed, 32))
-    sums = getattr(torch, accumulator(_OPS.dtype(query)))
+    sum_dtype = getattr(torch, accumulator(_OPS.dtype(query)))
     for name in ("bias", "sink"):
         if is_number(x := arguments[name]) and not isinstance(x, Tensor):
-            arguments[name] = query.new_full((), x, dtype=sums)
+            arguments[name] = query.new_full((), x, dtype=sum_dtype)
     problem, _ = build_problem(query, key, value, **arguments)
     # The caller's mask: a cached one would be an array of the program.
     mask = as_mask(arguments["mask"], arguments["valid_lens"], problem.score_shape)

@@ -101,8 +101,7 @@ def register(name: str = "attnscore", *, observer: Observer | None = None) -> st
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         hint = "pip install 'attnscore[demo]'"
-        text = message("transformers", "version 5.15 or later", "none here", hint=hint)
-        raise FrameworkError(text) from error
+        raise FrameworkError(message("transformers", "version 5.15 or later", "none here", hint=hint)) from error
 
     AttentionInterface.register(name, functools.partial(attention_forward, observer=observer))
     AttentionMaskInterface.register(name, attention_mask)

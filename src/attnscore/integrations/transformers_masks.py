@@ -105,12 +105,12 @@ def attention_mask(
     """
     from transformers import masking_utils
 
-    boolean = _takes_booleans(type(others.get("config")))
+    takes_booleans = _takes_booleans(type(others.get("config")))
     pattern = mask_function or masking_utils.causal_mask_function
     others |= {"use_vmap": use_vmap, "device": device}
-    if q_length == 1 or not boolean:
-        make = masking_utils.sdpa_mask if boolean else masking_utils.eager_mask
-        if boolean:
+    if q_length == 1 or not takes_booleans:
+        make = masking_utils.sdpa_mask if takes_booleans else masking_utils.eager_mask
+        if takes_booleans:
             # As small as the padding; generate() gives the same to a model that it compiles.
             others["allow_is_causal_skip"] = allow_is_causal_skip
         plain: Tensor | None = make(
@@ -257,9 +257,8 @@ def _parts_of_all(patterns: tuple[Pattern, ...], place: _Place) -> tuple[list[Ma
     """Return the same of a conjunction of patterns."""
     masks: list[Mask] = []
     complete = True
-    ids = next(
-        (arguments["packed_sequence_mask"] for kind, arguments in map(_kind, patterns) if kind == "packed"), None
-    )
+    packed = (arguments["packed_sequence_mask"] for kind, arguments in map(_kind, patterns) if kind == "packed")
+    ids = next(packed, None)
     for pattern in patterns:
         kind, arguments = _kind(pattern)
         if kind == "remapped" and ids is not None and _counts_within(arguments["position_ids"], ids, place):

@@ -322,9 +322,8 @@ class GaussianLayer:
         start, learn = check_positive("bandwidth", bandwidth), check_flag("learn_bandwidth", learn_bandwidth)
         options = ("bandwidth", start), ("learn_bandwidth", learn), *_normalizer_option(normalizer)
         learned = Parameter("log_bandwidth", (), start=math.log(start))
-        layer = Layer(
-            "gaussian", options, hidden=() if learn else ("learn_bandwidth",), parameters=(learned,) if learn else ()
-        )
+        hidden, parameters = ((), (learned,)) if learn else (("learn_bandwidth",), ())
+        layer = Layer("gaussian", options, hidden=hidden, parameters=parameters)
         super().__init__(layer, dropout, keep_last, **framework)  # type: ignore[call-arg]  # the framework's base
         if not learn:
             self.log_bandwidth = None
@@ -738,7 +737,7 @@ def _normalized(x: Any, scale: Any) -> Any:
 
 
 def _rotated(rotary: Any, query: Any, key: Any, cache: KeyValueCache | None, positions: Any) -> tuple[Any, Any]:
-    """Return queries and keys (batch, length, head, dim), rotated by their positions; None: see `_operands`."""
+    """Return queries and keys (batch, length, head, dim), rotated by positions: a cache's next, these, or 0, 1, ..."""
     ops = backends.of({"keys": key})
     shapes = query_shape, key_shape = ops.shape(query), ops.shape(key)
     length = key_shape[1]

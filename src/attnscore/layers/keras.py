@@ -158,7 +158,6 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         settings = {"kernel_initializer": kernel_initializer, "kernel_regularizer": kernel_regularizer}
         if layer.heads:
             settings |= {"bias_initializer": bias_initializer, "bias_regularizer": bias_regularizer}
-        # Initializers and regularizers of the projections.
         self._settings = {name: _KINDS[name.rpartition("_")[2]].get(x) for name, x in settings.items()}
         for linear in layer.linears:
             options = {"use_bias": linear.bias, "name": linear.name, "dtype": self.dtype_policy, **self._settings}
@@ -240,10 +239,9 @@ class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer
         operands, arguments = self._operands(inputs, linears, valid_lens, mask, bias, cache)
         drops = bool(training) and self.seed_generator is not None
         dropout, seed = (self.dropout, drawn_seed(self.seed_generator)) if drops else (0.0, None)
-        out, weights, cache = self._attend(
-            operands, arguments, dropout, seed, returns_weights=bool(return_attention_scores)
-        )
-        results = (out, *([weights] if return_attention_scores else []), *([] if cache is None else [cache]))
+        returns_weights = bool(return_attention_scores)
+        out, weights, cache = self._attend(operands, arguments, dropout, seed, returns_weights=returns_weights)
+        results = (out, *([weights] if returns_weights else []), *([] if cache is None else [cache]))
         return results if len(results) > 1 else out
 
     def _project(self, linear: Linear, x: Array) -> Array:

@@ -65,9 +65,8 @@ def masks_in_list(mask: Any) -> dict[str, Any]:
         return {}
     if not isinstance(mask, (list, tuple)) or len(mask) not in (2, 3):
         hint = "attention_mask= takes arrays (query, key) and mask objects, keys_mask= arrays (batch, key)"
-        raise MaskError(
-            message("mask", "a list [query_mask, value_mask] as Keras's own layers take", shown(mask), hint=hint)
-        )
+        expected = "a list [query_mask, value_mask] as Keras's own layers take"
+        raise MaskError(message("mask", expected, shown(mask), hint=hint))
     return dict(zip(("queries_mask", "values_mask", "keys_mask"), mask, strict=False))
 
 

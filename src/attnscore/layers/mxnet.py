@@ -119,10 +119,12 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
                 options = {"use_bias": linear.bias, "flatten": False, "in_units": linear.size or 0}
                 setattr(self, linear.name, gluon.nn.Dense(linear.units, **options))
             for parameter in layer.parameters:
+                if parameter.inputs:
+                    setattr(self, parameter.name, Matrix(parameter))
+                    continue
                 # (1,), not (): Gluon saves a parameter without axes, but cannot load it.
-                options = {"shape": parameter.sizes or (1,), "init": _Start(parameter)}
-                part = Matrix(parameter) if parameter.inputs else self.params.get(parameter.name, **options)
-                setattr(self, parameter.name, part)
+                shape = parameter.sizes or (1,)
+                setattr(self, parameter.name, self.params.get(parameter.name, shape=shape, init=_Start(parameter)))
 
     def __call__(
         self,

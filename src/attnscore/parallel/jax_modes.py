@@ -21,13 +21,11 @@ from attnscore.kernels import SinglePlan
 from attnscore.parallel import parts
 from attnscore.parallel.jax_rows import DeviceRows, entry, join_rows, split_rows
 from attnscore.parallel.mask import shard_mask
-from attnscore.parallel.plan import heads_attend_differently
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result
 from attnscore.problem.statistics import statistics_to_join
-from attnscore.scores.forms import PARAMETER
 
 lax: Any = jax.lax
 """JAX's stubs leave the collectives untyped."""
@@ -150,15 +148,6 @@ class Gather(DeviceCall):
 
 class Heads(parts.HeadsCall, DeviceCall):
     """`HeadsCall` by JAX's collectives."""
-
-    @staticmethod
-    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
-        reasons = []
-        if heads_attend_differently(problem.mask, sequence_shape):
-            reasons.append("each head has a mask of its own")
-        if any(PARAMETER in name and x.size > 1 for name, x in problem.form.arrays().items()):
-            reasons.append("each head has parameters of its own")
-        return tuple(reasons)
 
     def to_heads(self, arrays: Arrays) -> dict[str, Array]:
         keys = self.operands("key")

@@ -14,7 +14,7 @@ from jax import Array
 
 from attnscore.backends.base import HostArray
 from attnscore.errors import ArgumentError, ShapeError, message
-from attnscore.parallel.shard import Shard, check_shards
+from attnscore.parallel.shard import Shard, check_positions, check_shards
 
 # Untyped in JAX.
 _sharding: Any = jax.sharding
@@ -45,7 +45,7 @@ def split_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
     [0, 1, 5, 2, 3, 4]
     """
     device_rows = DeviceRows(check_shards("shards", shards))
-    _check_rows("x", x, device_rows.length, axis)
+    check_positions(x, device_rows.length, axis)
     positions, length = device_rows.positions.reshape(-1), device_rows.length
     rows = jnp.take(_on_each_device(x, axis), jnp.asarray(np.minimum(positions, max(0, length - 1))), axis)
     is_real = jnp.asarray(positions < length).reshape(-1, *(1,) * (x.ndim - 1 - axis % x.ndim))
@@ -64,7 +64,7 @@ def join_rows(x: Array, shards: Sequence[Shard], axis: int = -2) -> Array:
     [0, 1, 2, 3, 4]
     """
     device_rows = DeviceRows(check_shards("shards", shards))
-    _check_rows("x", x, len(device_rows.shards) * device_rows.rows, axis)
+    check_positions(x, len(device_rows.shards) * device_rows.rows, axis)
     return x if device_rows.is_in_order else jnp.take(_on_each_device(x, axis), jnp.asarray(device_rows.order), axis)
 
 
@@ -141,12 +141,5 @@ def _on_each_device(x: Array, axis: int) -> Array:
     if not sharding.mesh.explicit_axes or spec[axis] is None:
         return x
     replicated = (None if i == axis % x.ndim else names for i, names in enumerate(spec))
-    gathered: Array = _sharding.reshard(
-        x, jax.sharding.NamedSharding(sharding.mesh, _sharding.PartitionSpec(*replicated))
-    )
+    gathered: Array = _sharding.reshard(x, _sharding.NamedSharding(sharding.mesh, _sharding.PartitionSpec(*replicated)))
     return gathered
-
-
-def _check_rows(name: str, x: Array, rows: int, axis: int) -> None:
-    if not -x.ndim <= axis < x.ndim or x.shape[axis] != rows:
-        raise ShapeError(message(name, f"{rows} positions on axis {axis}", f"shape {tuple(x.shape)}"))

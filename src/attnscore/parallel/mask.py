@@ -91,7 +91,7 @@ def _restrict(mask: Mask, positions: Sharded) -> Mask:
 
 
 def _restrict_graph(mask: Neighbours, positions: Sharded) -> Mask:
-    """Return the graph of the local queries, without edges to other keys; `positions` of it where these are traced."""
+    """Return the graph of the local queries and keys; where the host cannot read it, a `Sharded` mask of the whole."""
     rows, cols, table = backends.host(positions.rows), backends.host(positions.cols), mask.table(positions.key_len)
     if rows is None or cols is None or table is None:
         return replace(positions, mask=mask)

@@ -149,6 +149,7 @@ def union(start: HostArray, stop: HostArray) -> tuple[Range, ...]:
     order = np.argsort(start, kind="stable")
     start, stop = start[order], np.maximum.accumulate(stop[order])
     begins = np.flatnonzero(start[1:] > stop[:-1]) + 1
+    # Cut to the number of intervals, which may be 0.
     return _ranges(start[np.append(0, begins)[: len(start)]], stop[np.append(begins - 1, -1)[: len(start)]])
 
 

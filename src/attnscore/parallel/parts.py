@@ -20,7 +20,7 @@ from attnscore.base.layout import ScoreShape
 from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels import SinglePlan, tiling
 from attnscore.masks import Mask
-from attnscore.parallel.plan import Exchange
+from attnscore.parallel.plan import Exchange, heads_attend_differently
 from attnscore.parallel.shard import Shard
 from attnscore.problem import dropout as dropouts
 from attnscore.problem import online_softmax
@@ -29,7 +29,7 @@ from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result
 from attnscore.problem.statistics import ACCUMULATORS, needs_counts, with_global_keys
-from attnscore.scores.forms import InnerForm
+from attnscore.scores.forms import PARAMETER, InnerForm
 
 SOFTMAX_ALONE = "a normalizer other than the softmax, by whose log-sum-exp parts are merged"
 """Why a call whose parts are merged cannot run."""
@@ -100,6 +100,15 @@ class Call(ABC):
 class HeadsCall(Call):
     """Exchange rows for heads (Ulysses): each rank computes all queries of some KV heads, and returns the rows."""
 
+    @staticmethod
+    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
+        reasons = []
+        if heads_attend_differently(problem.mask, sequence_shape):
+            reasons.append("each head has a mask of its own")
+        if any(PARAMETER in name and math.prod(x.shape) > 1 for name, x in problem.form.arrays().items()):
+            reasons.append("each head may have parameters of its own")
+        return tuple(reasons)
+
     @abstractmethod
     def to_heads(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Return all rows of the rank's heads, from the rank's rows of all heads; arrays of one head go to all."""
@@ -117,9 +126,10 @@ class HeadsCall(Call):
         arrays = {name: self._own_heads_of(name, x) for name, x in problem.operands().items() if name not in moved}
         arrays |= self.to_heads(moved)
         rows, cols = (Shard.whole(n) for n in (self.sequence_shape.query_len, self.sequence_shape.key_len))
-        plan = self.plan_of(arrays, rows, cols, mask=problem.mask, bias=arrays.get("bias"), own_heads=self.own_heads)
-        result = plan()
+        bias, own_heads = arrays.get("bias"), self.own_heads
+        result = self.plan_of(arrays, rows, cols, mask=problem.mask, bias=bias, own_heads=own_heads)()
         outputs = self.to_rows({"out": result.out, **result.statistics})
+        # Nothing reads row_max and log_denom after this: they stay those of the rank's heads.
         return Result(outputs.pop("out"), result.row_max, result.log_denom, outputs)
 
     def _own_heads_of(self, name: str, x: Array) -> Array:

@@ -154,10 +154,8 @@ class Shard:
         FrameworkError, ShapeError
         """
         ops = backends.of({"x": x})
-        shape = tuple(x.shape)
-        if not -len(shape) <= axis < len(shape) or shape[axis] != self.length:
-            raise ShapeError(message("x", f"{self.length} positions on axis {axis}", f"shape {shape}"))
-        axis %= len(shape)
+        check_positions(x, self.length, axis)
+        axis %= len(x.shape)
         if len(self.ranges) >= thresholds.MANY_RANGES:
             return ops.take(x, ops.asarray(self._positions, x), axis)
         parts = [ops.slice_axis(x, axis, start, stop - start) for start, stop in self.ranges or ((0, 0),)]
@@ -281,6 +279,12 @@ def check_shards(name: str, shards: Any, ranks: int | None = None) -> tuple[Shar
     if ranks not in (None, len(all_shards)):
         raise ArgumentError(message(name, f"one shard for each of {ranks} ranks", len(all_shards)))
     return all_shards
+
+
+def check_positions(x: Array, count: int, axis: int) -> None:
+    """Raise ShapeError unless an axis of `x` has `count` positions."""
+    if not -len(x.shape) <= axis < len(x.shape) or x.shape[axis] != count:
+        raise ShapeError(message("x", f"{count} positions on axis {axis}", f"shape {tuple(x.shape)}"))
 
 
 def balanced_boundaries(loads: HostArray, ranks: int) -> HostArray:

@@ -35,7 +35,7 @@ from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.options import Options
 from attnscore.parallel.parts import Call
 from attnscore.parallel.plan import Exchange, Movement, exchange
-from attnscore.parallel.shard import Shard, check_shards
+from attnscore.parallel.shard import Shard, check_positions, check_shards
 from attnscore.parallel.torch_modes import MODE_CLASSES, PassQueries
 from attnscore.parallel.torch_ranks import Ranks, move_rows, with_summed_gradient
 from attnscore.problem.problem import Problem, check_extra
@@ -173,8 +173,7 @@ def gather_rows(x: Tensor, shards: Sequence[Shard], group: Any, axis: int = -2) 
     ranks = Ranks.of(group)
     shards = check_shards("shards", shards, ranks.count)
     count, length = len(shards[ranks.rank]), shards[0].length
-    if not -x.dim() <= axis < x.dim() or x.shape[axis] != count:
-        raise ShapeError(message("x", f"{count} positions on axis {axis}", f"shape {tuple(x.shape)}"))
+    check_positions(x, count, axis)
     rows = x.movedim(axis, 0)
     movement = Movement(shards, (Shard.whole(length),) * ranks.count)
     flat = rows.reshape(count, math.prod(rows.shape[1:]))
@@ -219,10 +218,8 @@ def _plan_call(
     except Exception as error:
         # Raised after the check, in which the other ranks wait for this one.
         problem_or_error, check = error, check is not False
-    device = next((x.device for x in (query, key, value) if isinstance(x, Tensor)), None)
-    query_lens, key_lens, bias_queries, seeds = _exchange_facts(
-        ranks, problem_or_error, device or ranks.device, options, check
-    )
+    device = next((x.device for x in (query, key, value) if isinstance(x, Tensor)), None) or ranks.device
+    query_lens, key_lens, bias_queries, seeds = _exchange_facts(ranks, problem_or_error, device, options, check)
     problem = cast(Problem, problem_or_error)
     queries = _shards("queries", options.queries, ranks, query_lens, None)
     keys = _shards("keys", options.keys, ranks, key_lens, queries)
@@ -301,7 +298,7 @@ def _problem_of_rank(
 
 def _exchange_facts(
     ranks: Ranks, problem: Problem | Exception, device: torch.device, options: Options, check: bool
-) -> list[tuple[int, ...]]:  # fmt: skip
+) -> list[tuple[int, ...]]:
     """Return the queries and keys of all ranks, the sizes of their biases' axes of queries, and their seeds.
 
     Raises on all ranks where their arguments differ. Without `check` nothing is compared, and nothing is sent where the

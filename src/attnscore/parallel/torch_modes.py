@@ -30,14 +30,7 @@ from attnscore.masks.base import all_of
 from attnscore.parallel import parts
 from attnscore.parallel.mask import shard_mask
 from attnscore.parallel.pairs import Range
-from attnscore.parallel.plan import (
-    BACKWARD_KEYS,
-    BACKWARD_QUERIES,
-    FORWARD_KEYS,
-    Movement,
-    heads_attend_differently,
-    in_blocks,
-)
+from attnscore.parallel.plan import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD_KEYS, Movement, in_blocks
 from attnscore.parallel.shard import Shard
 from attnscore.parallel.torch_ranks import (
     Arrays,
@@ -52,7 +45,6 @@ from attnscore.problem import online_softmax
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
 from attnscore.problem.statistics import statistics_to_join
-from attnscore.scores.forms import PARAMETER
 
 
 class Differentiated(torch.autograd.Function):
@@ -211,7 +203,7 @@ class ShardedCall(RankCall):
         for name in names - {*self.names["key"]}:
             if name == "bias":
                 self._add_bias(totals[name], rows, cols, gradients[name])
-            elif name not in totals:
+            elif name not in totals:  # only where the part has all queries of the rank
                 totals[name] = gradients[name]
             elif name in self.names["query"]:
                 add_rows(totals[name], ranges, gradients[name])
@@ -482,15 +474,6 @@ def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:
 @final
 class Heads(parts.HeadsCall, RankCall):
     """`HeadsCall` by the messages of a process group."""
-
-    @staticmethod
-    def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
-        reasons = []
-        if any(PARAMETER in name and x.numel() > 1 for name, x in problem.form.arrays().items()):
-            reasons.append("a custom score with parameters, which may be those of each head")
-        if heads_attend_differently(problem.mask, sequence_shape):
-            reasons.append("a mask of its own for each head")
-        return tuple(reasons)
 
     def to_heads(self, arrays: Arrays) -> dict[str, Tensor]:
         shards = dict.fromkeys(arrays, self.plan.queries) | dict.fromkeys(self.names["key"], self.plan.keys)
