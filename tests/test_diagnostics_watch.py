@@ -723,13 +723,13 @@ def test_sinks_and_soft_caps_of_eager_models() -> None:
 def bindings() -> list[Any]:
     from transformers.modeling_utils import AttentionInterface
 
-    from attnscore.layers import description
+    from attnscore.layers import base
 
     return [
         functional.scaled_dot_product_attention, functional.multi_head_attention_forward, functional.softmax,
         torch.softmax, "softmax" in vars(torch.Tensor),
         torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention, nn.Module.__call__,
-        bound_elsewhere, ats.attend, ats.api.attend, description.attend, AttentionInterface.get_interface,
+        bound_elsewhere, ats.attend, ats.api.attend, base.attend, AttentionInterface.get_interface,
     ]  # fmt: skip
 
 

@@ -427,7 +427,7 @@ def test_repr(layer: nn.Module, shown: str) -> None:
 
 
 def test_what_frameworks_share_imports_none() -> None:
-    code = "import sys, attnscore.layers.description; print(sorted({'torch', 'jax', 'tensorflow'} & set(sys.modules)))"
+    code = "import sys, attnscore.layers.base; print(sorted({'torch', 'jax', 'tensorflow'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -34,7 +34,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "cache-rotary-from-the-start",
-        "src/attnscore/layers/description.py",
+        "src/attnscore/layers/base.py",
         "_rotated",
         "ops.asarray(A.next_positions(B), C)",
         "ops.reshape(ops.positions(0, B, C), (1, -1))",

@@ -11,7 +11,7 @@ from mutants.fault import Fault
 FAULTS: list[Fault] = [
     Fault(
         "layers-normalizer-dropped",
-        "src/attnscore/layers/description.py",
+        "src/attnscore/layers/base.py",
         "BaseAttention._operands",
         "A.normalizer",
         "'softmax'",

@@ -28,7 +28,8 @@ from attnscore.base.arguments import hides_unknown, reject_unknown
 from attnscore.errors import ArgumentError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, LastCall, Layer, Linear, LoadsTorch, Parameter, PreparesKeys
+from attnscore.layers.base import BaseAttention, LastCall, LoadsTorch, PreparesKeys
+from attnscore.layers.description import Layer, Linear, Parameter
 from attnscore.layers.documentation import RETURNS_CACHE, Documentation, documented_call
 from attnscore.scores import arrays_of
 from attnscore.scores.base import with_nonfinite_rows_isolated

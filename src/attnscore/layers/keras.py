@@ -21,7 +21,8 @@ from attnscore.backends.base import HALF_PRECISION, Array
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
-from attnscore.layers.description import INPUTS, BaseAttention, LastCall, Layer, Linear, Parameter, PreparesKeys
+from attnscore.layers.base import BaseAttention, LastCall, LoadsTorch, PreparesKeys
+from attnscore.layers.description import INPUTS, Layer, Linear, Parameter
 from attnscore.layers.documentation import RETURNS_CACHE, Documentation, documented_call
 from attnscore.layers.keras_inputs import (
     BACKEND,
@@ -121,7 +122,7 @@ def _is_traced(*arrays: Array) -> bool:
     return BACKEND == "jax" and (OPS.needs_grad(*arrays) or OPS.needs_host_callback(*arrays))
 
 
-class Attention(BaseAttention[Array], description.LoadsTorch, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     """Base of the layers: calls as Keras makes them, parameters, dropout in training, the inputs of the last softmax.
 
     Keras passes a mask, of an Embedding for instance, only to an argument that is called ``<argument>_mask``, and to

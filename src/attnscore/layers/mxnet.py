@@ -22,7 +22,8 @@ from attnscore.backends.base import Array
 from attnscore.errors import DeviceError, DtypeError, FrameworkError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, PreparesKeys
+from attnscore.layers.base import BaseAttention, PreparesKeys
+from attnscore.layers.description import Layer, Linear, Parameter
 from attnscore.layers.documentation import RETURNS_CACHE, Documentation, documented_call
 from attnscore.scores.base import with_nonfinite_rows_isolated
 

@@ -26,8 +26,9 @@ from attnscore.base.arguments import hides_unknown, reject_unknown, shown
 from attnscore.base.cache import BoundedCache
 from attnscore.errors import ArgumentError, DeviceError, DtypeError, message
 from attnscore.kv_cache import KeyValueCache
-from attnscore.layers import description, shared
-from attnscore.layers.description import BaseAttention, Layer, Linear, Parameter, PreparesKeys
+from attnscore.layers import base, description, shared
+from attnscore.layers.base import BaseAttention, PreparesKeys
+from attnscore.layers.description import Layer, Linear, Parameter
 from attnscore.layers.documentation import Documentation, documented_call
 from attnscore.parallel.shard import Shard
 from attnscore.plans.padding import may_save_time, project_rows, real_rows
@@ -142,7 +143,7 @@ def _check_operands(part: Linear | Parameter, weight: Tensor, inputs: Mapping[st
 # ------------------------------------------------------------------ the call
 
 
-class LastCall(description.LastCall):
+class LastCall(base.LastCall):
     """Tensors are kept by reference, with their version."""
 
     def detached(self, x: Any) -> Any:
