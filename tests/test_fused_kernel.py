@@ -143,14 +143,14 @@ def test_parts_of_a_call_with_statistics_run_on_another_kernel() -> None:
 
     from attnscore.parallel.torch import attend
 
-    given = arrays()
+    tensors = arrays()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        out, stats = attend(*given, group=None, mode="gather", return_stats=("log_sum_exp",))
+        out, stats = attend(*tensors, group=None, mode="gather", return_stats=("log_sum_exp",))
         with pytest.raises(KernelUnavailable, match="statistics"):
-            attend(*given, group=None, mode="gather", kernel="fused", return_stats=("log_sum_exp",))
+            attend(*tensors, group=None, mode="gather", kernel="fused", return_stats=("log_sum_exp",))
     finally:
         dist.destroy_process_group()
-    reference, reference_stats = ats.attend(*given, kernel="streaming", return_stats=("log_sum_exp",))
+    reference, reference_stats = ats.attend(*tensors, kernel="streaming", return_stats=("log_sum_exp",))
     torch.testing.assert_close(out, reference, rtol=0.02, atol=0.01)
     torch.testing.assert_close(stats.log_sum_exp, reference_stats.log_sum_exp)

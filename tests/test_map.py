@@ -23,7 +23,7 @@ from attnscore.base.cache import BoundedCache
 SOURCE = Path(ats.__file__).parent
 PAGE = SOURCE.parents[1] / "docs" / "map.md"
 # Of tensors that the native module reads itself.
-NATIVE = bool(ats.available()["kernels"]["native"]) and torch_backend._SHARES_LAYOUTS
+NATIVE = bool(ats.available()["kernels"]["native"]) and torch_backend._READS_TENSORS
 # The operations of the framework are called as NumPy's would be.
 OPERATIONS = "backends/torch.py"
 pytestmark = [

@@ -16,7 +16,7 @@ from native_cases import GRADIENTS, INPUTS, OPTIONS, ROWS, STATISTICS, Case, nat
 WrongCalls = dict[type[Exception], list[tuple[dict[str, Any], str]]]
 """The error of a call in which some arguments are replaced, and what it says."""
 
-reads_tensors = pytest.mark.skipif(not torch_backend._SHARES_LAYOUTS, reason="this PyTorch has no exchange API")
+reads_tensors = pytest.mark.skipif(not torch_backend._READS_TENSORS, reason="this PyTorch has no exchange API")
 F4 = np.float32
 PAIRS = (2, 2, 3, 5, 7)
 

@@ -484,10 +484,12 @@ class PlannedCall {
     std::vector<Extent> arrays_;
 };
 
-// Whether a call can have a plan.
-bool is_planned(const Call& call) {
+// Whether a call can have a plan. Ids, copied to 64 bits, and a seed that is an operand are read when a problem is made:
+// a plan would repeat those of its first call.
+bool can_be_planned(const Call& call) {
     constexpr int64_t unplanned = bit(index_of(&Inputs::query_ids)) | bit(index_of(&Inputs::key_ids)) | bit(kSeed);
     if (call.rets.size() == 0 || call.has_any_of(unplanned)) return false;
+    // A batch, head, group and the two axes of a matrix; `jax.vmap` adds axes in front.
     if (call.result_shape().size() < 5 || call.mapped_axes() > 0) return false;
     // The kernels clear no gradients where there are no queries.
     for (size_t i = call.args.size(); i < call.buffers(); ++i) {
@@ -510,7 +512,7 @@ bool run_planned(Direction direction, const Call& call) {
         found->second.last_use = ++calls;
         return found->second.plan->fits(call) && found->second.plan->run(call);
     }
-    if (!is_planned(call)) return false;
+    if (!can_be_planned(call)) return false;
     const ffi::Span<const int64_t> shape = call.result_shape();
     int64_t heads = 1;
     for (size_t i = 0; i + 2 < shape.size(); ++i) heads *= shape[i];

@@ -80,6 +80,7 @@ const ExchangeApi* exchange = nullptr;
 PyObject* is_neg_name = nullptr;
 std::atomic<PyObject*> tensor_types{nullptr};
 
+// Whether a type is one of `tensor_types` itself: a subclass may override what its memory means.
 bool is_tensor_type(PyTypeObject* type) {
     PyObject* types = tensor_types.load(std::memory_order_acquire);
     if (types == nullptr) return false;

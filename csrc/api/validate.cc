@@ -81,7 +81,8 @@ HeadCursor cursor_of(const Problem& p, const CallLayout& s, Array a, Kind kind) 
     return cursor;
 }
 
-// Check the axes of an array, unless it is absent. Bounds and gradients of biases have checks of their own.
+// Check the shape of an array against its `Kind`, unless it is absent; strides where the kind asks for C order. Bounds and
+// gradients of biases have checks of their own.
 void check_array_axes(const Problem& p, const CallLayout& s, const Array& a, const Axes& axes) {
     if (!a.present || axes.kind == Kind::bounds || axes.kind == Kind::bias_gradient) return;
     Shape shape = axes.kind == Kind::groups  ? s.group_grid

@@ -31,7 +31,8 @@ inline bool has_few_rows(const Problem& problem) {
            problem.dim > kShortKeys;
 }
 
-// Read a query row as T, times the scale where the form is an inner product.
+// Read a query row as T, times the scale where the form is an inner product. `width` is `dim` up to whole vectors. A row
+// that fills whole vectors of T is read in place; queries without features may have no memory at all.
 template <class T>
 inline void read_query(T* to, int64_t width, const Problem& problem, const Head& head, int64_t row) {
     const T scale = problem.form == Form::inner ? static_cast<T>(problem.scale) : T(1);

@@ -119,16 +119,7 @@ def multiply_rows(x: Any, matrix: Any, to: NDArray[Any], threads: int, /) -> boo
     all float64 and not empty, the matrix has two axes, the other two arrays are in C order.
     """
 
-class CallPlan:
-    """A forward or a backward whose arrays were checked once, for other memory of the same shapes and strides."""
-
-    def __call__(self, arrays: tuple[Any, ...], seed: int, threads: int, /) -> None:
-        """Run on arrays or tensors, whose shapes and strides are not checked again.
-
-        `arrays` are all that were given, in the order of the arguments. One that is misaligned or has less memory than
-        the example raises ValueError, as does a wrong number of arrays. `seed` replaces that of the score.
-        """
-
+class _Plan:
     def allocate_and_run(
         self,
         arrays: tuple[Any, ...],
@@ -145,26 +136,24 @@ class CallPlan:
         the place of start and stop.
         """
 
+class CallPlan(_Plan):
+    """A forward or a backward whose arrays were checked once, for other memory of the same shapes and strides."""
+
+    def __call__(self, arrays: tuple[Any, ...], seed: int, threads: int, /) -> None:
+        """Run on arrays or tensors, whose shapes and strides are not checked again.
+
+        `arrays` are all that were given, in the order of the arguments. One that is misaligned or has less memory than
+        the example raises ValueError, as does a wrong number of arrays. `seed` replaces that of the score.
+        """
+
 def plan_forward(score: _Score, inputs: _Inputs, rows: Sequence[_Optional], /) -> CallPlan:
     """Check examples of the arrays as `forward` does, but row_max and log_denom may be None.
 
     Only shapes and strides are read of them, and the numbers of start and stop, to check them; a run may have others.
     """
 
-class DecodingPlan:
-    """A forward whose number of keys may differ from run to run."""
-
-    def allocate_and_run(
-        self,
-        arrays: tuple[Any, ...],
-        lens: tuple[Any, ...],
-        empty: Callable[[Any, Any], Any],
-        layouts: tuple[tuple[Any, Any], ...],
-        seed: int,
-        threads: int,
-        /,
-    ) -> tuple[Any, ...] | None:
-        """Run as `CallPlan.allocate_and_run`. Number of keys and strides are read of key, value and mask."""
+class DecodingPlan(_Plan):
+    """A forward whose number of keys, and strides of key, value and mask, are read from the arrays of each run."""
 
 def plan_decoding(
     score: _Score, inputs: _Inputs, rows: Sequence[_Optional], has_heads: bool, length_before_heads: bool, /

@@ -32,7 +32,7 @@ class NoReads(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def _the_cpu_stands_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """No native kernel reads the values either."""
-    monkeypatch.setattr(torch_backend, "_SHARES_LAYOUTS", False)
+    monkeypatch.setattr(torch_backend, "_READS_TENSORS", False)
     for module in (base, torch_backend):
         monkeypatch.setattr(module, "ACCELERATORS", (*base.ACCELERATORS, DEVICE))
     monkeypatch.setattr(tiles, "INTERPRETED", {"store_gradients": tiles.Tile(16, 16, 4, 1)} | tiles.INTERPRETED)

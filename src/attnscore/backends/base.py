@@ -491,7 +491,7 @@ class Backend(ABC):
 
     @abstractmethod
     def known_finite(self, x: Array) -> bool:
-        """Whether every entry is finite; False if the array is traced."""
+        """Whether every entry may be taken to be finite; False where only running a traced program would tell."""
 
     def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
         """Return ``x @ matrix`` in C order, without warnings, and NaN for rows of `x` that are not finite.

@@ -42,7 +42,7 @@ class Variable(NDArrayOperatorsMixin):
         """Record an operator, or a function that is called by its name in NumPy."""
         if method != "__call__":
             _refuse(f"{ufunc.__name__}.{method}")
-        # ``x *= y`` makes a new variable, as arrays that cannot be written to do.
+        # ``x *= y`` makes a new variable, as it makes a new array where arrays are immutable (JAX).
         if options.pop("out", (self,))[0] is not self:
             _refuse(f"{ufunc.__name__} with out=")
         return self.tape.apply(ufunc.__name__, *args, **options)

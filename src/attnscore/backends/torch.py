@@ -53,7 +53,7 @@ _AUTOCAST: ContextVar[dict[str, torch.dtype]] = ContextVar("autocast", default={
 
 # Whether the native module reads tensors: PyTorch (2.10 and later) has the functions for it.
 _API = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-_SHARES_LAYOUTS = None not in (native.module, _API) and bool(native.module.set_tensor_types(_PLAIN, _API))
+_READS_TENSORS = None not in (native.module, _API) and bool(native.module.set_tensor_types(_PLAIN, _API))
 
 
 def _is_watched() -> bool:
@@ -185,13 +185,13 @@ class TorchBackend(Backend):
         if _may_be_wrapped():
             return None
         # Parameters pass the same checks as tensors.
-        if _SHARES_LAYOUTS:
+        if _READS_TENSORS:
             layouts: Signature | None = native.module.signature(arrays)
             return layouts
         return tuple((x.shape, x.dtype, x.stride()) for x in arrays) if self.is_plain(*arrays) else None
 
     def decoding_signature(self, arrays: Sequence[Array], head_axis: int) -> bytes | None:
-        if not _SHARES_LAYOUTS or self.needs_grad(*arrays[:3]) or _may_be_wrapped():
+        if not _READS_TENSORS or self.needs_grad(*arrays[:3]) or _may_be_wrapped():
             return None
         signature: bytes | None = native.module.decoding_signature(arrays, head_axis)
         return signature
@@ -205,10 +205,10 @@ class TorchBackend(Backend):
         return tuple((x.shape, x.dtype, x.stride(), x.device) for x in arrays)
 
     def buffers(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        return arrays if _SHARES_LAYOUTS else super().buffers(arrays)
+        return arrays if _READS_TENSORS else super().buffers(arrays)
 
     def buffer_in_c_order(self, x: Array) -> Array:
-        return x if _SHARES_LAYOUTS and x.is_contiguous() else super().buffer_in_c_order(x)
+        return x if _READS_TENSORS and x.is_contiguous() else super().buffer_in_c_order(x)
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
         tensor = torch.from_numpy(x)
@@ -334,7 +334,7 @@ class TorchBackend(Backend):
         return None if is_compiling() or x.is_inference() else x._version
 
     def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
-        if _SHARES_LAYOUTS and not self.needs_grad(x, matrix):
+        if _READS_TENSORS and not self.needs_grad(x, matrix):
             out = torch.empty((*x.shape[:-1], matrix.shape[1]), dtype=x.dtype, device="cpu")
             if native.module.multiply_rows(x, matrix, out, threads):
                 return out
@@ -344,7 +344,7 @@ class TorchBackend(Backend):
         # A program has no values yet; one for ONNX takes all entries to be finite.
         if is_compiling():
             return torch.onnx.is_in_onnx_export()
-        if _SHARES_LAYOUTS and x.numel() <= thresholds.READ_ON_ONE_THREAD:
+        if _READS_TENSORS and x.numel() <= thresholds.READ_ON_ONE_THREAD:
             is_finite: bool | None = native.module.is_all_finite(x)
             if is_finite is not None:  # traced tensors have no memory that the module reads
                 return is_finite
@@ -364,7 +364,8 @@ class TorchBackend(Backend):
             # The kernel that was chosen for such tensors runs PyTorch's operations, which PyTorch differentiates.
             return run.forward(operands)
         if private.are_transforms_active():
-            # The transform wraps no operand (a model that it closes over). It takes PyTorch's operations alone.
+            # No operand is wrapped: they belong to a model that the transformed function closes over. A transform takes
+            # no `autograd.Function` of this kind, only PyTorch's own operations.
             return run.streaming().forward(operands)
         outputs: tuple[Array, ...] = _AttentionFunction.apply(run.with_backward(), *operands)  # type: ignore[no-untyped-call]  # torch's own
         return outputs

@@ -37,7 +37,7 @@ class CallArguments(NamedTuple):
 
 
 # What to write in place of an argument of other libraries, or of another object of this one. {} stands for the value; |
-# separates alternatives, each of which shows where the function has its argument.
+# separates alternatives: those are shown whose argument the function has.
 _INSTEAD = {
     **dict.fromkeys(("scale", "scaling", "sm_scale", "softmax_scale"), "score=ats.ScaledDot({})"),
     **dict.fromkeys(("temperature", "T"), 'score=ats.Temperature("scaled_dot", {})'),

@@ -24,9 +24,10 @@ LONGEST_KEY_TILE = 128
 ONE_TILE_ELEMENTS = 5 * 2**17
 ONE_TILE_PRODUCTS = 2**21
 ONE_TILE_VALUES = 2**18
-# Range of pairs times dimension in which a distance is computed there as a product. Where that is not accurate, its
-# terms are summed one by one, which above the range takes longer than a callback. Of 40 textbook shapes with gradients,
-# distances about 1, the five in the range take 1.5 to 2.4 times as long without the product (Zen 5, 2026-11-28).
+# Bounds of pairs times dimension between which a distance is computed there as a product. Fewer are not worth a branch
+# in the program: where queries or keys are so large that the product is not accurate, it sums all terms one by one,
+# which above the upper bound takes longer than a callback. Of 40 textbook shapes with gradients, distances about 1, the
+# five between the bounds take 1.5 to 2.4 times as long without the product (Zen 5, 2026-11-28).
 ONE_TILE_DISTANCE = 2**16, 2**20
 
 # Time by a term for each key over the native kernel's in JAX's programs, forward, with gradients, on one thread |

@@ -116,7 +116,7 @@ def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array
     logits = (alpha - 1) * (scores - row_max)
 
     def clipped_power(logits: Array, threshold: Array, exponent: float) -> Array:
-        """Return max(0, logits - threshold) ** exponent; NaN stays."""
+        """Return (logits - threshold) ** exponent where logits are above the threshold, else 0; NaN stays."""
         x = logits - threshold
         is_positive = x > 0
         return ops.where(is_positive, ops.where(is_positive, x, 1.0) ** exponent, ops.where(ops.isnan(x), x, 0.0))

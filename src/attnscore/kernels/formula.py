@@ -1,10 +1,10 @@
 """Attention by the formula, in the operations of a compiled program: two kernels for small calls.
 
 - `OneTile` for graphs of TensorFlow, where a native kernel is a callback into Python: all scores, softmax, product.
-  Non-finite numbers are not isolated: where the scores before the mask, the output or the gradients of the weights
-  are not all finite, the program takes another branch, tiled attention. If they are finite, so is every number that a
-  masked pair multiplies by 0. A distance of many terms is computed as a matrix product and squared norms; where the
-  norms are too large for an accurate result, another branch sums the differences.
+  Non-finite numbers are not isolated: where under a mask the scores before it, the output or the gradients of the
+  weights are not all finite, the program takes another branch, tiled attention. If they are finite, so is every number
+  that a masked pair multiplies by 0. A distance of many terms is computed as a matrix product and squared norms; where
+  the norms are too large for an accurate result, another branch sums the differences.
 - `FewKeys` for one query a head in programs of JAX, or two in tiny calls, which repeat their keys: a sum over keys is
   one term for each key, and XLA fuses the terms. 0 replaces the term of a masked pair, so that it propagates nothing,
   NaN and infinity included, without a branch. There is no axis of queries: XLA copies an array to insert an axis of
@@ -74,8 +74,8 @@ def _max_and_log_denom(ops: Backend, scores: Array) -> tuple[Array, Array]:
 class OneTile(_Formula):
     """The formula on one tile, for small calls of graphs, where a callback to the native kernel takes longer.
 
-    Where sums are not finite, or an expanded square is not exact, a branch of the program that is rarely taken computes
-    them again: without expanding the square, otherwise by tiles.
+    Where sums are not finite under a mask, or an expanded square is not exact, a branch of the program that is rarely
+    taken computes them again: without expanding the square, otherwise by tiles.
     """
 
     may_expand_squares: bool = True
@@ -123,6 +123,7 @@ class OneTile(_Formula):
 
         if (condition := _needs_recomputing(ops, tile, out)) is not None:
             outputs = ops.cond_rarely(condition, recompute, outputs)
+        # For a backward by tiles alone, which computes its own where these are of scores that the branch replaces.
         row_max, log_denom = _max_and_log_denom(ops, tile.scores)
         weights = outputs[1] if problem.matrix is not None else None
         return Result(outputs[0], row_max, log_denom, statistics={}, matrix=weights)
@@ -131,7 +132,7 @@ class OneTile(_Formula):
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
         if grads.out is None:
-            return tiled.backward(problem, tiles, result, grads)
+            return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
         ops, dtype = problem.ops, problem.accumulator
         expands_square = self.may_expand_squares and _expands_square(problem)
         tile = _tile(problem, tiles, expands_square, with_vjp=True)
@@ -195,12 +196,14 @@ class _Tile:
 def _expands_square(problem: Problem) -> bool:
     """Whether a distance is computed as |q|^2 + |k|^2 - 2 q.k: a matrix product in place of a pass over all terms."""
     form = problem.form
+    # The VJP of the product does not pass through caps.
     if not isinstance(form, DistanceForm) or form.caps:
         return False
     pairs = math.prod(problem.score_shape.rows) * problem.score_shape.key_len
-    vectors, terms = sum(math.prod(x.shape[:-1]) for x in (form.query, form.key)), pairs * form.query.shape[-1]
-    fewest, limit = thresholds.ONE_TILE_DISTANCE
-    return pairs <= thresholds.TILE_SCORES and fewest < terms <= limit and pairs > vectors
+    # The norms of the vectors are extra work: with fewer pairs than vectors they cost more than the product saves.
+    vectors = sum(math.prod(x.shape[:-1]) for x in (form.query, form.key))
+    lower, upper = thresholds.ONE_TILE_DISTANCE
+    return pairs <= thresholds.TILE_SCORES and pairs > vectors and lower < pairs * form.query.shape[-1] <= upper
 
 
 def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: bool) -> _Tile:
@@ -365,7 +368,10 @@ def _weights(problem: Problem, tiles: TilePlan) -> tuple[Array, Array | None, Ar
 def _scores(
     ops: Backend, form: InnerForm | AdditiveForm | DistanceForm, unmasked: Array | None
 ) -> tuple[Array, FormPullback]:
-    """Return the scores (row, key) of a form, and their VJP, which maps the gradient 0 of a masked pair to 0."""
+    """Return the scores (row, key) of a form without biases and caps, and their VJP, which keeps masked pairs at 0.
+
+    The VJP of an array shared by all pairs has the axes that remain after its sum.
+    """
     query, key = form.query, form.key
     if isinstance(form, InnerForm):
         query = query * form.scale
@@ -418,7 +424,7 @@ def _sum_over_keys(x: Array) -> Array:
 def _weighted_sum(ops: Backend, unmasked: Array | None, weights: Array, x: Array) -> Array:
     """Return weights @ x, (row, dim), from `x` (row, key, dim) of unmasked pairs alone."""
 
-    # Products of slices: before slices of products XLA computes all products, from 16 keys on.
+    # Slices are multiplied: from 16 keys on, XLA would compute the whole product before it slices it.
     def term(j: int) -> Array:
         return _times(ops, None if unmasked is None else unmasked[:, j], weights[:, j], x[:, j])
 

@@ -140,7 +140,7 @@ def _is_unmasked(problem: Problem) -> bool:
 
 
 def _sdpa_inputs(problem: Problem, operands: dict[str, Array]) -> tuple[Array, Array, Array]:
-    """Return query, key and value for PyTorch, (batch, head, length, dim): views, unless leading axes are broadcast."""
+    """Return query, key and value for PyTorch, (batch, head, length, dim): views, unless axes are broadcast."""
     shape = problem.score_shape
     # Where every query head has keys or values of its own, both are expanded to all query heads.
     key_groups = 1 if all(operands[name].shape[-3] == 1 for name in ("key", "value")) else shape.groups

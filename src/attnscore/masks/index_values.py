@@ -183,7 +183,10 @@ def check_range(name: str, x: Any, highest: Any = None) -> None:
 def index_values_spec(
     name: str, x: Any, score_shape: ScoreShape, *, highest: Any = None, per_query: bool = False
 ) -> ShapeSpec:
-    """Return the shapes and values that fit: a number, or one per batch row (or query), within [0, highest]."""
+    """Return the shapes and values that fit: a number, or one per batch row (or query).
+
+    They are within [0, highest]; any whole numbers without `highest`.
+    """
     batch, query_len = score_shape.batch, score_shape.query_len
     allowed: list[tuple[Any, ...]] = [(), (1,), (batch,)]
     expected = f"({batch},)" if score_shape.has_batch else "a number"
@@ -196,7 +199,7 @@ def index_values_spec(
 
 
 def check_boolean(name: str, x: Any, *, numbers: bool = True) -> None:
-    """Raise MaskError unless `x` is boolean; with `numbers`, whole zeros and ones pass too."""
+    """Raise MaskError unless `x` is boolean; with `numbers`, as for padding masks, zeros and ones pass too."""
     values = backends.host(x)
     dtype = str(getattr(x, "dtype", None) or getattr(values, "dtype", "?")).removeprefix("torch.")
     dtype = dtype.removeprefix("<dtype: '").removesuffix("'>")
@@ -208,7 +211,7 @@ def check_boolean(name: str, x: Any, *, numbers: bool = True) -> None:
         return
     hint = "compare it: array > 0"
     if "float" in dtype:
-        # No bias in place of a padding mask: its shape would broadcast over other axes.
+        # A padding mask (batch, key) is no bias, which would broadcast it as (query, key).
         hint += " for one of 0 and 1; an additive mask of 0 and -inf " + (
             "is compared with 0: array == 0" if numbers else "is a bias: pass it as bias="
         )

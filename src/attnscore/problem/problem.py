@@ -211,7 +211,7 @@ def check_bias(ops: Backend, bias: Any, layout: AxisLayout, like: Array) -> Arra
     bias = check_extra(ops, "bias", bias, like)
     check_bias_shape(tuple(bias.shape), layout.score_shape)
     bias = layout.score_shape.to_canonical(ops, bias)
-    # With one row of unknown length, only the graph shows when it runs.
+    # Whether one row of unknown length is relative, or one for all queries, is only known when the graph runs.
     may_be_relative = bias.shape[-1] is None and bias.shape[-2] == 1
     return relative.expand_if_relative(ops, bias, layout.score_shape) if may_be_relative else bias
 

@@ -356,7 +356,7 @@ def check(score: Any, dim: int, key_dim: int) -> None:
 def widen(ops: Backend, *arrays: Array) -> tuple[Array, ...]:
     """Return the arrays in one dtype that can hold sums: the widest of theirs, at least float32."""
     dtypes = {*map(ops.dtype, arrays)}
-    if dtypes in _WIDE:  # half of the time, in each planned call that projects
+    if dtypes in _WIDE:  # in half the time: each planned call that projects comes here
         return arrays
     target = max(map(accumulator, dtypes), key=_WIDTHS.__getitem__)
     return arrays if dtypes == {target} else tuple(ops.astype(x, target) for x in arrays)

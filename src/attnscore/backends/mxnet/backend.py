@@ -146,7 +146,8 @@ class MxnetBackend(Backend):
 
     def matmul(self, a: Array, b: Array) -> Array:
         first, second = a.shape[:-2], b.shape[:-2]
-        # Gradients of a product that broadcasts are wrong for all but its first axis (1.9.1), and five axes broadcast.
+        # Gradients of a product that broadcasts are wrong for all but its first axis (1.9.1); only up to five axes
+        # broadcast.
         if first != second and (autograd.is_recording() or max(len(first), len(second)) > _MAX_AXES - 2):
             lead = np.broadcast_shapes(first, second)
             a, b = (self.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
@@ -181,7 +182,7 @@ class MxnetBackend(Backend):
             empty: Any = np.empty(x.shape)
             return self.zeros(empty.sum(axis=axis, keepdims=keepdims).shape, x)
         if isinstance(axis, tuple) and len(x.shape) > _MAX_AXES:
-            # One axis at a time: MXNet merges neighbouring axes, and the axes here alternate.
+            # MXNet's sum counts neighbouring axes as one, but no more than five after that: sum one axis at a time.
             for i in sorted((i % len(x.shape) for i in axis), reverse=True):
                 x = mx.np.sum(x, axis=i, keepdims=keepdims)
             return x

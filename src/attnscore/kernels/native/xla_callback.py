@@ -174,13 +174,13 @@ class HostCallback:
     kernel: Kernel
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
-        """Stage the forward; `tiles` are planned anew at each run."""
+        """Stage the forward; `tiles` are not read: a run plans its own, or repeats the plan of an earlier run."""
         return result_of(problem, self._stage(problem, output_shapes(problem), {}))
 
     def backward(
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> dict[str, Array]:
-        """Stage the backward; `tiles` are planned anew at each run."""
+        """Stage the backward; `tiles` are not read, as in `forward`."""
         operands = problem.operands()
         shapes = {name: (tuple(x.shape), problem.accumulator) for name, x in operands.items() if name in requested}
         return self._stage(problem, shapes, backward_inputs(problem, result, grads))

@@ -90,7 +90,7 @@ def tile_gradients(
     FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, RELATIVE: tl.constexpr, PRECISION: tl.constexpr,
     FULL: tl.constexpr = False, OF_KEYS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return `pair_scores` of a tile, weights after dropout, and gradients of the scores after and before the caps.
+    """Return raw scores (`pair_scores`) and dropped weights of a tile, and gradients of capped and of raw scores.
 
     `value` is (value_dim, N), or (N, value_dim) where the rows are keys (`OF_KEYS`); `grad_out` is (M, value_dim).
     `attends` are the pairs that the mask leaves, all where `FULL`; `row_numbers` are the `row_values` of `rows`.
@@ -196,11 +196,11 @@ def d_query(
                     attends = queries.live & keys.live
                 else:
                     attends = unmasked_in_interval(inputs.masking, interval, m, i, j, sizes)
-                raw, _, grad, ds = tile_gradients(
+                raw, _, grad, raw_grad = tile_gradients(
                     inputs, queries, keys, do, v, rows, row_numbers, attends, m, sizes, scale, slope,
                     FORM, FUNCTION, CAPS, RELATIVE, PRECISION, full,
                 )  # fmt: skip
-                ds = function_gradient(ds, raw, inputs.shared, m, FORM, DERIVATIVE)
+                ds = function_gradient(raw_grad, raw, inputs.shared, m, FORM, DERIVATIVE)
                 if grad_bias is not None:
                     store_bias_gradient(grad_bias, grad, attends, m, i, j)
                 if grad_query_bias is not None:
@@ -261,11 +261,11 @@ def d_key(
                 else:
                     attends = unmasked_in_any_interval(inputs.masking, m, i, j, sizes, INTERVALS)
                 row_numbers = row_values(rows, m.z, i, sizes.n_q)
-                raw, dropped, _, ds = tile_gradients(
+                raw, dropped, _, raw_grad = tile_gradients(
                     inputs, queries, keys, do, v, rows, row_numbers, attends, m, sizes, scale, slope,
                     FORM, FUNCTION, CAPS, RELATIVE, PRECISION, full, True,
                 )  # fmt: skip
-                ds = function_gradient(ds, raw, inputs.shared, m, FORM, DERIVATIVE)
+                ds = function_gradient(raw_grad, raw, inputs.shared, m, FORM, DERIVATIVE)
                 if not full or inputs.bias is not None:
                     do, is_bad = finite_of(do, is_bad)
                 acc_value = tl.dot(dropped.to(do.dtype), do, acc_value, input_precision=PRECISION)
@@ -292,12 +292,12 @@ def d_key(
 
 
 @triton.jit
-def tile_gradient(
+def load_and_differentiate_tile(
     inputs, grad_out, rows, m, tile, key_tile, sizes, scale, slope,
     FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr, RELATIVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return queries, keys, `pair_scores` of one tile of one matrix, and the gradients after and before the caps."""
+    """Return queries, keys and raw scores (`pair_scores`) of a tile, and gradients of capped and of raw scores."""
     i, j = (tile * BM + tl.arange(0, BM))[:, None], (key_tile * BN + tl.arange(0, BN))[None, :]
     d, dv = tl.arange(0, D), tl.arange(0, DV)
     queries = side_tile(side_of(inputs.query, m), i, d[None, :], sizes.n_q, sizes.dim, FORM)
@@ -307,11 +307,11 @@ def tile_gradient(
     attends = unmasked_in_any_interval(inputs.masking, m, i, j, sizes, INTERVALS)
     scale = scale_of(scale, inputs.scales, m, sizes)
     row_numbers = row_values(rows, m.z, i, sizes.n_q)
-    raw, _, grad, ds = tile_gradients(
+    raw, _, grad, raw_grad = tile_gradients(
         inputs, queries, keys, do, v, rows, row_numbers, attends, m, sizes, scale, slope,
         FORM, FUNCTION, CAPS, RELATIVE, PRECISION,
     )  # fmt: skip
-    return queries, keys, raw, grad, ds
+    return queries, keys, raw, grad, raw_grad
 
 
 @triton.jit
@@ -349,7 +349,7 @@ def d_bias(
     total = tl.zeros((BM, BN), tl.float32)
     for member in tl.range(0, members_of(all_batches, batches, kv_heads, group_count, sizes)):
         m = member_of(member, first_member, batches, kv_heads, group_count, sizes)
-        _, _, _, grad, _ = tile_gradient(
+        _, _, _, grad, _ = load_and_differentiate_tile(
             inputs, grad_out, rows, m, tile, key_tile, sizes, scale, slope,
             FORM, FUNCTION, CAPS, INTERVALS, False, BM, BN, D, DV, PRECISION,
         )  # fmt: skip
@@ -375,14 +375,17 @@ def d_relative_bias(
     FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradient of a relative bias over the pairs of each key - query, for every so many query tiles.
+    """Sum the gradient of a relative bias over the pairs of each key - query, for a share of the query tiles.
 
-    Each program adds to its own line of zeros, (share, matrix of the bias, key - query).
+    With S shares, a program takes the tiles share, share + S, share + 2 S, ..., and adds to its own line of zeros,
+    (share, matrix of the bias, key - query).
     """
+    RELATIVE: tl.constexpr = True
     inputs = with_types(inputs)
     share, bias_matrix = tl.program_id(0), tl.program_id(1)
     first_member = matrix_of(bias_matrix, kv_heads, group_count)
     line = grad_bias + (share * tl.num_programs(1) + bias_matrix).to(tl.int64) * (sizes.n_q + sizes.n_k - 1)
+    # A tile has BM + BN - 1 differences key - query; tl.arange takes powers of 2, so BM == BN.
     WIDTH: tl.constexpr = BM + BN
     w = tl.arange(0, WIDTH)
     # Entry w of a tile's line has the pairs whose key - query is w - (BM - 1), within the tile.
@@ -392,9 +395,9 @@ def d_relative_bias(
         for step in tl.range(0, tl.cdiv(tl.cdiv(sizes.n_q, BM) - share, tl.num_programs(0))):
             tile = share + step * tl.num_programs(0)
             for key_tile in tl.range(0, tl.cdiv(sizes.n_k, BN)):
-                _, _, _, grad, _ = tile_gradient(
+                _, _, _, grad, _ = load_and_differentiate_tile(
                     inputs, grad_out, rows, m, tile, key_tile, sizes, scale, slope,
-                    FORM, FUNCTION, CAPS, INTERVALS, True, BM, BN, D, DV, PRECISION,
+                    FORM, FUNCTION, CAPS, INTERVALS, RELATIVE, BM, BN, D, DV, PRECISION,
                 )  # fmt: skip
                 is_inside = (column >= 0) & (column < BN)
                 skewed = tl.gather(grad, tl.where(is_inside, column, 0), 1)
@@ -425,7 +428,7 @@ def d_parameter(
         visited = key_segments(inputs.masking, interval, m, tile, sizes, BM, BN, TESTED)
         first, last = tl.minimum(first, visited.any_start), tl.maximum(last, visited.any_stop)
     for key_tile in tl.range(first, last):
-        queries, keys, raw, _, ds = tile_gradient(
+        queries, keys, raw, _, ds = load_and_differentiate_tile(
             inputs, grad_out, rows, m, tile, key_tile, sizes, scale, slope,
             FORM, FUNCTION, CAPS, INTERVALS, RELATIVE, BM, BN, D, DV, PRECISION,
         )  # fmt: skip

@@ -185,9 +185,10 @@ class Operands:
         tiles = triton.cdiv(queries, tile.queries)
 
         def compute_ends() -> torch.Tensor:
+            # any_start, full_start, full_stop, any_stop
             tile_ends: torch.Tensor = masking.start.new_empty((count, ends_batch, tiles, 4))
             self.runner.run(
-                ranges.ends_of_tiles, (tiles, count, ends_batch), masking._replace(ends=tile_ends), tile_ends,
+                ranges.ends_of_tiles, (tiles, count, ends_batch), masking, tile_ends,
                 queries, tiles, TESTED=self.is_tested, BM=tile.queries, BN=tile.keys,
             )  # fmt: skip
             return tile_ends
@@ -603,7 +604,7 @@ class _Backward:
         self.gradients["bias"] = partial_sums.sum(axes, keepdim=True) if axes else partial_sums
 
     def d_sink(self, sink: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the sink: a score whose value is 0, so ds = p (0 - delta) without a product."""
+        """Return the gradient of the sink: the score of a key whose value vector is 0, so ds = p (0 - delta)."""
         rows = self.rows
         sink_score = sink.float().reshape(*sink.shape, 1, 1)
         log_p = online_softmax.log_weights(self.problem.ops, sink_score, rows.row_max, rows.log_denom)

@@ -104,12 +104,15 @@ def store_vectors(target, m, at, d, live, dim, x):
 
 @triton.jit
 def side_tile(side, at, d, n, dim, FORM: tl.constexpr, FULL: tl.constexpr = False):
-    """Return the `SideTile` of positions `at`, with channels `d`, which broadcast; `FULL`: all are below `n`."""
+    """Return the `SideTile` of positions `at`, whose vectors are loaded for a matrix product alone (`INNER`).
+
+    `at` and channels `d` are a column and a row, in either order. `FULL`: all positions are below `n`.
+    """
     live = at < n
     if FORM == INNER:
         return SideTile(side, at, live, vectors(side, at.to(tl.int64), d, True if FULL else live, dim))
     else:
-        return SideTile(side, at, live, live)
+        return SideTile(side, at, live, live)  # the last in place of vectors: no other form reads them
 
 
 @triton.jit
