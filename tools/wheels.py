@@ -385,10 +385,8 @@ class Row:
     error: str = ""
 
 
-def make_wheel(platform: Platform, abi: Abi, objects: Sequence[Path], pure: Path, folder: Path) -> Row:
-    """Build a wheel, check it and, where this machine can, try it."""
-    module = link_module(platform, abi, objects)
-    wheel = pack_wheel(pure, module, f"{abi.tag}-{platform.tag}", folder)
+def check_wheel(platform: Platform, abi: Abi, wheel: Path, module: Path) -> Row:
+    """Check a wheel and, where this machine can, try it."""
     row = Row(wheel.name, round(wheel.stat().st_size / 1e6, 2))
     try:
         if wheel.stat().st_size > MAX_BYTES:
@@ -436,17 +434,21 @@ def main(destination: str, *names: str) -> int:
     needed = {platform.tag for platform in PLATFORMS if platform.tag in names or not names}
     needed |= {platform.kernels for platform in PLATFORMS if platform.tag in needed and platform.kernels}
 
-    def make(platform: Platform, abi: Abi, objects: Sequence[Path]) -> Row:
+    def build(platform: Platform, abi: Abi, objects: Sequence[Path]) -> tuple[Path, Path]:
+        module = link_module(platform, abi, objects)
+        return pack_wheel(pure, module, f"{abi.tag}-{platform.tag}", folder), module
+
+    def check(platform: Platform, abi: Abi, built: Future[tuple[Path, Path]]) -> Row:
         try:
-            row = make_wheel(platform, abi, objects, pure, folder)
+            row = check_wheel(platform, abi, *built.result())
         except (RuntimeError, OSError) as error:
             row = Row(f"{abi.tag}-{platform.tag}", error=f"not built: {error}")
         says(f"{row.wheel}: {row.error or 'done'}")
         return row
 
-    # The checks of a wheel, ten minutes in an emulator, keep one core busy: the next kernels are compiled on the other.
-    made: list[Future[Row]] = []
-    with ThreadPoolExecutor(1) as beside:
+    # The checks of a wheel, four minutes in an emulator, keep one core busy: the next wheels are built on the other.
+    checked: list[Future[Row]] = []
+    with ThreadPoolExecutor(1) as builder, ThreadPoolExecutor(1) as checker:
         for platform in PLATFORMS:
             if platform.tag not in needed:
                 continue
@@ -456,8 +458,9 @@ def main(destination: str, *names: str) -> int:
                 rows += [Row(f"{abi.tag}-{platform.tag}", error=str(error)) for abi in ABIS]
                 continue
             says(f"compiled the kernels for {platform.tag}")
-            made += [beside.submit(make, platform, abi, objects) for abi in ABIS]
-    rows += [each.result() for each in made]
+            for abi in ABIS:
+                checked.append(checker.submit(check, platform, abi, builder.submit(build, platform, abi, objects)))
+    rows += [each.result() for each in checked]
     print_table(rows, folder)
     return sum(bool(row.error) for row in rows)
 
