@@ -77,7 +77,7 @@ class Mask(ABC):
         return IntervalSet(interval_set.start[..., rows], interval_set.stop[..., rows])
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        """Raise MaskError when the mask does not fit `score_shape`; by default, when its `shapes` do not."""
+        """Raise MaskError when the mask does not fit `score_shape`; by default, when one of its `shapes` does not."""
         for spec in self.shapes(score_shape):
             spec.check_values(spec.name, spec.array)
             spec.check()
@@ -103,7 +103,7 @@ class Mask(ABC):
 
     @final
     def materialize(self, query_len: int, key_len: int, batch: int = 1) -> HostArray:
-        """Return the boolean array (batch, query, key), with an axis of heads where the mask has one. O(n^2) memory.
+        """Return the boolean array (batch, query, key), or (batch, head, query, key) for several heads. O(n^2) memory.
 
         Examples
         --------
@@ -116,6 +116,7 @@ class Mask(ABC):
         ops, score_shape = backends.load("numpy"), self.checked_shape(query_len, key_len, batch)
         rows, cols = np.arange(query_len)[:, None], np.arange(key_len)[None, :]
         heads = score_shape.heads
+        # On the canonical axes; outside of a call each head is a KV head with a group of 1.
         full = np.broadcast_to(self.visible(ops, score_shape, rows, cols), (batch, heads, 1, query_len, key_len))
         return np.array(full[:, :, 0] if heads > 1 else full[:, 0, 0])
 
@@ -147,7 +148,7 @@ class Mask(ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={_field_repr(x)}' for name, x in changed.items())})"
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays of the mask and of its parts, under the names that messages use."""
+        """Return the arrays of the mask and of its parts under the names in messages; a repeated name is numbered."""
         arrays: dict[str, Array] = {}
         for name, value in self._fields().items():
             if isinstance(value, Mask):
@@ -191,6 +192,7 @@ class Mask(ABC):
     __array_ufunc__ = None
 
     def __rand__(self, other: object) -> Mask:
+        # Python comes here only where the left operand is no mask: the check raises.
         check_is_mask(other)
         return NotImplemented
 
@@ -253,7 +255,7 @@ class _RowwiseMask(IntervalSetMask):
 class IntervalMask(_RowwiseMask):
     """Interface of masks that are one interval of keys a query, whatever their numbers are: `ends` returns it.
 
-    Kernels skip tiles by it, in programs whose numbers are known only when they run too.
+    Kernels skip tiles by it, also in programs whose numbers are known only when they run.
 
     Examples
     --------
@@ -291,10 +293,11 @@ class IntervalMask(_RowwiseMask):
         if any(x is None for x in values):
             return None
         mask = cast(IntervalMask, self.with_leaves(iter(values)))
+        # A batch of 1 may stand for inputs without that axis, where ``lens`` may be (query,).
         score_shape = ScoreShape((batch,), 1, 1, query_len, key_len, has_batch=batch != 1, has_heads=False)
         start, stop = mask.ends(backends.load("numpy"), score_shape, rows[None])
         start, stop = (bound if end is None else end for end, bound in ((start, 0), (stop, key_len)))
-        start, stop, _ = np.broadcast_arrays(start, stop, rows[None])
+        start, stop, _ = np.broadcast_arrays(start, stop, rows[None])  # (batch or 1, rows)
         start, stop = (np.clip(end, 0, key_len).astype(np.int64, copy=False) for end in (start, stop))
         return IntervalSet.of((start, np.maximum(start, stop)))
 
@@ -306,7 +309,7 @@ def inside(ops: Backend, score_shape: ScoreShape, ends: Ends, cols: Array) -> Ar
         for end in ends
     )
     bounds = [*([] if start is None else [cols >= start]), *([] if stop is None else [cols < stop])]
-    return reduce(ops.logical_and, bounds) if bounds else cols >= 0
+    return reduce(ops.logical_and, bounds) if bounds else cols >= 0  # without bounds: all keys
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -287,11 +287,12 @@ class Documents(Mask):
         if query_ids is None or key_ids is None:
             return None
         query_ids, key_ids = np.atleast_2d(query_ids), np.atleast_2d(key_ids)
-        if len(query_ids) == 0 or len(key_ids) == 0:
+        if len(query_ids) == 0 or len(key_ids) == 0:  # an empty batch
             empty = np.zeros((0, query_len), np.int64)
             return empty, empty
         rows = []
         for b in range(max(len(query_ids), len(key_ids))):
+            # The remainder is 0 for ids that all batch rows share.
             row = document_intervals(query_ids[b % len(query_ids)], key_ids[b % len(key_ids)])
             if row is None:
                 return None
@@ -380,12 +381,12 @@ class Packed(IntervalMask):
     def ends(self, ops: Backend, score_shape: ScoreShape, rows: Array) -> Ends:
         cu_query, cu_key = (ops.astype(ops.asarray(cu, rows), "int64") for cu in self.cumulative)
         query = ops.reshape(rows, (-1,))
-        # A query's sequence: the number of ends up to it. After the last one, a sequence begins and ends at the end.
+        # The number of sequences that end at or before a query is the index of its sequence. Queries behind the last
+        # sequence get an empty one, which starts and stops at the last cumulative length.
         sequence = ops.searchsorted(cu_query[1:], query)
-        (query_start, start), (query_stop, stop) = (
-            [ops.take(end, sequence, 0) for end in ends]
-            for ends in ((cu_query, cu_key), [ops.concat([cu[1:], cu[-1:]], 0) for cu in (cu_query, cu_key)])
-        )
+        stops = [ops.concat([cu[1:], cu[-1:]], 0) for cu in (cu_query, cu_key)]
+        query_start, start = (ops.take(x, sequence, 0) for x in (cu_query, cu_key))
+        query_stop, stop = (ops.take(x, sequence, 0) for x in stops)
         centre = query + (stop - query_stop if self.align == "bottom_right" else start - query_start)
         first, last = window_ends(centre, self.left, self.right)
         start = start if first is None else ops.maximum(start, first)
@@ -398,6 +399,7 @@ class Packed(IntervalMask):
         check_shapes(self, score_shape)
         cu_query = check_cumulative("cu_query", self.cu_query, score_shape.query_len)
         if self.cu_key is None:
+            # `cu_query` counts keys too, so no window needs an alignment.
             check_cumulative("cu_query", self.cu_query, score_shape.key_len)
             if sizes_of(self.cu_query) == (1,) and 0 not in (score_shape.query_len, score_shape.key_len):
                 hint = "of lengths, numpy.cumsum([0, *lengths])"
@@ -408,14 +410,17 @@ class Packed(IntervalMask):
             check_same_lengths(cu_query, cu_key)
 
     def check_with(self, other: Mask, score_shape: ScoreShape) -> None:
-        """Refuse `other` where its diagonal in the whole arrays is not the diagonal of each sequence."""
+        """Refuse `other` where its diagonal in the whole arrays is not the diagonal of each sequence.
+
+        With `cu_query` alone it always is; with an offset, `other` says that it counts in the whole arrays.
+        """
         if self.cu_key is None or not isinstance(other, _DiagonalMask) or other.offset is not None:
             return
         cu_query, cu_key = map(host_ints, self.cumulative)
         if cu_query is not None and cu_key is not None:
             offset = other.diagonal(backends.load("numpy"), score_shape, np.zeros((), np.int64))
-            # Offset key - query at the start and at the end of each sequence, for the two alignments. Where `other`
-            # has no alignment, the arrays are equally long, and both offsets must agree.
+            # key - query at the start and at the end of each sequence, for the two alignments. Without one, `other` has
+            # as many queries as keys and means both.
             differences = {"top_left": (cu_key - cu_query)[:-1], "bottom_right": (cu_key - cu_query)[1:]}
             is_empty = (np.diff(cu_query) == 0) | (np.diff(cu_key) == 0)
             offsets = differences.values() if other.align is None else [differences[other.align]]
@@ -473,7 +478,7 @@ class Neighbours(Mask):
         if table is None:
             return self
         mask = Neighbours(*table.arrays)
-        # A table may be too large for the cache.
+        # The mask keeps its table, which may be too large for the cache.
         mask.__dict__["_table"] = table
         return mask
 
@@ -481,6 +486,7 @@ class Neighbours(Mask):
         key_len, table = score_shape.key_len, None
         if not is_unknown(key_len):
             table = self.table(key_len)
+        # Codes have to fit into the positions' dtype: JAX has 32 bits by default.
         if table is not None and (ops.dtype(rows) == "int64" or len(table.lens) * key_len < 2**31):
             codes = ops.asarray(table.codes, rows)
             pairs = rows * key_len + cols
@@ -499,9 +505,9 @@ class Neighbours(Mask):
         return ops.matmul(ops.astype(begins, "float32"), ops.astype(ends, "float32")) > 0
 
     def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
-        # As traced arrays the host could no longer read them.
-        is_known = backends.host(self.indptr) is not None and backends.host(self.indices) is not None
-        return self if is_known else super().map_leaves(change)
+        # Arrays that the host can read are no leaves: it could no longer read them as traced arrays.
+        is_readable = backends.host(self.indptr) is not None and backends.host(self.indices) is not None
+        return self if is_readable else super().map_leaves(change)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_shapes(self, score_shape)
@@ -509,16 +515,17 @@ class Neighbours(Mask):
             check_cumulative("indptr", self.indptr, None)
             check_whole("indices", self.indices)
         else:
-            self.table(score_shape.key_len)
+            self.table(score_shape.key_len)  # checks the arrays
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:
         queries = score_shape.query_len
+        # To an unknown number, which may be None, nothing can be added: any length fits.
         ends = sizes_of(self.indptr)[0] if is_unknown(queries) and sizes_of(self.indptr) else queries + 1
-        count = sizes_of(self.indices)[:1] or (0,)
+        any_length = sizes_of(self.indices)[:1] or (0,)
         # As in `Packed.shapes`, an empty array fits no shape.
         return [
             ShapeSpec("indptr", self.indptr, f"shape (query + 1,) = ({ends},)", [(ends,)] if ends != 0 else []),
-            ShapeSpec("indices", self.indices, "shape (edges,)", [count]),
+            ShapeSpec("indices", self.indices, "shape (edges,)", [any_length]),
         ]
 
 
@@ -576,12 +583,14 @@ def _dense(mask: Any, score_shape: ScoreShape) -> Mask:
     """Return a bare boolean array as a mask."""
     if isinstance(mask, type) or not (backends.is_array(mask) or isinstance(mask, (list, tuple))):
         hint = f"{mask.__name__}() makes a mask" if isinstance(mask, type) else "for example attnscore.Causal()"
+        # Operators make the first three: And, Or and Not.
         if isinstance(mask, str) and (name := closest(mask, [kind.__name__ for kind in BUILTIN[3:]])):
             hint = f"did you mean attnscore.{name}(...)?"
         raise MaskError(message("mask", "a mask object or a boolean array", shown(mask), hint=hint))
     shape = shape_of(mask)
     batch, query_len, key_len = score_shape.batch, score_shape.query_len, score_shape.key_len
     is_per_key = len(shape) == 2 and score_shape.has_batch and all(map(may_equal, shape, (batch, key_len)))
+    # With one row, (batch, key) and (query, key) mask the same pairs.
     if is_per_key and 1 not in (batch, shape[0]):
         if may_equal(shape[0], query_len) or is_unknown(batch):
             expected = "an array whose meaning is clear"

@@ -71,7 +71,7 @@ class CachedMask(IntervalSetMask):
         return self.text
 
 
-_CACHE: BoundedCache[CachedMask | None] = BoundedCache(256, thresholds.ALL_CACHED_INTERVALS)
+_CACHE: BoundedCache[CachedMask | None] = BoundedCache(maxsize=256, max_weight=thresholds.ALL_CACHED_INTERVALS)
 
 
 def cached_mask(mask: Mask, ops: Backend, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask:
@@ -109,7 +109,7 @@ def intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
 
 
 def _max_intervals(score_shape: ScoreShape) -> int:
-    """Return the largest number of intervals of a cached mask, which is its weight in the cache."""
+    """Return how many intervals a cached mask may have, its weight in the cache: at least one for each query."""
     limit = thresholds.CACHED_MASK_INTERVALS
     return limit if score_shape.batch * score_shape.query_len <= limit else thresholds.CACHED_MASK_ROWS
 

@@ -66,7 +66,10 @@ class _Reader:
     def _rebuild(
         self, value: Any, parts: Iterable[Any], rebuild: Callable[[Sequence[Any]], Any], *constants: Hashable
     ) -> Snapshot:
-        """Return ``rebuild(parts)`` of the parts as they are now; `value` itself where none of them is copied."""
+        """Return ``rebuild(parts)`` of the parts as they are now; `value` itself where none of them is copied.
+
+        `constants`, the keys of a dictionary, join the key.
+        """
         parts = list(parts)
         snapshots = [self.read(x) for x in parts]
         keys = tuple(x.key for x in snapshots)
@@ -90,7 +93,7 @@ class _Reader:
         current, key = self.read(parts)
         key = None if key is None else (code, key)
         if current is parts:
-            self.functions[id(function)] = Snapshot(function, number)  # the copy stays empty
+            self.functions[id(function)] = Snapshot(function, number)  # the empty copy is dropped
             return Snapshot(function, key)
         contents, values, copy.__defaults__, copy.__kwdefaults__ = current
         scope.update(values)
@@ -100,7 +103,7 @@ class _Reader:
 
 
 def _contents(function: FunctionType) -> Iterator[Any]:
-    """Yield the values of the variables of a closure, or the cell itself of one without a value yet."""
+    """Yield the values of the variables of a closure; for a variable without a value yet, its cell."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -137,11 +140,12 @@ def _is_of_library(x: Any) -> bool:
     if isinstance(x, ModuleType):
         name = x.__name__
     elif isinstance(x, BuiltinFunctionType):
-        # A method of an array is one, too.
+        # A method of an array has this type too, and reads the array.
         return x.__self__ is None or isinstance(x.__self__, ModuleType)
     elif isinstance(x, np.ufunc):
         return True
     elif isinstance(x, (FunctionType, type)) or type(x).__module__.startswith("jaxlib"):
+        # The functions of jax.jit, of a type of jaxlib, have the module of the Python function that they compile.
         name = str(x.__module__)
     else:
         return False

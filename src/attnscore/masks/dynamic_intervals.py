@@ -67,7 +67,7 @@ def _max_intervals(mask: Mask) -> int | None:
 
 
 def traced_lens(ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask | None) -> Array | None:
-    """Return the valid lengths that are the whole mask, (batch or 1, query or 1), of any values; None for others."""
+    """Return the lengths, (batch or 1, query or 1), not clamped, of a mask that is `ValidLens` alone; else None."""
     if type(mask) is not ValidLens or mask.lens is None or mask.query_lens is not None:
         return None
     return by_row(ops, score_shape, mask.lens, like, per_query=True)
@@ -108,7 +108,7 @@ class _Tracer:
         if intervals is not None:
             if intervals.single is not None:
                 return _IntervalWithHoles(self._constant(intervals.single))
-            if mask.is_array:
+            if mask.is_array:  # kernels read the array in less time
                 return None
             ends, *holes = (self._constant(pair) for pair in zip(*intervals.with_holes, strict=True))
             return _IntervalWithHoles(ends, tuple(holes))
@@ -137,7 +137,7 @@ class _Tracer:
 
         def to_shard(ends: Ends) -> Ends:
             start, stop = (end if end.shape[-1] == 1 else ops.take(end, rows, -1) for end in tracer._clamp(ends))
-            # As many keys of the shard are before the end.
+            # The number of keys of the shard before each end.
             start, stop = (
                 ops.reshape(ops.searchsorted(cols, ops.reshape(end, (-1,)) - 1), end.shape) for end in (start, stop)
             )
@@ -169,6 +169,7 @@ class _Tracer:
         ops = self.ops
         pairs = [self._clamp(pair) for pair in (intervals.ends, *intervals.holes)]
         batches = {end.shape[0] for pair in pairs for end in pair}
+        # An axis of length 1 broadcasts to an empty batch too.
         shape = (0 if 0 in batches else max(batches), self.score_shape.query_len)
         start, stop = ([ops.broadcast_to(pair[i], shape) for pair in pairs] for i in (0, 1))
         if not intervals.holes:
@@ -180,7 +181,7 @@ class _Tracer:
         """Return a mask that is one interval a query."""
         rows = self.ops.reshape(self.ops.positions(0, self.score_shape.query_len, self.like), (1, -1))
         ends = mask.ends(self.ops, self.score_shape, rows)
-        # As arrays, where an end is None or a number.
+        # An end that is None or a number becomes an array.
         start, stop = (
             bound if end is None else end if getattr(end, "shape", ()) else bound * 0 + end
             for end, bound in zip(ends, self._all_keys(), strict=True)

@@ -53,6 +53,7 @@ class EvaluatedFunction(Mask):
         captured = [ops.asarray(x, rows) for x in self.captured]
         visible = self._call(ops, index, captured, (score_shape.batch, heads, rows.shape[0], cols.shape[1]), rows)
         batch, head, *block = ops.shape(visible)
+        # The function's axis of query heads becomes two: KV heads, and the group that shares one.
         split = (1, 1) if may_equal(head, 1) else (score_shape.heads, score_shape.groups)
         return ops.reshape(visible, (batch, *(1,) * (len(score_shape.lead) - 1), *split, *block))
 
@@ -161,18 +162,19 @@ class MaskFunction(IntervalSetMask, EvaluatedFunction):
             interval_set = _search(evaluated, ops, heads, *lengths)
             return None if interval_set is None else CachedMask(*interval_set.ends, text)
 
+        # The text is part of the key, because the cached mask shows it.
         key = None if key is None else (ops.name, heads, *lengths, text, key)
         intervals = _INTERVALS.get_or_compute(key, search, weight=query_len * batch)
         return evaluated if intervals is None else intervals
 
 
-_INTERVALS: BoundedCache[CachedMask | None] = BoundedCache(256, thresholds.ALL_FUNCTION_ROWS)
+_INTERVALS: BoundedCache[CachedMask | None] = BoundedCache(maxsize=256, max_weight=thresholds.ALL_FUNCTION_ROWS)
 
 
 def _search(
     mask: EvaluatedFunction, ops: Backend, heads: int, query_len: int, key_len: int, batch: int
 ) -> IntervalSet | None:
-    """Return the intervals, by evaluating all pairs; None if too many, of each head, or not evaluable on the host."""
+    """Evaluate all pairs, return the intervals; None if there are too many, heads differ, or the host cannot do it."""
     captured = [_on_host(ops, x) for x in mask.captured]
     if any(x is None for x in captured):
         return None

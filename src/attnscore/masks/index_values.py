@@ -46,17 +46,20 @@ def lens_per_query(lens: HostArray, query_len: int, batch: int) -> HostArray:
 
 
 def document_intervals(query_ids: HostArray, key_ids: HostArray) -> tuple[HostArray, HostArray] | None:
-    """Return the interval of keys with each query's id, empty without such keys; None when they are not contiguous."""
+    """Return the interval of keys with each query's id, None where one is not contiguous.
+
+    It is empty for ids without keys, and for negative ids: padding.
+    """
     ids, inverse = np.unique(query_ids, return_inverse=True)
     start, stop = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
-    unique_key_ids, first, count = np.unique(key_ids, return_index=True, return_counts=True)
-    last = len(key_ids) - np.unique(key_ids[::-1], return_index=True)[1]
+    unique_key_ids, key_start, count = np.unique(key_ids, return_index=True, return_counts=True)
+    key_stop = len(key_ids) - np.unique(key_ids[::-1], return_index=True)[1]
     for i, (query_id, k) in enumerate(zip(ids, np.searchsorted(unique_key_ids, ids), strict=True)):
         if query_id < 0 or k == len(unique_key_ids) or unique_key_ids[k] != query_id:
             continue
-        if last[k] - first[k] != count[k]:
+        if key_stop[k] - key_start[k] != count[k]:
             return None
-        start[i], stop[i] = first[k], last[k]
+        start[i], stop[i] = key_start[k], key_stop[k]
     return start[inverse.reshape(-1)], stop[inverse.reshape(-1)]
 
 
@@ -70,7 +73,7 @@ def id_arrays(ops: Backend, ids: tuple[Any, ...], like: Array) -> list[Array]:
     """Return ids of queries and ids of keys, (batch or 1, length) each."""
     values = [x for x in map(host_ints, ids) if x is not None]
     if len(values) == 2 and any(np.abs(x).max(initial=0) >= 2**31 for x in values):
-        # Numbered anew, as JAX has no integers above 32 bits by default.
+        # Large ids are replaced by small ones, as JAX has no integers above 32 bits by default.
         unique_ids = np.unique(np.append(*values))
         ids = tuple(np.where(x < 0, -1, np.searchsorted(unique_ids, x)) for x in values)
     arrays = (ops.astype(ops.asarray(x, like), "int64") for x in ids)
@@ -202,7 +205,7 @@ def check_boolean(name: str, x: Any, *, numbers: bool = True) -> None:
     """Raise MaskError unless `x` is boolean; with `numbers`, as for padding masks, zeros and ones pass too."""
     values = backends.host(x)
     dtype = str(getattr(x, "dtype", None) or getattr(values, "dtype", "?")).removeprefix("torch.")
-    dtype = dtype.removeprefix("<dtype: '").removesuffix("'>")
+    dtype = dtype.removeprefix("<dtype: '").removesuffix("'>")  # TensorFlow's text
     if "bool" in dtype:
         return
     if values is not None and values.dtype.kind == "O":

@@ -57,7 +57,7 @@ class IntervalSet:
             return start[0], stop[0]
         nonempty = stop > start
         last = np.where(nonempty, stop, 0).max(axis=0)
-        first, last = start[0], np.maximum(start[0], last)
+        first, last = start[0], np.maximum(start[0], last)  # empty for a fully masked query
         return (
             np.concatenate([first[None], stop[:-1]]),
             np.concatenate([last[None], np.where(nonempty[1:], start[1:], stop[:-1])]),
@@ -122,7 +122,8 @@ def normalize(start: HostArray, stop: HostArray, key_len: int) -> IntervalSet:
     begins[1:] = start[1:] > reach[:-1]
     run = np.cumsum(begins, axis=0) - 1
     first, last = np.full_like(start, key_len), np.full_like(stop, key_len)
-    # The last write stays: of the starts of a run that is the first one, of its ends the last one.
+    # Of several writes the last one stays. Stops are written in order, so a run gets its last stop; starts in reverse
+    # order, so a run gets its first start.
     for k in range(len(start)):
         np.put_along_axis(last, run[k : k + 1], reach[k : k + 1], 0)
         back = len(start) - 1 - k

@@ -48,6 +48,8 @@ def staged_reasons(
     if not ops.custom_calls():
         functions = [mask for part in evaluated for mask in atoms_of(part) if _is_custom_code(mask)]
         return [f"a function that NumPy cannot call while a graph runs: {mask!r}" for mask in functions]
+    # A mask is evaluated by chunks of queries. Dropout depends on a chunk's place in the call, which a custom call does
+    # not pass.
     if not has_dropout:
         return []
     _, evaluated = partition_staged(ops, score_shape, like, all_of(evaluated))

@@ -24,7 +24,7 @@ class _Graph:
     key_len: int
 
     def __hash__(self) -> int:
-        # A digest of all entries would take longer than comparing them, which a hit does.
+        # Of samples alone: `__eq__` compares all entries, in less time than a digest of them takes.
         samples = (x.reshape(-1)[:: max(1, x.size // 16)].tobytes() for x in self.arrays)
         return hash((self.key_len, *(x.shape for x in self.arrays), *samples))
 
@@ -98,7 +98,7 @@ class NeighbourTable:
 
     @cached_property
     def codes(self) -> HostArray:
-        """``query * key_len + key`` of all edges in rising order, after -1."""
+        """-1, then ``query * key_len + key`` of all edges in rising order."""
         keys = self.arrays[1].astype(np.int64, copy=False)
         return np.append(-1, np.sort(self.rows * self.key_len + keys))
 
@@ -109,4 +109,4 @@ class NeighbourTable:
         return indices
 
 
-_TABLES: BoundedCache[NeighbourTable] = BoundedCache(16, thresholds.ALL_CACHED_EDGES)
+_TABLES: BoundedCache[NeighbourTable] = BoundedCache(maxsize=16, max_weight=thresholds.ALL_CACHED_EDGES)

@@ -49,15 +49,16 @@ class Sharded(CompoundMask, IntervalSetMask):
         inside = ops.logical_and(rows < self.query_len, cols < self.key_len)
         if self.mask is None:
             return inside
-        ends = ((rows, self.query_len), (cols, self.key_len))
-        rows, cols = (ops.minimum(x, ops.full((), length - 1, x)) for x, length in ends)
+        # `mask` has no padding positions: there it is evaluated at the last position.
+        limits = ((rows, self.query_len), (cols, self.key_len))
+        rows, cols = (ops.minimum(x, ops.full((), length - 1, x)) for x, length in limits)
         return ops.logical_and(inside, self.mask.visible(ops, self.part_shape(score_shape), rows, cols))
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         rows, cols = backends.host(self.rows), backends.host(self.cols)
         if rows is None or cols is None:
             return None
-        if self.mask is None or not self.query_len:
+        if self.mask is None or not self.query_len:  # without queries all rows are padding
             zero = np.zeros((1, 1, len(rows)), np.int64)
             intervals: IntervalSet | None = IntervalSet(zero, zero + self.key_len)
         else:
