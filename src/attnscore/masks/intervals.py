@@ -75,7 +75,7 @@ class IntervalSet:
     def complement(self, key_len: int) -> IntervalSet:
         """Return the keys that are not in the set."""
         zero, is_empty = np.zeros((1, *self.start.shape[1:]), np.int64), self.stop <= self.start
-        # Empty intervals may stand anywhere: behind all others, they bound no hole.
+        # Empty intervals may start at any key. Moved behind the last key, they bound no hole.
         start, stop = (np.where(is_empty, key_len, x) for x in (self.start, self.stop))
         return normalize(np.concatenate([zero, stop]), np.concatenate([start, zero + key_len]), key_len)
 

@@ -46,10 +46,11 @@ def staged_reasons(
     """Return why a CPU kernel cannot run in a staged program under the part of a mask that is not `intervals`."""
     evaluated = without_interval_parts(ops, score_shape, like, remaining, intervals)
     if not ops.custom_calls():
+        # The program calls back into Python, which evaluates the mask in NumPy.
         functions = [mask for part in evaluated for mask in atoms_of(part) if _is_custom_code(mask)]
         return [f"a function that NumPy cannot call while a graph runs: {mask!r}" for mask in functions]
-    # A mask is evaluated by chunks of queries. Dropout depends on a chunk's place in the call, which a custom call does
-    # not pass.
+    # The program evaluates the mask by chunks of queries. Dropout depends on the place of a chunk, which a custom call
+    # does not pass.
     if not has_dropout:
         return []
     _, evaluated = partition_staged(ops, score_shape, like, all_of(evaluated))

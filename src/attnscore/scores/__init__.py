@@ -156,6 +156,7 @@ def resolve(score: Any) -> Any:
     """Return `score`, an object or a registered name, as a score object; wrappers with their inner score resolved."""
     if isinstance(score, str):
         score = _from_name(score)
+    # PyTorch's tensors have a method tile too.
     if isinstance(score, type) or backends.is_array(score) or not callable(getattr(score, "tile", None)):
         hint = f"{score.__name__}(...) makes one" if isinstance(score, type) else None
         expected = "a registered name or a score object with a method tile"
@@ -163,7 +164,7 @@ def resolve(score: Any) -> Any:
     if isinstance(score, Wrapper):
         inner = resolve(score.score)
         if inner is not score.score:
-            return dataclasses.replace(score, score=inner)  # type: ignore[type-var]  # every concrete wrapper is one
+            return dataclasses.replace(score, score=inner)  # type: ignore[type-var]  # wrappers are dataclasses
     if isinstance(score, Combination):
         terms = tuple(map(resolve, score.scores))
         if any(new is not old for new, old in zip(terms, score.scores, strict=True)):

@@ -12,7 +12,7 @@ from attnscore.base.arguments import check_choice, check_number
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise function and its derivative, given input and output; equal to one of the same name and number."""
+    """An elementwise function, and its derivative as a function of input and output; name and slope decide equality."""
 
     name: str
     value: Callable[[Backend, Array], Array] = field(compare=False)

@@ -71,15 +71,16 @@ class Additive(Score):
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         w_v = per_head(ops, "w_v", self.w_v, query, key, 1)
         a, b, w = widen(ops, *self._sides(ops, query, key), w_v)
+        # Raises where the dtype of sums cannot hold the slope.
         check_held("negative_slope", self.negative_slope, ops.dtype(a), float(self.negative_slope))
         return AdditiveForm(a, b, w, activation(self.activation, self.negative_slope))
 
     def project_query(self, ops: Backend, query: Array) -> Array:
-        """Return the query of `lower`, for parameters of all heads."""
+        """Return the query of `lower`, for parameters that all heads share."""
         return _project_query(ops, query, self.W_q, self.bias)
 
     def project_key(self, ops: Backend, key: Array) -> Array:
-        """Return the key of `lower`, for parameters of all heads."""
+        """Return the key of `lower`, for parameters that all heads share."""
         return _project(ops, key, self.W_k)
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
@@ -131,11 +132,11 @@ class Additive(Score):
         hidden = int(self.w_v.shape[-1])
         sides = ((self.W_q, query_len * dim), (self.W_k, key_len * key_dim))
         project = 2 * hidden * sum(entries for weight, entries in sides if weight is not None)
-        # add, activation, multiply-add
+        # 4 for each hidden unit of a pair: the sum, its activation, a multiplication by w_v, an addition.
         return project + 4 * query_len * key_len * hidden
 
     def _sides(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
-        """Return query and key projected, the bias added to the query; non-finite rows propagate to no parameter."""
+        """Return query and key projected, the bias added to the query; non-finite rows give parameters no gradient."""
         W_q, W_k = (
             None if weight is None else per_head(ops, name, weight, query, key, 2)
             for name, weight in (("W_q", self.W_q), ("W_k", self.W_k))
@@ -145,7 +146,7 @@ class Additive(Score):
 
 
 def _project_query(ops: Backend, query: Array, weight: Array | None, bias: Array | None) -> Array:
-    """Return W_q q + bias, without what is None; rows that are not finite propagate to no parameter."""
+    """Return W_q q + bias, without the one that is None; rows that are not finite give parameters no gradient."""
     if bias is None:
         return _project(ops, query, weight)
 
@@ -161,7 +162,7 @@ def _project_query(ops: Backend, query: Array, weight: Array | None, bias: Array
 
 
 def _project(ops: Backend, x: Array, weight: Array | None) -> Array:
-    """Return W x, `x` itself where the weight is None; rows that are not finite propagate to no parameter."""
+    """Return W x, `x` itself where the weight is None; rows that are not finite give it no gradient."""
     if weight is None:
         return x
     x, weight = widen(ops, x, weight)

@@ -142,7 +142,7 @@ class Wrapper(Score):
     @final
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Any]:
         key, inner = prepare_keys(ops, self.score, key)
-        return key, dataclasses.replace(self, score=inner)  # type: ignore[type-var]  # every concrete wrapper is one
+        return key, dataclasses.replace(self, score=inner)  # type: ignore[type-var]  # wrappers are dataclasses
 
     @final
     def check(self, dim: int, key_dim: int) -> None:
@@ -289,7 +289,7 @@ def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
         if dataclasses.is_dataclass(part):
             continue
         values = [*getattr(part, "__dict__", {}).values()]
-        # A module has its parameters in a dictionary.
+        # PyTorch's modules hold their parameters in a dictionary among their attributes.
         values += [x for each in values if isinstance(each, dict) for x in each.values()]
         values = [x for x in values if backends.is_array(x) and backends.of_type(type(x)) is ops]
         if values and ops.needs_grad(*values):
@@ -356,7 +356,8 @@ def check(score: Any, dim: int, key_dim: int) -> None:
 def widen(ops: Backend, *arrays: Array) -> tuple[Array, ...]:
     """Return the arrays in one dtype that can hold sums: the widest of theirs, at least float32."""
     dtypes = {*map(ops.dtype, arrays)}
-    if dtypes in _WIDE:  # in half the time: each planned call that projects comes here
+    # This exit halves the time of `widen`, which each planned call with a projection calls.
+    if dtypes in _WIDE:
         return arrays
     target = max(map(accumulator, dtypes), key=_WIDTHS.__getitem__)
     return arrays if dtypes == {target} else tuple(ops.astype(x, target) for x in arrays)
@@ -367,7 +368,9 @@ _WIDE = ({"float32"}, {"float64"})
 
 
 def per_head(ops: Backend, name: str, x: Array, query: Array | None, key: Array, axes: int) -> Array:
-    """Return a parameter (heads, ...) as (head, group, ...); one with `axes` axes, shared by all heads, as it is.
+    """Return a parameter of each query head or KV head, (heads, ...), as (head, group or 1, ...).
+
+    One with `axes` axes, which all heads share, stays as it is.
 
     Before there is a query, the parameter's own axis gives the number of query heads.
     """
@@ -399,6 +402,7 @@ def multiplied(ops: Backend, form: Form, factor: Array) -> Form:
     """
     if not form.caps and isinstance(form, InnerForm):
         query, factor = widen(ops, form.query, factor)
+        # All arrays but the keys: s = scale q . k + biases.
         sides = {name: x for name, x in {**form.arrays(), "query": query}.items() if name != "key"}
         return form.with_arrays(
             {name: with_nonfinite_rows_isolated(ops, x, lambda x: x * factor) for name, x in sides.items()}

@@ -54,16 +54,16 @@ class Bilinear(Score):
         return InnerForm(projected(ops, query, weight), key)
 
     def project_query(self, ops: Backend, query: Array) -> Array:
-        """Return the query of `lower` where it computes that, for a W of all heads."""
+        """Return the query of `lower` where W is applied to queries, for a W that all heads share."""
         return projected(ops, *widen(ops, query, self.W))
 
     def project_key(self, ops: Backend, key: Array) -> Array:
-        """Return the key of `lower` where it computes that, for a W of all heads."""
+        """Return the key of `lower` where W is applied to keys, for a W that all heads share."""
         key, weight = widen(ops, key, self.W)
         return projected(ops, key, ops.matrix_transpose(weight))
 
     def _projects_key(self, query: Array, key: Array) -> bool:
-        """Return whether W is applied to the keys: not a W of each head, nor where a size is not known."""
+        """Return whether `lower` applies W to the keys: never a W for each head, nor where a size is unknown."""
         shapes = tuple(query.shape), tuple(key.shape)
         if len(self.W.shape) > 2 or not all(type(n) is int for shape in shapes for n in shape):
             return False

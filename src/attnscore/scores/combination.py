@@ -123,7 +123,7 @@ def joined(ops: Backend, forms: Sequence[Form], numbers: Sequence[float], *, row
     """Return the form of sum_i numbers[i] * scores of forms[i]; `rowwise` as in `lower_rowwise`."""
     first: Any = forms[0]
     if not any(form.caps for form in forms):
-        # Rows of a part of a sequence do not know whether the whole is accurate as a product.
+        # A rank that holds a part of a sequence cannot tell whether a product is accurate for the whole.
         products: list[Any] = [
             as_product(ops, form) if isinstance(form, DistanceForm) and not rowwise else form for form in forms
         ]

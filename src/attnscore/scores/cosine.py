@@ -58,7 +58,7 @@ class Cosine(Score):
         return with_nonfinite_rows_isolated(ops, query, lambda x: _unit(ops, x))
 
     def project_key(self, ops: Backend, key: Array) -> Array:
-        """Return the key of `lower` where it computes that."""
+        """Return the key of `lower`, for keys that are not of length 1 already."""
         return self.project_query(ops, key)
 
     def prepare_keys(self, ops: Backend, key: Array) -> tuple[Array, Score]:
@@ -77,6 +77,7 @@ class Cosine(Score):
         return (Cosine, *of_product, type(self.unit_keys), self.unit_keys), ()
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
+        # For each number of a vector: a square, an addition, a division.
         vectors = query_len if self.unit_keys else query_len + key_len
         return 2 * query_len * key_len * dim + 3 * vectors * dim
 
@@ -85,7 +86,8 @@ def _unit(ops: Backend, x: Array) -> Array:
     """Return x / |x|; zero vectors stay zero."""
     if x.shape[-1] == 0:
         return x
-    # Squares of x over its largest entry neither overflow nor underflow.
+    # Squares of x over its largest entry neither overflow nor underflow. That entry cancels in the result, so no
+    # gradient flows through it.
     largest = ops.stop_gradient(ops.max(ops.abs(x), axis=-1, keepdims=True))
     zero = ~ops.any(x != 0, axis=-1, keepdims=True)
     x = x / ops.where(largest == 0, 1.0, largest)

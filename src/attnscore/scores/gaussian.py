@@ -100,11 +100,12 @@ class Gaussian(Score):
 
     def reads_values(self, ops: Backend, query: Array, key: Array) -> bool:
         """Return whether the values of query and key decide to which form `lower` lowers the score."""
-        has_number = self._is_per_dim() or not backends.is_array(self.bandwidth)
-        return has_number and _is_inner_faster(ops, query, key)
+        # `as_product` takes a number as scale, no array.
+        scale_is_number = self._is_per_dim() or not backends.is_array(self.bandwidth)
+        return scale_is_number and _is_inner_faster(ops, query, key)
 
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
-        return 3 * query_len * key_len * dim
+        return 3 * query_len * key_len * dim  # a subtraction, a square, an addition
 
     def _is_per_dim(self) -> bool:
         """Return whether each dimension has a bandwidth: bandwidths then divide the vectors, and the scale is 1/2."""
@@ -162,7 +163,10 @@ def _is_inner_faster(ops: Backend, query: Array, key: Array) -> bool:
 
 
 def as_product(ops: Backend, form: DistanceForm) -> InnerForm | None:
-    """Return a distance as an inner product, the squared norms as biases; None where it would cancel."""
+    """Return a distance as an inner product, the squared norms as biases; None where it would cancel.
+
+    None also for a scale that is an array, as `InnerForm` takes a number, and for norms that the host cannot read.
+    """
     query, key, scale = form.query, form.key, form.scale
     if backends.is_array(scale):
         return None

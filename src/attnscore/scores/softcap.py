@@ -39,7 +39,7 @@ class SoftCap(Wrapper):
     score: Any
     cap: Any
     parameter: ClassVar[str] = "cap"
-    operations_per_score: ClassVar[int] = 3
+    operations_per_score: ClassVar[int] = 3  # a division, a tanh, a multiplication
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         scores = checked_tile(ops, self.score, query, key)

@@ -33,8 +33,8 @@ class Sum(Score):
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         query, key = widen(ops, query, key)
         sums = ops.sum(query, axis=-1, keepdims=True), ops.sum(key, axis=-1, keepdims=True)
+        # [sum(q), 1] . [1, sum(k)]. Where a sum is infinite, 0 * x would be NaN.
         ones = [0 * ops.where(ops.isfinite(x), x, 0.0) + 1 for x in sums]
-        # [sum(q), 1] . [1, sum(k)]
         return InnerForm(ops.concat((sums[0], ones[0]), -1), ops.concat((ones[1], sums[1]), -1))
 
     def check(self, dim: int, key_dim: int) -> None:

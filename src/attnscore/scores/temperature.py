@@ -52,7 +52,7 @@ class Temperature(Wrapper):
         if backends.is_array(self.temperature):
             return multiplied(ops, form, 1 / learned(ops, "temperature", self.temperature, query, form.key, form.query))
         dtype, factor = accumulator(ops.dtype(query)), 1 / float(self.temperature)
-        smallest = 1 / largest_of(dtype)
+        smallest = 1 / largest_of(dtype)  # temperature of which the dtype holds the inverse
         scaled = form.scaled(check_held("temperature", self.temperature, dtype, factor, smallest))
         # The product with the inner score's own factor has to be a number of the dtype too.
         scale = getattr(scaled, "scale", 1.0)

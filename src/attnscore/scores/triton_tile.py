@@ -67,7 +67,7 @@ class TritonTile:
         expected = f"a function ({', '.join((*taken, *self.names))}) decorated with triton.jit"
         for name in ("value", "gradient"):
             function = getattr(self, name)
-            # As Triton's compiler and its interpreter have it.
+            # Functions for Triton's compiler and for its interpreter both have this attribute.
             arguments = getattr(function, "arg_names", None)
             if arguments is None:
                 raise ArgumentError(message(name, expected, shown(function)))
