@@ -155,5 +155,5 @@ def arguments_signature(mask: Any, valid_lens: Any) -> Hashable:
     """Return the signature of the arguments mask and valid_lens of a call; None where one of them has none."""
     mask_signature = None if mask is None else _signature(mask)
     lens_signature = None if valid_lens is None else _value_signature(valid_lens)
-    is_known = (mask_signature is None) == (mask is None) and (lens_signature is None) == (valid_lens is None)
-    return (mask_signature, lens_signature) if is_known else None
+    is_complete = (mask_signature is None) == (mask is None) and (lens_signature is None) == (valid_lens is None)
+    return (mask_signature, lens_signature) if is_complete else None

@@ -241,7 +241,7 @@ def _intervals_by_chunks(
 
 
 def _runs_of_block(block: HostArray) -> IntervalSet | None:
-    """Return the runs of True along the keys of (batch, query, key)."""
+    """Return the runs of True along the keys of (batch, query, key); None above `MAX_INTERVALS` runs of a query."""
     start = block.argmax(-1)
     stop = block.shape[-1] - block[..., ::-1].argmax(-1)
     nonempty = np.take_along_axis(block, start[..., None], -1)[..., 0]

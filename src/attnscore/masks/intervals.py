@@ -93,7 +93,7 @@ class IntervalSet:
 
 
 def runs_of(array: HostArray, limit: int) -> IntervalSet | None:
-    """Return the runs of True in a boolean (batch, key), as intervals of one query; None where a row has more runs."""
+    """Return the runs of True in a boolean (batch, key), as intervals of one query; None if a row has above `limit`."""
     key_len = array.shape[1]
     padded = np.zeros((len(array), key_len + 2), np.int8)
     padded[:, 1:-1] = array

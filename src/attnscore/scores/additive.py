@@ -57,7 +57,7 @@ class Additive(Score):
         # The defaults are right, and layers make a score at each call.
         if self.activation is not Additive.activation or self.negative_slope is not Additive.negative_slope:
             activation(self.activation, self.negative_slope)
-            check_number("negative_slope", self.negative_slope)
+            check_number("negative_slope", self.negative_slope)  # which `activation` checks for leaky_relu alone
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         a, b = self._sides(ops, query, key)

@@ -56,7 +56,7 @@ class Form(ABC):
         """
 
     def values_per_pair(self) -> int:
-        """Return how many values a pair takes while a tile is computed, by which tiles are sized: one a channel."""
+        """Return how many values a pair takes while a tile is computed, which limits its size: one for each channel."""
         return max(1, int(self.query.shape[-1]))
 
     def role(self, name: str) -> Role:
@@ -317,7 +317,8 @@ def soft_capped(ops: Backend, scores: Array, cap: float, factor: float = 1.0) ->
     capped = (factor * cap) * bounded
     limits = np.finfo(accumulator(ops.dtype(scores)))
     if cap > limits.eps / limits.tiny:
-        # scores / cap may be subnormal, which XLA and TensorFlow flush to 0. There tanh(x) is x.
+        # A score as small as eps is subnormal over such a cap, and XLA and TensorFlow flush it to 0. Below 1e-9 tanh(x)
+        # is x.
         capped = ops.where(ops.abs(scores) < 1e-9 * cap, scores * factor, capped)
     return capped, bounded
 
@@ -345,6 +346,7 @@ def checked_tile(ops: Backend, score: Any, query: Array, key: Array) -> Array:
         raise FrameworkError(message(owner, "an array of scores", type(scores).__name__, shapes=shapes))
     backends.of({"query": query, owner: scores})
     shape = _shape_of(scores)
+    # Raises for kinds of arrays that attention does not take: masked, sparse, ragged, or of unknown rank.
     if shape is None or type(scores) is not type(query):
         backends.check_dense(ops, {owner: scores})
     if not ops.is_floating(scores):
