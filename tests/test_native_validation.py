@@ -430,10 +430,10 @@ def test_wrong_calls_of_a_plan_for_any_number_of_keys() -> None:
         return plan.allocate_and_run(arrays, (), np.empty, (((2, 6, 5, 6), F4),), 0, 1)[0]
 
     for keys in (7, 3, 1, 7):
-        given = key[..., :keys, :], value[..., :keys, :], mask[..., :keys]
-        scores = np.exp(query @ given[0].repeat(3, 1).swapaxes(-1, -2))
-        wanted = scores @ given[1].repeat(3, 1) / scores.sum(-1, keepdims=True)
-        np.testing.assert_allclose(run(query, *given), wanted, rtol=1e-5, atol=1e-5)
+        cut = key[..., :keys, :], value[..., :keys, :], mask[..., :keys]
+        scores = np.exp(query @ cut[0].repeat(3, 1).swapaxes(-1, -2))
+        expected = scores @ cut[1].repeat(3, 1) / scores.sum(-1, keepdims=True)
+        np.testing.assert_allclose(run(query, *cut), expected, rtol=1e-5, atol=1e-5)
     for wrong in (
         (query, key, value),
         (query, key),

@@ -436,7 +436,10 @@ class KeyValueCache:
         return index.where(positions < ends, visible, index.zeros((), ends, index.dtype(visible)))
 
     def _first_positions(self, count: int) -> Array:
-        """Return the position of the first of `count` queries, which are the last positions of each sequence."""
+        """Return the position of the first of `count` queries: the last positions, or those of the last append.
+
+        A sequence that was padded in the last append has its padding among these queries.
+        """
         if self._appended is not None and count > self._appended:
             expected = f"at most as many queries as the last append had positions ({self._appended})"
             raise ShapeError(message("query", expected, count))

@@ -59,7 +59,7 @@ def lengths(name: str, lens: Any, batch: int, highest: int | None = None) -> Any
     """Return numbers of positions, (batch,); raise unless they are whole numbers in 0..highest.
 
     `highest` None has no limit, and then one number may stand for all sequences. Traced numbers are returned as they
-    are, and not checked.
+    are; only their shape is checked.
     """
     values = None if backends.host(lens) is None else _check_integers(name, lens)
     shape = tuple(lens.shape) if values is None else values.shape

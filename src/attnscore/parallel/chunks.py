@@ -1,4 +1,4 @@
-"""Attention over keys and values that memory does not hold: files read once, in order, some keys at a time.
+"""Attention over keys and values larger than memory: files read once, in order, some keys at a time.
 
 - A chunk of keys and values is copied into memory while the one before is computed.
 - Results of the chunks are merged exactly, in the dtype of sums.

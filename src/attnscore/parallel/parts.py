@@ -89,8 +89,10 @@ class Call(ABC):
             value=arrays["value"], form=form, mask=mask, bias=bias, dropout=dropout, sink=arrays.get("sink"),
             statistics=problem.statistics if statistics is None else statistics,
         )  # fmt: skip
-        # With the call's statistics, as not every kernel returns the log-sum-exp: that of a part follows from it.
-        asked = dataclasses.replace(part, statistics=(*part.statistics, *problem.statistics))
+        # With the call's statistics, as not every kernel returns the log-sum-exp: that of a part follows from it. The
+        # part itself where it has them: a copy would compute the intervals of its mask again.
+        names = tuple(dict.fromkeys((*part.statistics, *problem.statistics)))
+        asked = part if names == part.statistics else dataclasses.replace(part, statistics=names)
         kernel = kernels.choose(self.kernel, asked)
         if not kernel.has_vjp:
             raise KernelUnavailable(message("kernel", "one that takes lowered keys", repr(self.kernel)))

@@ -438,7 +438,10 @@ def _strongest(block: Callable[[Any], Matrix], rows: Indices, k: int, step: int)
 
 
 def _middle(zoom: Any, weights: Matrix, index: Indices, rows: Indices, lengths: tuple[int, int]) -> tuple[int, int]:
-    """Return the query and key in the middle of the exact block: `zoom`, or the strongest edge but for sinks' edges."""
+    """Return the query and key in the middle of the exact block: `zoom`, or the strongest edge.
+
+    Left out are the first quarter of the queries, and the first keys, which often are sinks.
+    """
     if zoom is not None:
         is_pair = isinstance(zoom, (tuple, list)) and len(zoom) == 2 and all(map(is_whole, zoom))
         if not is_pair or any(not 0 <= at < length for at, length in zip(zoom, lengths, strict=True)):

@@ -195,7 +195,7 @@
     // Where a few large numbers would leave half the heads in the palest tenth, equal steps of colour are equal factors.
     const middle = [...all].sort((a, b) => a - b)[all.length >> 1];
     const isWide = low > 0 && middle - low < 0.1 * (high - low), on = isWide ? Math.log : (x) => x;
-    at("meaning").textContent += `. Stronger colours: closer to one key for each query${isWide ? ", on a logarithmic scale" : ""}.`;
+    at("meaning").textContent += `. Stronger colours: closer to the value of one key for each query${isWide ? ", on a logarithmic scale" : ""}.`;
     const strength = (x) => { const up = (on(x) - on(low)) / (on(high) - on(low)); return FALLS.has(shown.statistic) ? 1 - up : up; };
     const most = Math.max(...data.layers.map((one) => one.heads));
     const head = line([cell("td", ""), ...Array.from({ length: most }, (_, h) => heading(`${h}`, "col"))]);

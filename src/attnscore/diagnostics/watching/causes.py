@@ -105,7 +105,7 @@ def _cause_of_nan(layer: str, period: Period, failures: Failures) -> str:
 
 
 def _cause_of_no_effect(layer: str, period: Period, failures: Failures, limit: Thresholds) -> str:
-    """Return the cause of alike queries, keys or values: one of the whole layer where all heads show the sign."""
+    """Return the cause of alike queries, keys or values: one of the layer where all its heads show such signs."""
     numbers = period.evidence
     # Tokens that are alike have alike queries and keys too: values alone may have weights of 0.
     of_values = period.sign == "values alike" and not numbers["query_variance"] < limit.query_variance

@@ -335,7 +335,7 @@ def marks_of(ops: Backend, key: Any, head_axis: int, real: Any) -> Any:
 
 
 def with_infinity(x: Any, bound: float) -> Any:
-    """Return x with -inf where a model wrote a number for it: to `bound`, or near the dtype's least; else x itself."""
+    """Return x with -inf for numbers that models write for it: up to `bound`, or to half of the dtype's lowest."""
     masked, ops = x <= max(lowest_finite(x) / 2, bound), backends.of({"x": x})
     return ops.where(masked, ops.full((), -math.inf, x), x) if bool((masked & (x != -math.inf)).any()) else x
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Scope:
-    """Call inside of which the first attention or softmax is the model's attention."""
+    """Call of the model's attention: all attention functions inside of it count, or else the first softmax."""
 
     heads: int | None = None
     """Number of query heads, where known."""
