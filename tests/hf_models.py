@@ -573,8 +573,8 @@ def table(examined: list[Row]) -> str:
         "| | classes | folders |",
         "|---|---|---|",
         f"| work | {classes['works']} | {len(names['works'])}, listed in `{WORKING.relative_to(ROOT)}` |",
-        f"| refused, by the argument that the error names | {classes['refused']} | {'; '.join(refusals(examined))} |",
-        f"| have no attention, or keep their own: transformers' interface is not used | {classes['not used']} |"
+        f"| raise an error; grouped by the argument that the error names | {classes['refused']} | {'; '.join(refusals(examined))} |",
+        f"| have no attention, or keep their own: the class that ran does not use transformers' interface | {classes['not used']} |"
         f" {', '.join(names['not used'])} |",
         "| not checked: eager attention does not run with the inputs that the script makes from the names of arguments"
         f" | {classes['not run']} |"
