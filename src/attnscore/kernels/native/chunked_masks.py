@@ -68,6 +68,7 @@ def run(
     mask_arrays, evaluated = program.mask_arrays(problem, tiles)
     ops, query_len = problem.ops, problem.score_shape.query_len
     chunk_len = query_len if evaluated is None else chunk_size(problem, evaluated)
+    # A single chunk runs as one call. Without queries there is no chunk: the zeros of the buffers are the results.
     if evaluated is not None and 0 < query_len == chunk_len:
         mask_arrays, evaluated = mask_arrays | {"mask": program.evaluate(problem, tiles, evaluated, 0, query_len)}, None
     if evaluated is None:
@@ -85,7 +86,7 @@ def run(
 
         def add_to_buffer(name: str, x: Array) -> Array:
             """Return buffer `x` plus the chunk's result, at the chunk's queries if the buffer has an axis of them."""
-            axis, first = -1, 0
+            axis, first = -1, 0  # the whole buffer
             if name == "bias" and problem.has_relative_bias:
                 # Its axis is the key minus the query: the last queries have the first entries.
                 first = query_len - start - size
@@ -113,20 +114,21 @@ def chunk_size(problem: Problem, mask: Mask) -> int:
 
 
 def _chunk_of(problem: Problem, start: Any, size: int) -> Problem:
-    """Return the problem of a chunk of queries, without its mask."""
+    """Return the problem of a chunk of queries, without a mask: `run` passes the booleans of the chunk."""
     ops, dropout, bias, shape = problem.ops, problem.dropout, problem.bias, problem.score_shape
 
     def rows_of_operand(x: Array, role: Role) -> Array:
         return _rows(ops, x, start, size) if role == "query" else x
 
     if bias is not None and problem.has_relative_bias:
+        # Entry key - query + query_len - 1 is the bias of a pair.
         bias = ops.slice_axis(bias, -1, shape.query_len - start - size, size + shape.key_len - 1)
     elif bias is not None:
         bias = _rows(ops, bias, start, size)
     if dropout is not None:
         dropout = ChunkDropout(dropout.probability, dropout.seed, start, shape.query_len)
     layout = dataclasses.replace(problem.layout, score_shape=dataclasses.replace(shape, query_len=size))
-    # `query` stays: the lowered form has it, and outside a gradient hook it may belong to another tape.
+    # `problem.query` keeps all rows: kernels read the form's, and outside a gradient hook it may be of another tape.
     form = problem.form.part(rows_of_operand)
     return dataclasses.replace(problem, layout=layout, form=form, bias=bias, mask=None, dropout=dropout)
 
@@ -140,6 +142,6 @@ def _columns(ops: Backend, x: Array, start: Any, size: int, name: str) -> Array:
     """Return the entries of a chunk's queries, from the last axis of an array of the mask; ids of keys stay whole."""
     if name == "key_ids":
         return x
-    # Intervals that the host knows have 64 bits, which the framework's own arrays may not have.
+    # NumPy slices the host's intervals: a slice by the framework may lose their 64 bits.
     is_in_memory = isinstance(x, np.ndarray) and isinstance(start, int)
     return x[..., start : start + size] if is_in_memory else ops.slice_axis(x, -1, start, size)

@@ -97,7 +97,7 @@ class InMemory(Program):
         _native.backward(
             *arguments,
             [memory.get(name) for name in BACKWARD_INPUTS],
-            ops.dtype(inputs["grad_out"]),
+            ops.dtype(inputs["grad_out"]),  # its memory may be the bits of half-precision numbers
             [gradients.get(name) for name in GRADIENTS],
             threads,
         )
@@ -117,7 +117,7 @@ def _marshal(problem: Problem, mask_arrays: MaskArrays) -> tuple[tuple[Any, ...]
     # Arrays of a mask may be NumPy's in every framework.
     numpy_names = {name for name, x in mask_arrays.items() if isinstance(x, np.ndarray)}
     memory = {name: x if name in numpy_names else problem.ops.memory(x) for name, x in arrays.items()}
-    # Each query reads another part of a relative bias, fastest in C order.
+    # The module requires bounds in C order. Each query reads another part of a relative bias, fastest in C order.
     in_c_order = ("start", "stop", *(("bias",) if problem.has_relative_bias else ()))
     memory |= {name: np.ascontiguousarray(memory[name]) for name in in_c_order if name in memory}
     if "mask" in memory:
@@ -125,6 +125,7 @@ def _marshal(problem: Problem, mask_arrays: MaskArrays) -> tuple[tuple[Any, ...]
     for name in ("query_ids", "key_ids"):
         if name in memory:
             memory[name] = memory[name].astype(np.int64, copy=False)
+    # The module requires a vector w_v without gaps.
     if (w_v := memory.get("w_v")) is not None and w_v.strides[-1] != w_v.itemsize:
         memory["w_v"] = np.ascontiguousarray(w_v)
     return score, tuple(map(memory.get, ORDER))

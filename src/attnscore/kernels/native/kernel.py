@@ -71,6 +71,7 @@ class Native(Kernel):
         return tiling.plan(problem, TILE).aligned_to_tiles()
 
     def notes(self, problem: Problem, tiles: TilePlan) -> tuple[str, ...]:
+        # A program splits its mask in another way (`partition_staged`), or when it runs.
         if problem.ops.needs_host_callback(*marshalling.arrays_of(problem)):
             return ()
         if (mask := all_of(lowering.partition(tiles.remaining_mask)[1])) is None:
@@ -81,6 +82,7 @@ class Native(Kernel):
         runner = self._runner(problem, ())
         if not isinstance(runner, Program):
             return runner.forward(problem, tiles)
+        # A custom call saves none: `DifferentiableOp.with_backward` is not for traced arrays.
         saves_scores = self.saves_scores and isinstance(runner, InMemory)
         shapes_of = partial(marshalling.output_shapes, saves_scores=saves_scores)
         outputs = chunked_masks.run(runner, problem, tiles, shapes_of)

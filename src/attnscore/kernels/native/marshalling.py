@@ -81,6 +81,7 @@ def reasons(problem: Problem) -> list[str]:
             arrays[name] = x
             if ops.dtype(x) not in DTYPES:
                 reasons.append(f"{name} of dtype {ops.dtype(x)}")
+    # Without queries or keys the module takes no bias for a relative one (`is_relative` in csrc/api/validate.cc).
     if problem.has_relative_bias and 0 in problem.score_shape.user_shape[-2:]:
         reasons.append("a bias by relative position without queries or keys")
     if unreadable := [name for name, x in arrays.items() if not ops.has_cpu_buffer(x)]:
@@ -139,11 +140,12 @@ def score_spec(problem: Problem, others: MaskArrays) -> tuple[tuple[Any, ...], d
     def to_accumulator(x: Array | None) -> Array | None:
         return None if x is None else ops.astype(x, accumulator)
 
+    # Parameters that the form does not have keep these values.
     activation, slope, scale, w_v, query_bias, key_bias, scales = "tanh", 0.0, 1.0, None, None, None, None
     if kind == "additive":
         activation, slope, w_v = form.activation.name, form.activation.negative_slope, to_accumulator(form.w_v)
     elif hasattr(form.scale, "shape"):
-        scales = to_accumulator(ops.reshape(form.scale, form.scale.shape[:2]))
+        scales = to_accumulator(ops.reshape(form.scale, form.scale.shape[:2]))  # (1, 1) or (head, group)
     else:
         scale = form.scale
     if kind == "inner":

@@ -393,7 +393,10 @@ class NativePlan(Plan):
         return start, stop
 
     def bounds_of(self, lens: HostArray) -> tuple[HostArray, HostArray]:
-        """Return the bounds of the intervals of valid lengths, which the module clips to [0, key_len]."""
+        """Return the bounds of the intervals of a program's valid lengths, without `_check_bounds`.
+
+        Lengths of a running program raise no error: the module clips the bounds to [0, key_len].
+        """
         computation, score_shape = self.computation, self.layout.score_shape
         start, stop = self._lens_bounds[0], np.empty_like(self._lens_bounds[1])
         if not score_shape.has_batch:
@@ -487,7 +490,7 @@ class NativePlan(Plan):
         ops, accumulator = self.computation.ops, self.computation.accumulator
         if operand.name == "scale":
             grad_scale = rows.sum(dtype=np.float64)
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"):  # the cube of a tiny bandwidth is 0
                 grad = np.asarray(bandwidth_gradient(np.float64(ops.number(x)), grad_scale), accumulator)
             return ops.astype(ops.from_memory(grad, accumulator, like), ops.dtype(x))
         if operand.is_summed:
@@ -503,7 +506,7 @@ class NativePlan(Plan):
         """Plan a backward from the gradients of the outputs `incoming` to the gradients of the `requested` operands."""
         computation = self.computation
         reads = {"out", "grad_out", *computation.saved, *(f"grad_{name}" for name in incoming)}
-        # The entropy and the weights are read with their gradients alone.
+        # A backward reads the entropy and the weights only where it reads their gradients.
         reads |= incoming & {"entropy", "attention_weights"}
         axes = {"out": -3, "entropy": -2, "log_sum_exp": -2} if self.layout.is_length_before_heads else {}
         operands = {
@@ -524,7 +527,7 @@ class NativePlan(Plan):
             Input(
                 position=computation.backward_inputs.index(name),
                 swapped_axis=axis_of[name],
-                # `_with_heads_first` copies to C order.
+                # `_with_heads_first` copies to C order, in which saved arrays are allocated.
                 is_in_c_order=axis_of[name] is not None or name in computation.saved,
             )
             for name in BACKWARD_INPUTS
@@ -643,7 +646,7 @@ class NativeOp(DifferentiableOp):
         if ops.needs_grad(*arrays) or not is_in_memory:
             plan = plan.streaming()
         with ops.numeric_scope():
-            # The forward runs again: its saved outputs carry no gradient here.
+            # The forward runs again, as the arrays that its first run saved carry no gradient.
             outputs = plan.forward(inputs)[: plan.saved_count]
             gradients = dict(zip(canonical_operands, plan.backward(inputs, outputs, incoming), strict=True))
             if computation.has_bandwidth:
@@ -653,7 +656,7 @@ class NativeOp(DifferentiableOp):
 
 
 def saves_scores(problem: Problem, tiles: TilePlan) -> bool:
-    """Return whether a forward saves its scores for the backward."""
+    """Return whether a forward saves its scores for the backward: only few, and only additive ones, which cost most."""
     score_shape = problem.score_shape
     if (
         not isinstance(problem.form, AdditiveForm)
@@ -671,15 +674,17 @@ def reusable_plan(
     form, ops, layout = problem.form, problem.ops, problem.layout
     if isinstance(form, TileForm) or not (form.query is problem.query and form.key is problem.key):
         return None
+    # The values of a later call might lower such a score to another form.
     if hasattr(problem.score, "reads_values") and problem.score.reads_values(ops, form.query, form.key):
         return None
     # A plan reads one boolean array or holds intervals, but not both.
     if (tiles.interval_set if "mask" in arrays else tiles.remaining_mask) is not None:
         return None
+    # A plan keeps a mask only by its intervals: any other may hold the caller's arrays.
     reads_mask, lens = "mask" in arrays, arrays.get("valid_lens")
     if not (problem.mask is None or reads_mask or lens is not None or isinstance(problem.mask, CachedMask)):
         return None
-    # No plan for the scores alone, nor without rows: the strides of an empty view are NumPy's, not the caller's.
+    # A `Computation` returns no matrix of scores. Without rows, the strides of a view are NumPy's, not the caller's.
     if 0 in problem.score_shape.rows or problem.matrix == "scores":
         return None
     spec, lowered = score_spec(problem, {})
@@ -689,6 +694,7 @@ def reusable_plan(
         return None
     if "w_v" in arrays and not _is_view(ops.memory(lowered["w_v"]), ops.memory(arrays["w_v"])):
         return None
+    # `score_spec` casts any other sink, and a plan casts none.
     if "sink" in arrays and ops.dtype(arrays["sink"]) != problem.accumulator:
         return None
     lens_rows = 0

@@ -64,7 +64,8 @@ class XlaCall(Program):
         direction, results = ("forward", FILLED) if inputs is None else ("backward", GRADIENTS)
         ops, dropout = problem.ops, problem.dropout
         seed = None if dropout is None or not isinstance(dropout.seed, SeedHalves) else dropout.seed
-        # Without the dtypes, which the operands tell, and the place of a chunk, which has no dropout in a program.
+        # Left out: the three dtypes, which the operands have, and a chunk's first row and the call's number of queries,
+        # which only dropout reads: a chunk has none in a program (`lowering.staged_reasons`).
         (*score, _, _, _, probability, _, _, known_seed), arrays = score_spec(problem, mask_arrays)
         arrays |= inputs or {}
         if seed is not None:
@@ -97,6 +98,7 @@ def _transposed_names(problem: Problem) -> frozenset[str]:
     layout = problem.layout
     if layout.axes < 4 or layout.head_axis != -2:
         return frozenset()
+    # `to_canonical` also splits the heads of a query with groups, which no transposition undoes.
     return frozenset(("key", "value", "query", "grad_out") if layout.score_shape.groups == 1 else ("key", "value"))
 
 

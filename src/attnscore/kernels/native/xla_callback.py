@@ -48,14 +48,15 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
     unknown = any(map(is_unknown, (*problem.score_shape.rows, problem.score_shape.key_len)))
     specs = () if problem.mask is None else problem.mask.shapes(problem.score_shape)
     is_checked = ops is not problem.ops and not all(spec.is_known for spec in specs)
-    # The function holds no operand, as a framework may never release it. It holds static arrays of the mask.
+    # `rebuild` holds static arrays of the mask, but no operand: a framework may never release the function.
     form, mask = problem.form.with_arrays(dict.fromkeys(problem.form.arrays())), problem.mask
-    # None where an array is passed at each run. Copied, as a caller may write to an array of NumPy between two runs.
+    # NumPy's are copied, as a caller may write to them between two runs. None stands for an array that each run passes.
     leaves = [] if mask is None else mask.leaves()
     static_leaves = [np.array(x) if isinstance(x, np.ndarray) else backends.host(x) for x in leaves]
     if mask is not None:
         mask = mask.with_leaves(iter([PLACEHOLDER] * len(static_leaves)))
     absent = dict.fromkeys(("score", "query", "key", "value", "bias", "sink", "dropout", "mask"))
+    # Unknown sizes may be tensors, so that `rebuild` does not hold them either.
     layout = _with_lengths(problem.layout, (0,) * len(problem.score_shape.lead), 0, 0) if unknown else problem.layout
     empty = dataclasses.replace(problem, ops=ops, form=form, layout=layout, **absent)  # type: ignore[arg-type]
     dropout = dataclasses.replace(dropout, seed=0) if dropout is not None and has_traced_seed else dropout
@@ -110,7 +111,7 @@ class _Plans:
         mask, seed = problem.mask, 0 if problem.dropout is None else problem.dropout.seed
         has_array = mask is not None and any(backends.host(x) is None for x in mask.leaves())
         has_lens = has_array and isinstance(mask, ValidLens) and mask.query_lens is None
-        # The program expects gradients in the dtype of sums, and a plan gives those of the operands.
+        # The program expects gradients in the dtype of sums, and a plan returns them in the dtypes of the operands.
         if (has_array and not has_lens) or problem.dtype != problem.accumulator:
             return None
         return cls(kernel, rebuild, tuple(problem.operands()), has_lens, None if isinstance(seed, SeedHalves) else seed)
@@ -153,9 +154,11 @@ class _Plans:
         if self.has_lens:
             caller_arrays["valid_lens"] = arrays[len(self.names)]
         elif mask is not None:
+            # The only form in which a plan keeps a mask.
             intervals = intervals_of(mask, problem.score_shape)
             mask = mask if intervals is None else intervals
-        # The program adds up the log-sum-exp itself, and a kernel in it saves no scores (`Native.forward`).
+        # Query and key as the program lowered them. The program adds up the log-sum-exp itself, and a kernel in it
+        # saves no scores (`Native.forward`).
         planned = dataclasses.replace(
             problem,
             layout=CanonicalLayout.of(problem.layout),
