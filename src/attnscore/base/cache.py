@@ -33,7 +33,7 @@ class BoundedCache(Generic[Result]):
     """Results of one computation by key; a full cache drops the least recently used.
 
     It is full with `maxsize` entries, or where their weights add up to `max_weight`. An entry that weighs more than the
-    whole cache is not cached. Age is counted in insertions, so a hit after a hit writes nothing.
+    whole cache is not cached. Age is counted in insertions, so that `get` writes nothing at a hit after a hit.
     """
 
     def __init__(self, maxsize: int = 512, max_weight: float = math.inf) -> None:

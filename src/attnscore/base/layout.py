@@ -42,7 +42,7 @@ def is_unknown(length: Any) -> bool:
 
 @functools.singledispatch
 def at_most(length: Any, limit: int) -> Any:
-    """Return the smaller of the two, at least 1; backends register their unknown sizes."""
+    """Return the smaller of the two, at least 1, as no tile is empty; backends register their unknown sizes."""
     return max(1, min(length, limit))
 
 

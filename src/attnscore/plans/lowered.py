@@ -33,6 +33,7 @@ def prepare(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[s
     """Return a plan as `Kernel.prepare` does, of a call whose score may be lowered to another of computed arrays."""
     ops, score, form, layout = problem.ops, problem.score, problem.form, problem.layout
     computed = form.query is not problem.query, form.key is not problem.key
+    # The lowered call is checked like any other (`build_problem`): query, key and value have one dtype.
     if not any(computed) or ops.dtype(form.query) != problem.dtype:
         return kernel.prepare(problem, tiles, arrays)
     query, key, *w_v = lower(ops, score, arrays["query"], arrays["key"], computed)
@@ -78,7 +79,7 @@ def lower(
             key = ops.in_c_order(score.project_key(ops, key))
         if type(score) is not Additive:
             return [query, key]
-        # One dtype; autocast is off for the cast as well.
+        # In the dtype of the query; autocast is off for the cast as well.
         return [query, key, widen(ops, query, score.w_v)[1]]
 
 

@@ -24,7 +24,10 @@ def may_save_time(ops: Backend, x: Array, units: int) -> bool:
 
 
 def _saves_time(real: float, padded: float, features: int, units: int) -> bool:
-    """Return whether projecting so many real keys alone takes less time than projecting the padded ones too."""
+    """Return whether projecting so many real keys alone takes less time than projecting the padded ones too.
+
+    Multiply-adds saved are compared with the cost of a gathered call and of each number moved (`thresholds.UNPADDING`).
+    """
     return padded * features * units > thresholds.UNPADDING + thresholds.UNPADDING_A_NUMBER * real * (features + units)
 
 

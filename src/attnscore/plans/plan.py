@@ -84,6 +84,7 @@ def signature(
         arrays += extras
     if mask_array is not None:
         numbers.append("mask" if valid_lens is None else "valid_lens")
+        # `Backend.signature` below reads arrays of the framework alone.
         if type(mask_array) is np.ndarray and kind is not np.ndarray:
             numbers += (mask_array.shape, mask_array.strides)
         else:
@@ -148,7 +149,7 @@ def _score_signature(score: Any) -> tuple[Hashable, tuple[Array, ...]] | None:
     if type(score) not in _WRAPPERS:
         # Not isinstance, which calls Python code of an abstract class.
         return score.signature() if Score in type(score).__mro__ else None
-    # Of scaled dot products alone: the plans of others depend on what the inner score computes.
+    # Only wrapped dot products have a signature: the plan of another depends on what the wrapped score computes.
     number, inner = getattr(score, score.parameter), _score_signature(score.score)
     if type(number) not in (int, float) or inner is None or not _is_dot_product(inner[0]):
         return None
@@ -229,11 +230,12 @@ def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:
     checkpoint that reruns the first call would find other saved tensors.
     """
     score = arguments.score
+    # Of the scores that a name can select and a plan can serve, only the cosine computes arrays.
     computes = score == "cosine" if type(score) is str else type(score) in (*lowered.SCORES, Gaussian)
     if not (computes and ops.has_autodiff):
         return arguments
     arrays = (arguments.query, arguments.key, *arrays_of(score).values())
-    # The checks of the call name arrays of another framework.
+    # An array of another framework stays, for the checks of the call to name it in their message.
     if any(backends.of_type(type(x)) is not ops for x in arrays) or not ops.needs_grad(*arrays):
         return arguments
     return _with_arrays(arguments, lambda x: ops.stop_gradient(x) if backends.of_type(type(x)) is ops else x)

@@ -71,6 +71,7 @@ def keep_factors(
     """Return 1 / (1 - p) for pairs that are kept, 0 for dropped ones: (*lead, head, group, rows, cols)."""
     if isinstance(dropout, PairDropout):
         row, column = dropout.row, ops.slice_axis(dropout.key, -1, *cols)
+        # No slice where `row` is broadcast, or where the tile has all of its entries.
         row = row if row.shape[-2] in (1, rows[1]) else ops.slice_axis(row, -2, *rows)
     else:
         row = rows_of_matrices(ops, score_shape, like) + ops.reshape(ops.positions(*rows, like), (rows[1], 1))

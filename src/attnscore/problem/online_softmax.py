@@ -123,7 +123,7 @@ def finish(
 
 def _sink_state(ops: Backend, keys: RowState, sink: Array) -> RowState:
     """Return the state after the sink alone; it adds nothing to the accumulators."""
-    zero = 0 * keys.total
+    zero = 0 * keys.total  # broadcasts numbers to all queries
     sums = {name: tuple(x + zero for x in ACCUMULATORS[name].initial) for name in keys.sums}
     # Not 0 * out, which infinity would make NaN: the sink has no value.
     return RowState(max=sink + zero, total=1 + zero, out=ops.zeros(ops.shape(keys.out), keys.out), sums=sums)

@@ -180,6 +180,7 @@ def _heads(query: int, key: int, value: int, shapes: dict[str, Shape]) -> tuple[
     if kv_heads == query == 0:
         return 0, 1
     if query == 1:
+        # One query head is broadcast to all KV heads.
         return kv_heads, 1
     if kv_heads == 0 or query % kv_heads:
         expected = f"a number of heads that divides the {query} of query"
@@ -269,7 +270,7 @@ def build_problem(
     names = requested_statistics(statistics, normalizer)
     if {*names} & {*KEYS} and accumulator(ops.dtype(value)) == "float32":
         _check_indices(layout.score_shape.key_len)
-    # Only a call that asks for another normalizer, a mask or dropout has its checks.
+    # A plain call enters no check of a normalizer, a mask or dropout, to keep its path short (tests/test_map.py).
     is_softmax = type(normalizer) is str and normalizer == "softmax"
     checked_normalizer = None if is_softmax else normalizers.resolve(normalizer)
     if sink is not None and checked_normalizer is not None:

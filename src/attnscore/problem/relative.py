@@ -70,6 +70,7 @@ def relative_positions(query_len: int, key_len: int, *, offset: int | None = Non
     if arrays is None:
         query_len, key_len = check_count("query_len", query_len), check_count("key_len", key_len)
     if offset is None:
+        # Symbolic lengths are equal only as one object: comparing two would settle the answer for the program.
         if query_len is not key_len and (arrays is not None or query_len != key_len):
             hint = "offset=key_len - query_len for the last queries of a sequence, 0 for the first"
             got = f"{query_len} queries, {key_len} keys"
@@ -174,6 +175,7 @@ def of_pairs(ops: Backend, bias: Array, query_len: int, key_len: int) -> Array:
 def expand_if_relative(ops: Backend, bias: Array, score_shape: ScoreShape) -> Array:
     """Return a bias (..., 1, unknown), expanded to all pairs if it proves to be relative when the graph runs."""
     query_len, key_len = score_shape.query_len, score_shape.key_len
+    # The sizes allowed for each axis: the last one is broadcast, or has a number for each key or relative position.
     allowed = [*((1, n) for n in score_shape.rows), (1, key_len, query_len + key_len - 1)]
     bias = ops.assert_shape(bias, [("bias", bias, [allowed])])
     # The sizes as numbers of the graph.

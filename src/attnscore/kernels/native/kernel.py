@@ -67,7 +67,7 @@ class Native(Kernel):
         return Native(saves_scores=True) if native_plan.saves_scores(problem, tiles) else self
 
     def explain_tiles(self, problem: Problem, tiles: TilePlan) -> TilePlan:
-        """Return tiles of the sizes that ``csrc`` has; it may visit one more or less at the edges of a query tile."""
+        """Return tiles of the sizes in ``csrc``; the module may visit one more or less at the edges of a query tile."""
         return tiling.plan(problem, TILE).aligned_to_tiles()
 
     def notes(self, problem: Problem, tiles: TilePlan) -> tuple[str, ...]:
