@@ -155,7 +155,7 @@ class Entmax(Normalizer):
 
         # Two steps follow, and each squares the distance.
         tolerance = 2.0 ** (-29 if ops.dtype(row_max) == "float64" else -15)
-        # At a threshold of -1 the weight of the largest score is 1 by itself.
+        # At a threshold of -1 the weight of the largest score is 1 by itself. A last step of 1 starts the loop.
         threshold = ops.stop_gradient(_repeat(ops, take_step, has_not_converged, (zero - 1.0, zero + 1.0))[0])
         # These are recorded where a framework differentiates the forward. Newton's method doubles the number of correct
         # derivatives too: the first step has the gradient of the threshold, the second also its second derivatives.

@@ -314,11 +314,12 @@ class NativePlan(Plan):
     ) -> tuple[tuple[Array, ...], Sequence[HostArray]]:
         """Return the outputs `Computation.returned` and, with `saves`, the arrays `Computation.saved`.
 
-        `mask` is a boolean mask, or valid lengths or their bounds, which the plan reads.
+        `mask` is a boolean mask, or valid lengths or their bounds. A plan that holds the intervals does not read it.
         """
         computation, ops, lens, caller_mask = self.computation, self.computation.ops, (), mask
         forward = self._forwards.get(saves) or self._build_forward(arrays, mask, saves)
         plan, filled_layouts, outputs, saved = forward
+        # The module makes bounds of valid lengths itself. Bounds, a tuple, are among its inputs, as a mask is.
         if computation.lens_rows and type(mask) is not tuple:
             lens, caller_mask = (mask,) if type(mask) is np.ndarray else tuple(ops.buffers((mask,))), None
         buffers = self._buffers(arrays, caller_mask)
