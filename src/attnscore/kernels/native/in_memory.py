@@ -49,6 +49,7 @@ class InMemory(Program):
     def mask_arrays(self, problem: Problem, tiles: TilePlan) -> tuple[MaskArrays, Mask | None]:
         ops, score_shape, value = problem.ops, problem.score_shape, problem.value
         direct, evaluated = lowering.partition(tiles.remaining_mask)
+        # With evaluated parts, `mask` is left to their booleans.
         arrays = lowering.arrays(ops, score_shape, value, direct, with_evaluated=bool(evaluated)) if direct else {}
         if tiles.interval_set is not None:
             arrays["start"], arrays["stop"] = tiles.interval_set.with_holes

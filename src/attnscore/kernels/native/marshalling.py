@@ -230,6 +230,7 @@ def backward_inputs(problem: Problem, result: Result, grads: RowGradients) -> di
         if problem.matrix == "weights":
             arrays["attention_weights"] = result.matrix
     arrays = {name: ops.astype(x, accumulator) for name, x in arrays.items() if x is not None}
+    # The module always reads the gradient of the output.
     grad_out = ops.zeros(ops.shape(result.out), result.out, accumulator) if grads.out is None else grads.out
     if ops.dtype(grad_out) not in DTYPES:
         grad_out = ops.astype(grad_out, accumulator)
@@ -259,6 +260,7 @@ def gradient_shapes(problem: Problem, requested: frozenset[str]) -> Shapes:
             shapes[name] = (*shared_lead, score_shape.key_len, *x.shape[-1:])
         else:
             shapes[name] = (*score_shape.rows, *x.shape[-1:])
+    # Biases are columns (..., length, 1); the module adds to one number for each position.
     for name in ("query_bias", "key_bias"):
         if name in shapes:
             shapes[name] = shapes[name][:-1]
