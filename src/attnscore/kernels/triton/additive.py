@@ -1,7 +1,7 @@
 """Additive scores in Triton: s = sum_h w_h act(a_h + b_h), and the tables that they are computed from.
 
 - With A = exp(2 a) and B = exp(2 b), tanh(a + b) = 1 - 2 / (1 + A B), and sigmoid likewise. The exponentials are taken
-  once per query and key (`tables`); a score then takes a multiply-add per channel, and a division per four channels.
+  once per query and key (`Table`); a score then takes a multiply-add per channel, and a division per four channels.
 - Four denominators are multiplied where their product stays in the range of float32, else two; beyond that range each
   term is computed by itself. The largest magnitudes of the tile's queries and keys decide, on the device.
 - `additive_gradients` has the backward.
@@ -19,18 +19,19 @@ from attnscore.kernels.triton.operands import Operand, as_strided_operand
 from attnscore.kernels.triton.tiles import TABLE_SLACK
 from attnscore.scores.forms import AdditiveForm
 
-# On the host, by NumPy, where there is no inline assembly.
+# Whether Triton's interpreter runs the kernels: it has no inline assembly.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _LOG2E = tl.constexpr(1.4426950408889634)
 # log2(e) minus its rounding to float32.
 _LOG2E_REST = tl.constexpr(1.925963033500e-08)
 _LN2 = tl.constexpr(0.6931471805599453)
-# Largest |a| + |b| at which a product of four (or two) denominators 1 + exp(2 (a + b)) leaves a factor of 2^8 to the
-# largest float32, for the numerators.
+# Largest |a| + |b| at which a product of four (or two) denominators 1 + exp(2 (a + b)) leaves a factor of 2^12 to the
+# largest float32, for the weights w in the numerators. For a sigmoid, 1 + exp(-(a + b)), the limits are doubled.
 FOUR_TERMS = tl.constexpr(10.0)
 TWO_TERMS = tl.constexpr(20.0)
 # Largest |a| and |b| at which exp(2 a), exp(-2 a) and so on are normal numbers.
 ONE_TERM = tl.constexpr(43.0)
+# Positions, and channels at a time, of a program of `tabulate`.
 _BLOCK = 32
 
 
@@ -54,6 +55,7 @@ def exponential(x):
     power = x * _LOG2E
     rest = tl.fma(x, _LOG2E, -power) + x * _LOG2E_REST
     y = tl.exp2(power)
+    # Beyond float32's range y is infinite, and the correction may be inf - inf.
     return tl.where(tl.abs(x) < 88.0, tl.fma(y, rest * _LN2, y), y)
 
 
@@ -67,7 +69,8 @@ def gate(z, RATE: tl.constexpr):
 def activation_and_slope(z, slope, ACTIVATION: tl.constexpr):
     """Return act(z) and act'(z).
 
-    For tanh r = 1 / (1 + exp(2 z)), of which it is a linear function, and r (1 - r), a quarter of its derivative.
+    For tanh they are r = 1 / (1 + exp(2 z)) and r (1 - r), from whose sums the callers compute the sums of
+    tanh = 1 - 2 r and tanh' = 4 r (1 - r). NaN has the derivative NaN.
     """
     if ACTIVATION == "relu":
         return tl.where(z <= 0.0, 0.0, z), tl.where(z > 0.0, 1.0, tl.where(z <= 0.0, 0.0, z))
@@ -75,11 +78,11 @@ def activation_and_slope(z, slope, ACTIVATION: tl.constexpr):
         return tl.where(z > 0.0, z, z * slope), tl.where(z > 0.0, 1.0, tl.where(z <= 0.0, slope, z))
     elif ACTIVATION == "silu":
         r = gate(z, -1.0)
-        # 1 - r loses its digits where the gate is almost 1.
+        # gate(z, 1.0) is 1 - r, which would lose its digits where r is almost 1.
         return z * r, tl.fma(z * r, gate(z, 1.0), r)
     elif ACTIVATION == "gelu":
-        below = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
-        return z * below, tl.fma(z, 0.3989422804014327 * tl.exp2(z * z * (-0.5 * _LOG2E)), below)
+        normal_cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+        return z * normal_cdf, tl.fma(z, 0.3989422804014327 * tl.exp2(z * z * (-0.5 * _LOG2E)), normal_cdf)
     else:
         r = gate(z, 2.0 if ACTIVATION == "tanh" else -1.0)
         return r, tl.fma(-r, r, r)
@@ -129,22 +132,23 @@ def table_width(hidden):
 
 @triton.jit
 def additive_scores(query, key, w_v, i, j, hidden, slope, ACTIVATION: tl.constexpr):
-    """Return the scores of queries `i` and keys `j`, which broadcast; `query` and `key` are sides of `tables`.
+    """Return the scores of queries `i` and keys `j`, which broadcast; `query` and `key` are sides of `Table.channels`.
 
     Entries past the last position are read too: a table has room for a tile of them. The columns of a table are
     `width` values, as many exponentials, and the largest magnitude.
     """
-    # A constant where there is one channel.
+    # Triton passes `hidden` = 1 as a constant; the addition makes a tensor of the width.
     width = tl.zeros((), tl.int64) + table_width(hidden)
     a, b = query.data + i * query.row, key.data + j * key.row
     total = tl.zeros_like(tl.load(a) + tl.load(b))
     direct = hidden
     if ACTIVATION == "tanh" or ACTIVATION == "sigmoid":
         reach: tl.constexpr = 1.0 if ACTIVATION == "tanh" else 2.0
-        sizes = tl.load(a + 2 * width * query.column) + tl.load(b + 2 * width * key.column)
-        bound = tl.max(tl.max(sizes, 1), 0)
+        magnitudes = tl.load(a + 2 * width * query.column) + tl.load(b + 2 * width * key.column)
+        bound = tl.max(tl.max(magnitudes, 1), 0)
         exp_a, exp_b = a + width * query.column, b + width * key.column
-        # One of three loops runs. Around branches the compiler would keep the scores in several layouts, and spill.
+        # One of three loops runs, the others have 0 channels: with branches the compiler would keep the scores in
+        # several layouts, and spill.
         four = tl.where(bound <= reach * FOUR_TERMS, width, 0)
         two = tl.where(bound <= reach * TWO_TERMS, width, 0) - four
         direct = tl.where(bound <= reach * TWO_TERMS, 0, hidden)
@@ -193,7 +197,7 @@ def tabulate(
         inside = c < width
         source = data + at[:, None].to(tl.int64) * x.row + c[None, :] * x.column
         value = tl.load(source, mask=live[:, None] & (c < hidden)[None, :], other=0.0).to(tl.float32)
-        # NaN is left out of the range of the other numbers.
+        # NaN stays NaN in each loop of `additive_scores`; it must not decide which loop the other pairs take.
         largest = tl.maximum(largest, tl.max(tl.where(value == value, tl.abs(value), 0.0), 1))
         target = channels + c.to(tl.int64)[None, :] * pitch + at[:, None]
         tl.store(target, value, mask=inside[None, :])
@@ -225,8 +229,10 @@ def pad_w_v(w_v, out, hidden, BLOCK: tl.constexpr):
 def table_of(x: Operand, activation: str, runner: Any, *, with_powers: bool = False) -> Table:
     """Return the table of queries or keys; `runner` launches the kernel that fills it."""
     *matrices, length, hidden = x.data.shape
+    # A broadcast axis has stride 0.
     sizes = [1 if stride == 0 else n for n, stride in zip(matrices, x[1:4], strict=True)]
-    width, pitch, rows = table_width.fn(hidden), -(-length // _BLOCK) * _BLOCK + TABLE_SLACK, length + 1
+    width, pitch = table_width.fn(hidden), -(-length // _BLOCK) * _BLOCK + TABLE_SLACK
+    rows = length + 1  # gradients may take two positions at a time
     channels = x.data.new_empty((*sizes, 2 * width + 1, pitch), dtype=torch.float32)
     powers = None
     if with_powers and activation in ("tanh", "sigmoid"):

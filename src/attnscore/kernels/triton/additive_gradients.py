@@ -47,6 +47,7 @@ TILE = (SUMS, 64)
 """Positions and channels of the sums of a program: 8 numbers for each of 128 threads, so that many programs wait for
 memory at a time (1.6 times as fast as four times as many numbers, on an H200)."""
 INTERPRETED_TILE = (16, 16)
+"""`TILE` in the interpreter."""
 
 
 class Chunk(NamedTuple):
@@ -76,6 +77,7 @@ def key_tiles_of(masking, interval, b, tile, tiles, key_tiles):
     if masking.start is None:
         first, last = 0, key_tiles
     else:
+        # A line of four ends for each batch row, or for all; the first and the last bound the tiles (`Masking.ends`).
         batch_line = tl.minimum(b, masking.ends_batch - 1)
         at = masking.ends + (batch_line.to(tl.int64) * tiles + tile) * 4
         for _ in tl.range(0, interval):
@@ -109,6 +111,7 @@ def store_gradients(
             keys = side_tile(key_side, j, None, sizes.n_k, sizes.dim, ADDITIVE)
             v = vectors(value_side, j.to(tl.int64), dv[:, None], keys.live, sizes.value_dim)
             attends = unmasked_in_interval(inputs.masking, interval, m, i, j, sizes)
+            # An additive score has the scale 1.0.
             _, weights, grad, ds = tile_gradients(
                 inputs, queries, keys, do, v, rows, row_numbers, attends, m, sizes, 1.0, slope,
                 ADDITIVE, ACTIVATION, CAPS, RELATIVE, PRECISION,
@@ -128,9 +131,9 @@ def _sums(
     """Add ds act', ds act and ds of the positions start <= k < stop of the other side to the sums of a tile.
 
     The last two, for the gradient of w_v, only with `HAS_W_V`. `ds` points at the gradients of position `start`; the
-    next position's are `step` numbers on. With 1 or 2 terms to a division, `a` and `other` are exponentials, and
-    r = 1 / (a b + 1) and r (1 - r) stand for act and act', which `side_gradient` makes of the sums; with 0 they are the
-    sides themselves.
+    next position's are `step` numbers on. With 1 or 2 `TERMS` to a division, `a` and `other` are exponentials without
+    NaN (`Table.powers`), and r = 1 / (a b + 1) and r (1 - r) stand for act and act', whose sums `side_gradient`
+    computes from theirs; with 0 they are the sides themselves.
     """
     inside = (c < channels)[None, :]
     first = tl.zeros_like(c).to(tl.int64) + start
@@ -188,13 +191,13 @@ def _side_sums(
         first, last, before = key_tiles_of(masking, part % INTERVALS, b, tile, chunk.tiles, key_tiles)
         if IS_QUERY:
             start, stop, step = first * BN, tl.minimum(last * BN, other_len), 1
-            query, column = position, before * BN
+            ds_row, ds_column = position, before * BN
         else:
             start, step = tile * BM, chunk.pitch
             is_visited = (first <= target_tile) & (target_tile < last)
             stop = tl.where(is_visited, tl.minimum(start + BM, other_len), start)
-            query, column = start, (before + target_tile - first) * BN + (position - target_tile * BN)
-        at = ds + (query - chunk.first_tile * BM).to(tl.int64) * chunk.pitch + column
+            ds_row, ds_column = start, (before + target_tile - first) * BN + (position - target_tile * BN)
+        at = ds + (ds_row - chunk.first_tile * BM).to(tl.int64) * chunk.pitch + ds_column
         acc, acc_act, acc_ds = _sums(
             acc, acc_act, acc_ds, a, other, c, channels, at, step, start, stop, slope, ACTIVATION, TERMS, HAS_W_V
         )
@@ -264,6 +267,7 @@ def side_gradient(
         total = tl.sum(acc_act, 0)
         if ACTIVATION == "tanh":
             total = tl.sum(acc_ds, 0) - 2.0 * total
+        # The last query tile may have more blocks than queries.
         blocks = tl.cdiv(target_len, BLOCK)
         at_w_v = grad_w_v + (matrix.to(tl.int64) * blocks + block) * hidden + c
         tl.store(at_w_v, total, mask=(c < hidden) & (block < blocks))
@@ -305,7 +309,7 @@ def value_gradient(
             m = Matrix(kv * sizes.groups + g, b, h, g)
             acc = with_nonfinite(
                 acc, inputs.masking, inputs.bias, side_of(grad_out, m), m, j[:, None], sizes,
-                INTERVALS, RELATIVE, False, BM, DV,
+                INTERVALS, RELATIVE, OF_KEYS=False, BLOCK=BM, D=DV,
             )  # fmt: skip
     tl.store(grad_at, acc, mask=is_written)
 
@@ -358,6 +362,7 @@ def gradients(
             **scores, **shape, **values, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if requested & {"query", "w_v"}:
+            # `group` is 0: for queries the kernel does not read it.
             runner.run(
                 side_gradient, (count * tile.queries // block, columns, kvs * groups),
                 sides.query, sides.key, query.powers, key.powers, query.sizes, key.largest, sides.w_v, chunk,

@@ -90,10 +90,11 @@ def tile_gradients(
     FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, RELATIVE: tl.constexpr, PRECISION: tl.constexpr,
     FULL: tl.constexpr = False, OF_KEYS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return raw scores (`pair_scores`) and dropped weights of a tile, and gradients of capped and of raw scores.
+    """Return a tile's `pair_scores`, weights after dropout, and gradients of the scores after and before the caps.
 
     `value` is (value_dim, N), or (N, value_dim) where the rows are keys (`OF_KEYS`); `grad_out` is (M, value_dim).
-    `attends` are the pairs that the mask leaves, all where `FULL`; `row_numbers` are the `row_values` of `rows`.
+    `attends` are the pairs that the mask leaves, all where `FULL`; `row_numbers` are the `row_values` of `rows`. The
+    scores before the caps are the `function_scores`.
     """
     i, j = queries.at, keys.at
     raw = pair_scores(queries, keys, inputs, m, sizes, scale, slope, FORM, FUNCTION, PRECISION, OF_KEYS)
@@ -104,6 +105,7 @@ def tile_gradients(
     uncapped = function_scores(raw, inputs.shared, m, FORM, FUNCTION)
     s, _ = capped(uncapped, CAPS)
     if FUNCTION is None and not FULL:
+        # As in the forward (`_mask_scores`).
         s = tl.where(s == NEG_INF, float("nan"), s)
     s, attends = with_bias(s, attends, inputs.bias, m, i, j, sizes, RELATIVE)
     # A custom function may be NaN for the zeros that stand past the last query.
@@ -124,12 +126,12 @@ def tile_gradients(
         grad -= p * (tl.where(p == 0, 0.0, log_p) + row_numbers.entropy) * row_numbers.grad_entropy
     if MASKED:
         grad = tl.where(attends, grad, 0.0)
-    raw_grad = grad
+    uncapped_grad = grad
     if len(CAPS) > 0:
         # A gradient of 0 stays 0 before the caps, whatever the score is.
         _, slope_of_caps = capped(uncapped, CAPS)
-        raw_grad = tl.where(grad == 0, 0.0, grad * slope_of_caps)
-    return raw, dropped, grad, raw_grad
+        uncapped_grad = tl.where(grad == 0, 0.0, grad * slope_of_caps)
+    return raw, dropped, grad, uncapped_grad
 
 
 @triton.jit
@@ -153,7 +155,8 @@ def add_gradient(
     elif FORM == DISTANCE:
         acc = distance_gradient(acc, ds * (-2.0 * scale), positions, other_positions, dim, D)
     elif FORM == CHANNELS:
-        acc = channel_gradient(acc, ds, queries, keys, shared, m, dim, DERIVATIVE, 1 if OF_KEYS else 0, D)
+        INDEX: tl.constexpr = 1 if OF_KEYS else 0  # DERIVATIVE returns d/dq, then d/dk
+        acc = channel_gradient(acc, ds, queries, keys, shared, m, dim, DERIVATIVE, INDEX, D)
     return acc
 
 
@@ -171,7 +174,7 @@ def d_query(
     TESTED: tl.constexpr, RELATIVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients with an axis of queries for a tile of them, and of the bias of its pairs, unless None."""
+    """Compute, for a tile of queries, the gradients with an axis of queries, and of a bias of single pairs, if any."""
     inputs = with_types(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     r, d, dv = tile * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, DV)
@@ -196,11 +199,11 @@ def d_query(
                     attends = queries.live & keys.live
                 else:
                     attends = unmasked_in_interval(inputs.masking, interval, m, i, j, sizes)
-                raw, _, grad, raw_grad = tile_gradients(
+                raw, _, grad, uncapped_grad = tile_gradients(
                     inputs, queries, keys, do, v, rows, row_numbers, attends, m, sizes, scale, slope,
-                    FORM, FUNCTION, CAPS, RELATIVE, PRECISION, full,
+                    FORM, FUNCTION, CAPS, RELATIVE, PRECISION, FULL=full,
                 )  # fmt: skip
-                ds = function_gradient(raw_grad, raw, inputs.shared, m, FORM, DERIVATIVE)
+                ds = function_gradient(uncapped_grad, raw, inputs.shared, m, FORM, DERIVATIVE)
                 if grad_bias is not None:
                     store_bias_gradient(grad_bias, grad, attends, m, i, j)
                 if grad_query_bias is not None:
@@ -209,7 +212,7 @@ def d_query(
                     acc_scale += tl.sum(tl.where(ds == 0, 0.0, ds * raw), 1)
                 acc = add_gradient(
                     acc, ds, queries, keys, inputs.shared, m, sizes.dim, scale,
-                    FORM, DERIVATIVE, PRECISION, not full or inputs.bias is not None, False, D,
+                    FORM, DERIVATIVE, PRECISION, MASKED=not full or inputs.bias is not None, OF_KEYS=False, D=D,
                 )  # fmt: skip
     if FORM == INNER:
         acc = acc * scale
@@ -241,8 +244,9 @@ def d_key(
     acc = tl.zeros((BN, D), tl.float32)
     acc_value = tl.zeros((BN, DV), tl.float32)
     acc_key_bias = tl.zeros((BN,), tl.float32)
-    line = 0  # of `tiles`, by `ranges.tiles_of_queries`; None: all query tiles are visited
+    line = 0
     if tiles is not None:
+        # The line of this key tile in the result of `ranges.tiles_of_queries`.
         line = tl.minimum(first.b, inputs.masking.ends_batch - 1) * tl.num_programs(0) + tile
     visited, is_bad = segments(tiles, line, sizes.n_q, BM, TESTED), 0
     for member in tl.range(0, members):
@@ -261,11 +265,11 @@ def d_key(
                 else:
                     attends = unmasked_in_any_interval(inputs.masking, m, i, j, sizes, INTERVALS)
                 row_numbers = row_values(rows, m.z, i, sizes.n_q)
-                raw, dropped, _, raw_grad = tile_gradients(
+                raw, dropped, _, uncapped_grad = tile_gradients(
                     inputs, queries, keys, do, v, rows, row_numbers, attends, m, sizes, scale, slope,
-                    FORM, FUNCTION, CAPS, RELATIVE, PRECISION, full, True,
+                    FORM, FUNCTION, CAPS, RELATIVE, PRECISION, FULL=full, OF_KEYS=True,
                 )  # fmt: skip
-                ds = function_gradient(raw_grad, raw, inputs.shared, m, FORM, DERIVATIVE)
+                ds = function_gradient(uncapped_grad, raw, inputs.shared, m, FORM, DERIVATIVE)
                 if not full or inputs.bias is not None:
                     do, is_bad = finite_of(do, is_bad)
                 acc_value = tl.dot(dropped.to(do.dtype), do, acc_value, input_precision=PRECISION)
@@ -273,7 +277,7 @@ def d_key(
                     acc_key_bias += tl.sum(ds, 1)
                 acc = add_gradient(
                     acc, ds, queries, keys, inputs.shared, m, sizes.dim, scale,
-                    FORM, DERIVATIVE, PRECISION, not full or inputs.bias is not None, True, D,
+                    FORM, DERIVATIVE, PRECISION, MASKED=not full or inputs.bias is not None, OF_KEYS=True, D=D,
                 )  # fmt: skip
     if FORM == INNER:
         acc = acc * scale
@@ -283,7 +287,7 @@ def d_key(
             m = Matrix(first.z + member, first.b, first.h, first.g + member)
             acc_value = with_nonfinite(
                 acc_value, inputs.masking, inputs.bias, side_of(grad_out, m), m, j, sizes,
-                INTERVALS, RELATIVE, False, BM, DV,
+                INTERVALS, RELATIVE, OF_KEYS=False, BLOCK=BM, D=DV,
             )  # fmt: skip
     store_vectors(grad_value, first, j, dv[None, :], keys.live, sizes.value_dim, acc_value)
     if grad_key_bias is not None:
@@ -297,7 +301,7 @@ def load_and_differentiate_tile(
     FORM: tl.constexpr, FUNCTION: tl.constexpr, CAPS: tl.constexpr, INTERVALS: tl.constexpr, RELATIVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return queries, keys and raw scores (`pair_scores`) of a tile, and gradients of capped and of raw scores."""
+    """Return a tile's queries, keys, `pair_scores`, and gradients of the scores after and before the caps."""
     i, j = (tile * BM + tl.arange(0, BM))[:, None], (key_tile * BN + tl.arange(0, BN))[None, :]
     d, dv = tl.arange(0, D), tl.arange(0, DV)
     queries = side_tile(side_of(inputs.query, m), i, d[None, :], sizes.n_q, sizes.dim, FORM)
@@ -307,11 +311,11 @@ def load_and_differentiate_tile(
     attends = unmasked_in_any_interval(inputs.masking, m, i, j, sizes, INTERVALS)
     scale = scale_of(scale, inputs.scales, m, sizes)
     row_numbers = row_values(rows, m.z, i, sizes.n_q)
-    raw, _, grad, raw_grad = tile_gradients(
+    raw, _, grad, uncapped_grad = tile_gradients(
         inputs, queries, keys, do, v, rows, row_numbers, attends, m, sizes, scale, slope,
         FORM, FUNCTION, CAPS, RELATIVE, PRECISION,
     )  # fmt: skip
-    return queries, keys, raw, grad, raw_grad
+    return queries, keys, raw, grad, uncapped_grad
 
 
 @triton.jit
@@ -322,7 +326,10 @@ def members_of(all_batches, batches, kv_heads, group_count, sizes):
 
 @triton.jit
 def member_of(member, first_member, batches, kv_heads, group_count, sizes):
-    """Return matrix number `member` of the matrices that share one bias, counted from `first_member`."""
+    """Return matrix number `member` of the matrices that share one bias, counted from `first_member`.
+
+    The sizes `batches`, `kv_heads` and `group_count` of the bias are each whole, which leaves one step, or 1.
+    """
     group_steps = sizes.groups // group_count
     head_steps = sizes.heads // kv_heads
     b = first_member.b + member // (group_steps * head_steps) * batches
@@ -343,6 +350,7 @@ def d_bias(
     The bias has the sizes `batches`, `kv_heads` and `group_count`, each whole or 1. Where it has no axis of queries
     (not `HAS_ROWS`) or keys, each tile of queries or keys has its own sum.
     """
+    RELATIVE: tl.constexpr = False
     inputs = with_types(inputs)
     tile, key_tile, bias_matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_member = matrix_of(bias_matrix, kv_heads, group_count)
@@ -351,7 +359,7 @@ def d_bias(
         m = member_of(member, first_member, batches, kv_heads, group_count, sizes)
         _, _, _, grad, _ = load_and_differentiate_tile(
             inputs, grad_out, rows, m, tile, key_tile, sizes, scale, slope,
-            FORM, FUNCTION, CAPS, INTERVALS, False, BM, BN, D, DV, PRECISION,
+            FORM, FUNCTION, CAPS, INTERVALS, RELATIVE, BM, BN, D, DV, PRECISION,
         )  # fmt: skip
         total += grad
     r, c = tile * BM + tl.arange(0, BM), key_tile * BN + tl.arange(0, BN)

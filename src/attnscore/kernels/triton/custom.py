@@ -1,7 +1,7 @@
 """Custom scores in Triton: the functions that a score brings (`scores.triton_tile`), inside the kernels.
 
-- Of a product or a squared distance, a function is applied to the tile of these, in front of the caps.
-- Of channels, a function is summed one channel after the other, as in a direct distance.
+- A function of a product or a squared distance is applied to a tile of products or distances, before the caps.
+- A function of channels is summed one channel after the other, as a distance is.
 - A row with a NaN or an infinity has scores of NaN, as in the streaming kernel, whatever the function returns.
 """
 
@@ -130,7 +130,7 @@ def custom_of(problem: Problem) -> Custom:
 
 def _per_head(problem: Problem, name: str, x: torch.Tensor, has_channels: bool) -> torch.Tensor:
     """Return a parameter as (head or 1, group or 1, channel or 1)."""
-    x = per_head(problem.ops, name, x, problem.form.query, problem.form.key, int(has_channels))
+    x = per_head(problem.ops, name, x, problem.form.query, problem.form.key, axes=int(has_channels))
     if not has_channels:
         x = x[..., None]
     elif x.shape[-1] != (dim := problem.form.query.shape[-1]):

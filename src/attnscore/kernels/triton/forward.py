@@ -35,6 +35,7 @@ from attnscore.kernels.triton.tile import (
 
 LN2 = tl.constexpr(0.6931471805599453)
 MOST_INT = tl.constexpr(2**31 - 1)
+"""An index after all keys."""
 LEAST_LOG = tl.constexpr(-1000.0)
 """Number in place of the logarithm of 0: its product with a weight of 0 is 0, not NaN."""
 
@@ -62,10 +63,12 @@ class Softmax(NamedTuple):
     sum_exp_logit: Any
     """Sum of each weight times its logarithm to base 2."""
     squares: Any
+    """Sum of the squared weights."""
     moments: Any
     min_score: Any
     """Smallest unmasked score."""
     max_score: Any
+    """Largest score, not shifted; only where `key` is requested."""
     key: Any
     """First key of the largest score; -1 before the first one."""
 
@@ -134,9 +137,9 @@ def _halves(x):
 
 @triton.jit
 def _with_products(acc, x, y):
-    """Return acc plus the sums over columns of x * y, each added to one of its columns.
+    """Return acc (queries, lanes) plus the products x * y (queries, columns), over every `lanes`-th column.
 
-    A chain of multiply-adds of registers: a sum by Triton is a tree, of half an addition more for each number.
+    These are multiply-adds; `tl.sum` would add in a tree, which takes half an addition more for each number.
     """
     if acc.shape[1] == 1:
         return acc + tl.sum(x * y, 1, keep_dims=True)
@@ -150,7 +153,7 @@ def _with_products(acc, x, y):
 
 @triton.jit
 def _lane_sums(x, LANES: tl.constexpr):
-    """Return sums (queries, lanes) of a tile, over every so many columns."""
+    """Return the sums (queries, lanes) of a tile (queries, columns) over every `LANES`-th column."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // LANES, LANES)), 1)
 
 
@@ -164,7 +167,7 @@ def _add_pairs(x, count, y, other):
 def _subtract_base(old, s, attends, step, ALL: tl.constexpr):
     """Return the scores less the base, and the moments after a tile of them."""
     base = old.base
-    # One instruction with the product by the scale.
+    # The compiler joins this and the product by the scale in one instruction.
     s = s - base[:, None]
     if ALL:
         tile_count = tl.zeros_like(old.count) + s.shape[1]
@@ -246,7 +249,7 @@ def _with_sink(old, acc, sink):
     rescaled = factor * old.sum_exp_logit + _product(factor, log_factor) * old.total
     sum_exp_logit = rescaled + _product(sink_factor, log_sink)
     total = factor * old.total + sink_factor
-    squares = factor * factor * old.squares
+    squares = factor * factor * old.squares  # of keys alone; the entropy has the sink's term too
     softmax = Softmax(shifted_max, total, sum_exp_logit, squares, old.moments, old.min_score, old.max_score, old.key)
     return softmax, acc * factor[:, None]
 
@@ -328,7 +331,8 @@ def forward(
                 acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     if is_bad > 0:
         acc = with_nonfinite(
-            acc, inputs.masking, inputs.bias, value_side, m, queries.at, sizes, INTERVALS, RELATIVE, True, BN, DV
+            acc, inputs.masking, inputs.bias, value_side, m, queries.at, sizes,
+            INTERVALS, RELATIVE, OF_KEYS=True, BLOCK=BN, D=DV,
         )  # fmt: skip
     softmax = _sum_lanes(softmax)
     of_keys = softmax

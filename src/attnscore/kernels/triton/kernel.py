@@ -38,7 +38,7 @@ MOST_MATRICES = 2**16 - 1
 
 @cache
 def missing_package(*packages: str) -> str | None:
-    """Return which package, or whether the driver of an NVIDIA GPU, is missing; None where neither is."""
+    """Return which package is not installed, or that there is no NVIDIA driver; None where nothing is missing."""
     for name in packages:
         if find_spec(name) is None:
             return f"{name} is not installed"
@@ -83,6 +83,7 @@ class Triton(Kernel):
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
         if problem.ops.needs_grad(*problem.operands().values()):
+            # PyTorch records this call, and can differentiate only its own operations.
             return tiled.forward(problem, tiles)
         from attnscore.kernels.triton import launch
 
@@ -94,6 +95,7 @@ class Triton(Kernel):
         incoming = [x for x in (grads.out, grads.log_sum_exp, grads.entropy, grads.matrix) if x is not None]
         ops, operands = problem.ops, problem.operands()
         if ops.needs_grad(*operands.values(), *incoming) or not ops.has_values(*operands.values(), *incoming):
+            # A gradient of these gradients may follow, or a transform traces them: both take PyTorch's operations.
             return tiled.backward(problem, tiles, result, grads)
         from attnscore.kernels.triton import launch
 
@@ -118,7 +120,7 @@ def _reasons(problem: Problem) -> list[str]:
     matrices = math.prod(problem.score_shape.rows[:-1])
     if matrices > MOST_MATRICES:
         reasons.append(f"{matrices} heads of the batch, above the {MOST_MATRICES} of a grid's second axis")
-    # Channels of an additive score are summed one after the other.
+    # Channels of an additive score are summed one after the other, so that their number has no limit.
     dims = max(0 if isinstance(form, AdditiveForm) else int(form.query.shape[-1]), problem.layout.value_dim)
     if dims > MOST_DIM:
         reasons.append(f"a dimension of {dims}, above {MOST_DIM}")

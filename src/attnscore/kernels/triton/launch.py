@@ -39,12 +39,13 @@ from attnscore.problem.results import Result, RowGradients
 from attnscore.problem.statistics import TABLE
 from attnscore.scores.forms import AdditiveForm, DistanceForm, InnerForm, TileForm
 
+# As in `tile`.
 INNER, DISTANCE, ADDITIVE, CHANNELS = range(len(FORMS) + 1)
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Runner:
-    """Launches kernels on the device of the tensors; `compiled` has a runner that compiles them for another device."""
+    """Launches kernels on the device of the tensors; the benchmark has a runner that only compiles them."""
 
     keeps_tables = True
     """Whether `DeviceIntervals` caches the tables that kernels compute from a mask."""
@@ -127,6 +128,7 @@ class Operands:
 
     @property
     def precision(self) -> str:
+        # An additive score has no product of queries and keys, only the product of weights and values.
         factor = self.arrays.query.data if self.additive is None else self.arrays.value.data
         return precision_of(factor, self.runner.architecture(factor))
 
@@ -142,12 +144,13 @@ class Operands:
     def tile(self, kernel: KernelName) -> Tile:
         """Return the tile of a kernel for these operands."""
         query, value = self.arrays.query.data, self.arrays.value.data
-        dim, dtype = padded_dim(self.sizes[3]), value.dtype
+        dim, dtype = padded_dim(self.sizes.value_dim), value.dtype
         # Tables of additive scores are float32 always, and no operand of a product.
         if self.additive is None:
-            dim = max(padded_dim(self.sizes[2]), dim)
+            dim = max(padded_dim(self.sizes.dim), dim)
             dtype = query.dtype if query.itemsize > value.itemsize else dtype
         name = str(dtype).removeprefix("torch.")
+        # A custom function of channels is summed as a distance is, and has its tiles.
         form = "distance" if self.form == CHANNELS else FORMS[self.form]
         return self.runner.tile(kernel, self.runner.architecture(query), form, name, dim)
 
@@ -160,7 +163,7 @@ class Operands:
         """Return the compile-time constants of these kernels: form, caps, dimensions, block sizes."""
         return {
             "FORM": self.form, "FUNCTION": self.function, "CAPS": self.caps, "INTERVALS": self.interval_count,
-            "D": padded_dim(self.sizes[2]), "DV": padded_dim(self.sizes[3]), "PRECISION": self.precision,
+            "D": padded_dim(self.sizes.dim), "DV": padded_dim(self.sizes.value_dim), "PRECISION": self.precision,
             "BM": tile.queries, "BN": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages,
         }  # fmt: skip
 
@@ -174,7 +177,8 @@ class Operands:
             return 1
         if self.runner.architecture(self.arrays.value.data) == 0:
             return 4
-        return 8 if tile.queries >= 16 * tile.warps else 1
+        warps_have_whole_rows = tile.queries >= 16 * tile.warps  # a matrix instruction has 16 rows
+        return 8 if warps_have_whole_rows else 1
 
     def inputs(self, tile: Tile) -> Inputs:
         """Return the inputs of all kernels over tiles of pairs, with the ends of the tiles, which a kernel computes."""
@@ -205,7 +209,7 @@ def precision_of(x: torch.Tensor, architecture: int) -> str:
     """Return how a product of float32 is computed: by three of TF32, or by one where the user allows it."""
     if architecture == 0:
         return "ieee"
-    # The older switch raises once this one has been set.
+    # `allow_tf32`, the older switch, raises once this one has been set.
     is_allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if x.dtype != torch.float32 or is_allowed else "tf32x3"
 
@@ -308,7 +312,7 @@ def _masking(problem: Problem, tiles: TilePlan) -> tuple[DeviceIntervals | None,
     elif remaining_mask is not None:
         # Lengths on the device: their intervals are computed there.
         ends, other_parts = traced_visibility(ops, shape, like, remaining_mask)
-        if ends is not None and len(ends[0].shape) == 2:
+        if ends is not None and len(ends[0].shape) == 2:  # holes would add an axis
             remaining_mask = other_parts
             start, stop = (x.to(torch.int32).contiguous()[None] for x in ends)
             start, stop = (_per_merged_batch(x, shape.batch, batch, axis=1) for x in (start, stop))
@@ -337,7 +341,7 @@ def _masking(problem: Problem, tiles: TilePlan) -> tuple[DeviceIntervals | None,
 
 
 def _per_merged_batch(x: torch.Tensor, batch: int, merged: int, axis: int = 0) -> torch.Tensor:
-    """Return rows for each entry of the `merged` leading axes, from rows for each of `batch`, or for all."""
+    """Return a row for each entry of all leading axes, `merged` in number, from `batch` rows or one for all."""
     return x if x.shape[axis] == 1 or batch == merged else x.repeat_interleave(merged // batch, axis)
 
 
@@ -356,6 +360,7 @@ def forward(problem: Problem, tiles: TilePlan, runner: Runner = RUNNER) -> Resul
     """Run the forward."""
     shape, value_dim = problem.score_shape, problem.layout.value_dim
     out = problem.value.new_empty((*shape.rows, value_dim))
+    # The log-sum-exp is row_max + log_denom, which `SinglePlan.result` adds.
     needed = {"row_max", "log_denom", *problem.statistics} - {"log_sum_exp"}
     rows = {name: out.new_empty((*shape.rows, 1), dtype=torch.float32) for name in Rows._fields if name in needed}
     with device_scope(out):
@@ -381,13 +386,13 @@ def run_forward(
     operands: Operands, tile: Tile, inputs: Inputs, out: Operand, rows: Any, constants: dict[str, Any]
 ) -> None:
     """Launch the forward; `inputs` are the inputs of `operands`, or others of the same layout."""
-    grid = triton.cdiv(operands.sizes[0], tile.queries), operands.matrices
+    grid = triton.cdiv(operands.sizes.n_q, tile.queries), operands.matrices
     operands.runner.run(forward_kernels.forward, grid, inputs, operands.sink, out, rows, *operands.numbers, **constants)
 
 
 def device_scope(x: torch.Tensor) -> Any:
     """Return the scope in which launches go to the device of `x`, which may not be the current one."""
-    return torch.cuda.device(x.device) if x.is_cuda else torch.cuda.device(-1)
+    return torch.cuda.device(x.device if x.is_cuda else -1)  # -1 changes nothing
 
 
 def backward(
@@ -420,7 +425,6 @@ class _Backward:
         queries, _, _, value_dim, heads, groups = operands.sizes
         self.is_empty = not operands.matrices * queries
         grad_out = result.out.new_zeros(()).expand(result.out.shape) if grads.out is None else grads.out
-        # The products with the value are in its dtype.
         self.grad_out = self.as_operand(grad_out, queries)
         minus_delta = self.new_rows()
         if not self.is_empty:
@@ -438,9 +442,9 @@ class _Backward:
 
     def run(self) -> dict[str, Array]:
         """Return the gradients by name."""
-        if self.is_empty or not self.operands.sizes[1]:
+        if self.is_empty or not self.operands.sizes.n_k:
             self.gradients = {name: x.new_zeros(x.shape) for name, x in self.arrays.items()}
-            if self.problem.sink is not None and not self.is_empty:  # without keys it has all the weight
+            if self.problem.sink is not None and not self.is_empty:  # without keys the sink has all the weight
                 self.gradients["sink"] = self.d_sink(self.problem.sink)
             return self.gradients
         if self.operands.additive is None:
@@ -449,6 +453,7 @@ class _Backward:
             self.d_parameters()
         else:
             self.d_additive()
+        # The gradient of a bias of single pairs has been computed above.
         if self.problem.bias is not None and "bias" in self.requested and "bias" not in self.gradients:
             self.d_bias(self.problem.bias)
         if self.problem.sink is not None:
@@ -460,7 +465,8 @@ class _Backward:
 
     def as_operand(self, x: torch.Tensor, row: int) -> Operand:
         """Return an array on the canonical axes as an operand."""
-        return operand(x, self.problem.score_shape.lead, *self.operands.sizes[4:], row)
+        sizes = self.operands.sizes
+        return operand(x, self.problem.score_shape.lead, sizes.heads, sizes.groups, row)
 
     def launch(
         self, kernel: Any, grid: tuple[int, ...], tile: Tile, inputs: Inputs, *outputs: Any, **constants: Any
@@ -505,7 +511,7 @@ class _Backward:
         """Compute the gradients of an additive score, of its values, and of a bias that has a number for each pair."""
         grad_bias = self.bias_gradient()
         gradients = additive_gradients.gradients(self.operands, self.grad_out, self.rows, grad_bias, self.requested)
-        lead = self.problem.score_shape.lead  # one axis there
+        lead = self.problem.score_shape.lead  # in `gradients` the leading axes are one
         self.gradients |= {
             name: x if name == "w_v" else x.reshape(*lead, *x.shape[1:]) for name, x in gradients.items()
         }
@@ -513,7 +519,7 @@ class _Backward:
     def bias_gradient(self) -> Operand | None:
         """Return zeros, as skipped tiles write none, for the gradient of a bias of single pairs; None for others."""
         bias, rows = self.problem.bias, self.problem.score_shape.rows
-        if bias is None or tuple(bias.shape) != (*rows, self.operands.sizes[1]):
+        if bias is None or tuple(bias.shape) != (*rows, self.operands.sizes.n_k):
             return None
         self.gradients["bias"] = torch.zeros_like(bias, memory_format=torch.contiguous_format)
         return self.as_operand(self.gradients["bias"], rows[-1])
@@ -586,7 +592,7 @@ class _Backward:
         if operands.is_relative:
             shares = max(1, min(RELATIVE_SHARES, triton.cdiv(queries, tile.queries)))
             partial_sums = bias.new_zeros((shares, *lead, kv_heads, group_count, 1, column), dtype=torch.float32)
-            # The diagonals of a tile are summed in a line of queries + keys, which must be a power of 2.
+            # A square tile: its diagonals are summed in a line of queries + keys, which must be a power of 2.
             size = min(tile.queries, tile.keys)
             kernel = backward_kernels.d_relative_bias
             self.launch(kernel, (shares, matrices), tile, inputs, partial_sums, *counts, BM=size, BN=size)

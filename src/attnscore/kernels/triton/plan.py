@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,20 +48,21 @@ class TritonPlan(Plan, DifferentiableOp):
 
     @property
     def cache_weight(self) -> int:
-        # The memory of the mask's intervals.
+        # A unit is about 2 KB; the intervals of a mask count as 32 bytes for each query.
         intervals = self.operands.intervals
         return 1 if intervals is None else 1 + intervals.start.numel() // 64
 
     @property
     def differentiable_count(self) -> int:
-        return 2
+        return 2  # output and log-denominator
 
     @property
     def saved_count(self) -> int:
-        return 3
+        return 3  # the maximum of each query too
 
     def run(self, arguments: CallArguments) -> Any:
-        return self.op.problem.ops.differentiable(self, arguments[:3])[0]
+        output, *_ = self.op.problem.ops.differentiable(self, arguments[:3])  # query, key, value
+        return output
 
     def forward(self, arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return output, on the caller's axes, log-denominator and maximum of each query."""
@@ -102,10 +102,12 @@ class TritonPlan(Plan, DifferentiableOp):
 
 
 def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> TritonPlan | None:
-    """Return the plan of the calls like this one, or None where each is laid out anew."""
+    """Return the plan of all calls of this call's signature, or None where each of them is laid out anew."""
     form, layout, shape = problem.form, problem.layout, problem.score_shape
-    if set(arrays) != set(SIDES) or type(form) is not InnerForm or layout.is_length_before_heads:
+    if set(arrays) != set(SIDES) or type(form) is not InnerForm:
         return None
+    if layout.is_length_before_heads:
+        return None  # `TritonPlan.forward` writes its output with heads before the length
     if form.caps or not {"query_bias", "key_bias"}.isdisjoint(form.arrays()):
         return None
     other_options = (problem.dropout, problem.normalizer, problem.matrix, *problem.statistics)
@@ -115,7 +117,7 @@ def reusable_plan(kernel: Kernel, problem: Problem, tiles: TilePlan, arrays: Map
     sides = {name: getattr(operands.arrays, name) for name in SIDES}
     if any(x.data.data_ptr() != arrays[name].data_ptr() for name, x in sides.items()):
         return None  # copied, as no single stride describes its leading axes
-    if not operands.matrices * math.prod(operands.sizes[:2]):
+    if not operands.matrices * operands.sizes.n_q * operands.sizes.n_k:
         return None
     tile, like = operands.tile("forward"), problem.value
     out = torch.empty((*shape.rows, layout.value_dim), dtype=like.dtype, device="meta")

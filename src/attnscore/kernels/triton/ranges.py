@@ -44,7 +44,8 @@ def ends_of_tiles(masking, ends, n_q, tiles, TESTED: tl.constexpr, BM: tl.conste
 def tiles_of_queries(ends, query_tiles, intervals, tiles, BLOCK: tl.constexpr):
     """Invert `ends` to the query tiles of each key tile, (batch or 1, key tile, 4), in the order of `ends`.
 
-    Where the query tiles that attend a whole key tile have others among them, none counts as full.
+    Where the query tiles that attend a whole key tile have others among them, none counts as full. A step of the loop
+    reads `BLOCK` query tiles.
     """
     key_tile, batch = tl.program_id(0), tl.program_id(1)
     any_start, any_stop, full_start, full_stop, count = tiles, 0, tiles, 0, 0

@@ -185,7 +185,7 @@ def capped(s, CAPS: tl.constexpr):
 
 @triton.jit
 def segments(ends, line, length, BLOCK: tl.constexpr, TESTED: tl.constexpr):
-    """Return the `Segments` of a line of ends; all tiles where there are none."""
+    """Return the `Segments` of a line of ends; without ends, of all tiles. `TESTED`: none is full (`ranges`)."""
     if ends is None:
         any_start, any_stop = 0, tl.cdiv(length, BLOCK)
         if TESTED:
