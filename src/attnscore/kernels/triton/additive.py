@@ -184,7 +184,10 @@ def tabulate(
     x, channels, powers, length, rows, hidden, heads, groups, pitch,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fill the `channels` (matrix, 2 width + 1, pitch) and `powers` (matrix, rows, width) of a `Table`."""
+    """Fill the `channels` (matrix, 2 width + 1, pitch) and `powers` (matrix, rows, width) of a `Table`.
+
+    `pitch` and `rows` are the positions that they have room for; `heads` and `groups` are 1 where `x` is broadcast.
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     z = tl.program_id(1).to(tl.int64)
     width = table_width(hidden)

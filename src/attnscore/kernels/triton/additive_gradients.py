@@ -179,7 +179,7 @@ def _side_sums(
     ACTIVATION: tl.constexpr, TERMS: tl.constexpr, IS_QUERY: tl.constexpr, HAS_W_V: tl.constexpr,
     INTERVALS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of `_sums` for target positions, over the other side's positions in tiles that were visited."""
+    """Return `_sums` of target positions over the other side's positions in tiles that `store_gradients` visited."""
     at_target = target.data + position.to(tl.int64)[:, None] * target.row + c.to(tl.int64)[None, :] * target.column
     a = tl.load(at_target, mask=(position < target_len)[:, None] & (c < channels)[None, :], other=0.0).to(tl.float32)
     acc, acc_act = tl.zeros((BLOCK, CHANNELS), tl.float32), tl.zeros((BLOCK, CHANNELS), tl.float32)
@@ -235,6 +235,7 @@ def side_gradient(
     a, other_a = side_of(target, m), side_of(other, m)
     common = (position, c, chunk, ds, masking, m.b, target_tile, target_len, other_len, slope)
     if ACTIVATION == "tanh" or ACTIVATION == "sigmoid":
+        # The limits are for exp(2 z); a sigmoid has exp(-z).
         reach: tl.constexpr = 1.0 if ACTIVATION == "tanh" else 2.0
         size = tl.max(tl.load(base(target_sizes, m) + position, mask=live, other=0.0), 0)
         size_of_other = tl.load(base(other_size, m))
@@ -344,6 +345,7 @@ def gradients(
     }
     grad_w_v = zeros(operands.batch, heads, groups, triton.cdiv(n_q, block), hidden)
     pairs_of_tile = groups * tile.queries * pitch
+    # A chunk has some KV heads with all their query tiles, or some query tiles of one KV head.
     max_kv_heads = max(1, min(kv_heads, thresholds.GRADIENT_PAIRS // (tiles * pairs_of_tile)))
     max_tiles = tiles if max_kv_heads > 1 else max(1, min(tiles, thresholds.GRADIENT_PAIRS // pairs_of_tile))
     ds, weights = torch.empty((2, max_kv_heads * max_tiles * pairs_of_tile), dtype=torch.float32, device=device)

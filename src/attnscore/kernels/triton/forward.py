@@ -41,7 +41,7 @@ LEAST_LOG = tl.constexpr(-1000.0)
 
 
 class Moments(NamedTuple):
-    """Moments of the unmasked scores of some queries: their number, the sums of scores less a base and of squares."""
+    """Moments of the unmasked scores of some queries: their number, the sums of score - base and of its square."""
 
     count: Any
     base: Any
@@ -109,7 +109,8 @@ def _mask_scores(
     else:
         attends = unmasked_in_interval(inputs.masking, interval, m, queries.at, keys.at, sizes)
         if FUNCTION is None:
-            # A product with an infinity counts as NaN, as on the CPU.
+            # A product or distance with an infinity counts as NaN, as on the CPU. An additive score keeps it, and
+            # `function_scores` sees to custom functions.
             s = tl.where(s == NEG_INF, float("nan"), s)
     s, attends = with_bias(s, attends, inputs.bias, m, queries.at, keys.at, sizes, RELATIVE)
     if not FULL or inputs.bias is not None:
@@ -280,6 +281,7 @@ def _store_rows(rows, at, live, softmax, of_keys):
     if rows.entropy is not None:
         entropy = log_denom - softmax.sum_exp_logit * LN2 / divisor
         tl.store(rows.entropy + at, tl.where(is_empty, 0.0, entropy), mask=live)
+    # Largest weight of a key, before the division.
     max_of_keys = tl.exp2(_finite_max(of_keys.shifted_max) * LOG2E - finite_max * LOG2E)
     max_of_keys = tl.where(of_keys.total == 0, 0.0, max_of_keys)
     if rows.max_weight is not None:

@@ -206,7 +206,10 @@ class Operands:
 
 
 def precision_of(x: torch.Tensor, architecture: int) -> str:
-    """Return how a product of float32 is computed: by three of TF32, or by one where the user allows it."""
+    """Return how a product of float32 is computed: by three of TF32, or by one where the user allows it.
+
+    For other dtypes Triton ignores it.
+    """
     if architecture == 0:
         return "ieee"
     # `allow_tf32`, the older switch, raises once this one has been set.
@@ -272,6 +275,7 @@ def operands_of(problem: Problem, tiles: TilePlan, runner: Runner, *, has_backwa
         sink=sink,
         scale=scale,
         slope=slope,
+        # `capped` reads a cap of 0 as none.
         caps=tuple((0.0 if math.isinf(cap) else cap, factor) for cap, factor in form.caps),
         is_relative=problem.has_relative_bias,
         function=function,

@@ -307,7 +307,7 @@ def keeps_by_dropout(dropout, z, i, j, n_q):
 
 @triton.jit
 def squared_distance(queries, keys, dim):
-    """Return |q_i - k_j|^2, summed channel by channel."""
+    """Return |q_i - k_j|^2, summed channel by channel, as |q|^2 + |k|^2 - 2 q . k may cancel."""
     total = (queries.at + keys.at).to(tl.float32) * 0.0
     for c in tl.range(0, dim):
         difference = channel_of(queries, c) - channel_of(keys, c)
