@@ -268,6 +268,11 @@ class _Shorter(OwnCubed):
         return key[..., 1:, :], self
 
 
+class _Nothing(OwnCubed):
+    def prepare_keys(self, ops: Any, key: Any) -> Any:
+        return None, self
+
+
 KEY = np.ones((2, 7, 5))
 ADDITIVE = ats.Additive(np.ones(3), np.ones((3, 4)), np.ones((3, 5)))
 
@@ -293,6 +298,9 @@ ERRORS: dict[type[Exception], dict[str, Callable[[Any], Any]]] = {
         "W: expected .*float": lambda p: ats.prepare_keys(ats.Bilinear(3.0), KEY),
         "key: expected 2 axes": lambda p: ats.prepare_keys("dot", KEY[0, 0]),
         "prepare_keys of _Shorter: expected 7 keys": lambda p: ats.prepare_keys(_Shorter(1.0), KEY),
+        "prepare_keys of _Nothing: expected 7 keys, as it was given, got None": (
+            lambda p: ats.prepare_keys(_Nothing(1.0), KEY)
+        ),
         r"W: expected 2 axes, with \(2,\) heads in front or not": (
             lambda p: ats.prepare_keys(ats.Bilinear(np.ones((3, 4, 5))), np.ones((2, 2, 7, 5)))
         ),

@@ -131,7 +131,9 @@ def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys
 
 def _on_caller_axes(ops: Backend, layout: AxisLayout, x: Array, score: Any) -> Array:
     """View prepared keys, which have all query heads where the parameters have, on the caller's axes."""
-    expected, got = layout.score_shape.key_len, getattr(x, "shape", (None, None))[-2]
+    expected = layout.score_shape.key_len
+    shape: tuple[Any, ...] = getattr(x, "shape", ())
+    got = shape[-2] if len(shape) > 1 else shown(x)
     if not may_equal(got, expected):
         raise ShapeError(message(f"prepare_keys of {type(score).__name__}", f"{expected} keys, as it was given", got))
     if not layout.score_shape.has_heads and x.shape[-4] * x.shape[-3] != 1:

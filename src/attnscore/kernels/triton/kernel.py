@@ -132,6 +132,8 @@ def _reasons(problem: Problem) -> list[str]:
         if (architecture := launch.RUNNER.architecture(problem.value)) < OLDEST:
             reasons.append(f"a GPU of compute capability {architecture / 10}, below {OLDEST / 10}")
     dropout = problem.dropout
-    if isinstance(dropout, PairDropout) or (dropout is not None and isinstance(dropout.seed, SeedHalves)):
+    if isinstance(dropout, PairDropout):
+        reasons.append("dropout of a part of a sequence")
+    elif dropout is not None and isinstance(dropout.seed, SeedHalves):
         reasons.append("dropout whose seed is an array")
     return reasons

@@ -253,7 +253,6 @@ def operands_of(problem: Problem, tiles: TilePlan, runner: Runner, *, has_backwa
     bias, sink = problem.bias, problem.sink
     if bias is not None:
         bias = as_operand(narrow(bias), 1 if problem.has_relative_bias else shape.query_len)
-        bias = _over_keys(bias, shape.key_len)
     if sink is not None:
         sink = sink.to(accumulator).expand(heads, groups).contiguous()
     intervals, masking = _masking(problem, tiles)
@@ -297,11 +296,6 @@ def _dropout(problem: Problem) -> Dropout | None:
     return Dropout(as_int32(low), as_int32(high), as_int32(threshold), 1 / (1 - probability))
 
 
-def _over_keys(x: Operand, key_len: int) -> Operand:
-    """Return an operand whose axis of keys has stride 0 where it is broadcast."""
-    return x if x.data.shape[-1] != 1 or key_len == 1 else x._replace(column=0)
-
-
 _ON_DEVICE: WeakKeyDictionary[IntervalSet, dict[Hashable, DeviceIntervals]] = WeakKeyDictionary()
 
 
@@ -329,7 +323,7 @@ def _masking(problem: Problem, tiles: TilePlan) -> tuple[DeviceIntervals | None,
     masking = Masking()
     if "mask" in mask_arrays:
         mask = operand(mask_arrays["mask"].view(torch.uint8), shape.lead, shape.heads, shape.groups, shape.query_len)
-        masking = masking._replace(array=_over_keys(mask, shape.key_len))
+        masking = masking._replace(array=mask)
     for name in ("query_ids", "key_ids"):
         if name in mask_arrays:
             ids = _per_merged_batch(mask_arrays[name].to(torch.int64).contiguous(), shape.batch, batch)
