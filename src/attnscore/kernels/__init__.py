@@ -46,6 +46,7 @@ def choose(name: str, problem: Problem) -> Kernel:
     """
     check_choice("kernel", name, names())
     if name == "auto":
+        # `needs` and `is_sometimes_slower` spare calls of the two methods. There is a first kernel: Streaming runs all.
         facts = _facts(problem)
         return next(
             kernel
@@ -63,6 +64,7 @@ def choose(name: str, problem: Problem) -> Kernel:
 def _facts(problem: Problem) -> set[Fact]:
     """Return which of the facts that kernels need (`Kernel.needs`) are true of a problem."""
     ops, operands = problem.ops, problem.operands().values()
+    # Where `has_programs` is False, so are both other conditions: it spares their calls.
     is_staged = ops.has_programs and (ops.needs_host_callback(*operands) or ops.fuses(*operands))
     facts: dict[Fact, bool] = {"masked": problem.mask is not None, "staged": is_staged}
     return {fact for fact, is_true in facts.items() if is_true}
@@ -75,6 +77,7 @@ def single_plan(problem: Problem, kernel: str = "auto") -> SinglePlan:
 
 def reasons(problem: Problem, chosen_kernel: Kernel) -> dict[str, tuple[str, ...]]:
     """Return, for every kernel but the chosen one, why it was not chosen."""
+    # A kernel without reasons that precedes the chosen one was passed over because the caller named the chosen one.
     reasons_by_name, preference = {}, f"{chosen_kernel.name} was asked for"
     for name, kernel in _TABLE.items():
         if kernel is chosen_kernel:

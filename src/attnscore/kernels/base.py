@@ -49,14 +49,15 @@ class Kernel(ABC):
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
         """Return the plan of all calls with this call's signature, or a plan of this call alone.
 
-        `arrays` are the caller's own, those that the call has: query, key, value, bias, sink, w_v of an additive score,
-        the bandwidth of a Gaussian, and a boolean mask or valid lengths that are the whole mask.
+        `arrays` are the caller's, from whose layouts a plan of all calls is built: query, key, value and, if the call
+        has them, bias, sink, w_v of an additive score, the bandwidth of a Gaussian, and a boolean mask or valid
+        lengths that are the whole mask.
         """
         return SinglePlan(self, problem, tiles)
 
     @property
     def differentiable(self) -> Kernel:
-        """Kernel whose gradient the framework can differentiate again: itself, unless it leaves the framework."""
+        """Kernel whose gradient the framework can differentiate again; by default this kernel."""
         return self
 
     def with_backward(self, problem: Problem, tiles: TilePlan) -> Kernel:
@@ -115,6 +116,7 @@ class SinglePlan(Plan, DifferentiableOp):
 
     Outputs are (out, log_denom, entropy and matrix if requested, row_max, scores if saved, the other statistics).
     The first ``differentiable_count`` carry gradients; the first ``saved_count`` are saved for the backward.
+    `DifferentiableOp` documents the methods that have no docstring here.
     """
 
     kernel: Kernel
@@ -148,7 +150,7 @@ class SinglePlan(Plan, DifferentiableOp):
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """Names of all outputs."""
+        """Names of all outputs: the log-sum-exp is none of them, as it is row_max + log_denom."""
         return (*self._saved, *(name for name in self.problem.statistics if name not in DIFFERENTIABLE))
 
     @property
@@ -173,6 +175,7 @@ class SinglePlan(Plan, DifferentiableOp):
         return self if kernel is self.kernel else dataclasses.replace(self, kernel=kernel)
 
     def without_saved(self, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        # `result` reads row_max too, for the log-sum-exp.
         return tuple(x for name, x in zip(self._outputs, outputs, strict=True) if name != "scores")
 
     def constants(self) -> tuple[Array, ...]:
@@ -184,11 +187,11 @@ class SinglePlan(Plan, DifferentiableOp):
         pair_dropout = dropout if isinstance(dropout, PairDropout) else None
         pairs = () if pair_dropout is None else (pair_dropout.row, pair_dropout.key)
         leaves = [leaf for x in (mask, remaining_mask) if x is not None for leaf in x.leaves()]
+        # A gradient hook passes these to its function as inputs, as it must not close over traced arrays.
         variable_arrays = (*leaves, *pairs, *seed)
 
         def with_variables(arrays: Sequence[Array]) -> SinglePlan:
             """Return this plan with `arrays` in place of `variable_arrays`, in their order."""
-            # A gradient hook passes them as inputs, as it must not close over traced arrays.
             if all(map(operator.is_, arrays, variable_arrays)):
                 return self
             remaining = iter(arrays)
@@ -262,7 +265,7 @@ class SinglePlan(Plan, DifferentiableOp):
         ops, arrays = self.problem.ops, tuple(self.operands().values())
         if not self.kernel.has_vjp:
             return self.result(self.forward(arrays))
-        # By a backward, or by a traced program, which would share the memory of NumPy's arrays.
+        # A backward reads the mask again, and a program shares NumPy's memory: the caller may have written to the mask.
         mask_is_read_later = ops.needs_grad(*arrays) or ops.needs_host_callback(*arrays)
         op = self.with_saved_mask() if mask_is_read_later else self
         return op.result(ops.differentiable(op, arrays))
@@ -274,6 +277,6 @@ class SinglePlan(Plan, DifferentiableOp):
 
 
 def snapshot(x: Array) -> Array:
-    """Return a copy of an array, or the array itself where its framework counts writes, or allows none."""
+    """Return a copy, or the array itself where its framework allows no writes, or counts them for the backward."""
     ops = backends.of_type(type(x))
     return x if ops is None or ops.version(x) is not None else ops.copy(x)

@@ -44,10 +44,10 @@ class Dense(Kernel):
         return ("quadratic memory: taken only when asked for by name",)
 
     def explain_tiles(self, problem: Problem, tiles: TilePlan) -> TilePlan:
-        """Return a single tile: nothing is skipped."""
+        """Return a single tile, in which nothing is skipped; `tiles` as they are where there are no pairs."""
         if 0 in (tiles.query_len, tiles.key_len):
             return tiles
-        all_keys = (Segment(0, tiles.key_len, problem.mask is not None),)
+        all_keys = (Segment(0, tiles.key_len, partial=problem.mask is not None),)
         return dataclasses.replace(tiles, query_tile=tiles.query_len, key_tile=tiles.key_len, segments=(all_keys,))
 
     def forward(self, problem: Problem, tiles: TilePlan) -> Result:
@@ -62,9 +62,10 @@ class Dense(Kernel):
         dropout_factors = problem.keep_factors((0, score_shape.query_len), (0, score_shape.key_len))
         dropped_weights = weights if dropout_factors is None else weights * dropout_factors
         count = ops.sum(ops.astype(visible, dtype), axis=-1, keepdims=True)
-        # Selected, so that autodiff drops the gradient of a fully masked query: NaN times its weights of 0 is NaN.
+        # In autodiff `where` drops the gradient of a fully masked query: its NaN times a weight of 0 would be NaN.
         out = ops.where(count > 0, _pool(ops, dropped_weights, visible, value), 0.0)
         pairs = Matrix(masked_scores, visible, weights, all_weights, count)
+        # The log-sum-exp has no definition in the table: it is row_max + log_denom.
         defined = {name: TABLE[name].of_matrix for name in problem.statistics}
         statistics = {name: definition(ops, pairs) for name, definition in defined.items() if definition is not None}
         matrix = {None: None, "scores": masked_scores, "weights": weights}[problem.matrix]
@@ -98,7 +99,7 @@ def _softmax(problem: Problem, scores: Array) -> tuple[Array, Array, Array]:
 
 
 def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array]:
-    """Return the weights by another normalizer than the softmax, the largest score and the threshold.
+    """Return the weights by another normalizer than the softmax, the largest score and the threshold (sigmoid: zeros).
 
     The threshold of an entmax is found by halving an interval, not by Newton's method as in tiled attention.
     """
@@ -128,9 +129,12 @@ def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array
         is_low = ops.sum(clipped_power(detached, middle, power), axis=-1, keepdims=True) >= 1
         return ops.where(is_low, middle, interval[0]), ops.where(is_low, interval[1], middle)
 
-    threshold, _ = ops.loop(60 if problem.accumulator == "float64" else 30, halve, (zero - 1.0, zero))
-    # The first step of Newton's method has the derivative of the threshold, the second also its second derivatives; a
-    # fully masked query has none.
+    # At a threshold of -1 the largest score alone has a weight of 1; at 0 all weights are 0. A step gains one bit, and
+    # float64 has 53, float32 24.
+    halvings = 60 if problem.accumulator == "float64" else 30
+    threshold, _ = ops.loop(halvings, halve, (zero - 1.0, zero))
+    # Autodiff does not see the halving. The first step of Newton's method has the derivative of the threshold, the
+    # second also its second derivatives. A fully masked query keeps its threshold.
     for _ in range(2):
         total = ops.sum(clipped_power(logits, threshold, power), axis=-1, keepdims=True)
         slope = power * ops.sum(clipped_power(logits, threshold, power - 1), axis=-1, keepdims=True)
@@ -155,12 +159,12 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
         visible = ops.logical_and(visible, bias != NEG_INF)
     is_nonfinite = None
     if not (ops.known_finite(query) and ops.known_finite(key)):
-        # 0 * NaN in the gradient would propagate masked values: compute without such rows, then mark their pairs.
-        # Infinite rows that the score keeps are left out where they are masked in every pair.
-        rows, cols = (nonfinite_rows(ops, x, problem.form.keeps_infinity) for x in (query, key))
-        is_nonfinite = ops.logical_or(rows, ops.matrix_transpose(cols))
-        query = ops.where(ops.logical_or(rows, _fully_masked(ops, visible, query)), 0.0, query)
-        key = ops.where(ops.logical_or(cols, _fully_masked(ops, ops.matrix_transpose(visible), key)), 0.0, key)
+        # 0 * NaN in the gradient would propagate masked values: such rows become zeros, and below, their scores NaN.
+        # A row with an infinity for which the form has finite scores stays, unless it is masked in every pair.
+        bad_query, bad_key = (nonfinite_rows(ops, x, problem.form.keeps_infinity) for x in (query, key))
+        is_nonfinite = ops.logical_or(bad_query, ops.matrix_transpose(bad_key))
+        query = ops.where(ops.logical_or(bad_query, _fully_masked(ops, visible, query)), 0.0, query)
+        key = ops.where(ops.logical_or(bad_key, _fully_masked(ops, ops.matrix_transpose(visible), key)), 0.0, key)
     score = with_dtype(ops, problem.score, dtype)
     scores = ops.broadcast_to(ops.astype(checked_tile(ops, score, query, key), dtype), shape)
     if is_nonfinite is not None:
@@ -171,7 +175,7 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
 
 
 def _fully_masked(ops: Backend, visible: Array, x: Array) -> Array:
-    """Return which rows of `x` (second last axis of `visible`) are masked in every pair: (..., length, 1)."""
+    """Return which rows of `x` (axis -2 of `visible`) are masked in every pair, of all heads that share the row."""
     pairs = ops.sum(ops.astype(visible, ops.dtype(x)), axis=-1, keepdims=True)
     return sum_to(ops, pairs, (*x.shape[:-1], 1)) == 0
 
