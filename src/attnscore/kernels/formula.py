@@ -38,7 +38,7 @@ _FORMS = (InnerForm, AdditiveForm, DistanceForm)
 
 
 class _Formula(Kernel):
-    """Base of both kernels. Gradients come in of output and weights; tiled attention takes one of the weights alone."""
+    """Base of both kernels. A gradient of the weights without one of the output is rare: it goes to tiled attention."""
 
     needs = frozenset(("staged",))
     has_vjp = True
@@ -57,6 +57,7 @@ def _can_use_formula(problem: Problem) -> bool:
         return False
     if any(x is not None for x in (problem.bias, problem.sink, problem.normalizer)):
         return False
+    # A mask's shape that a graph learns when it runs is checked then, which the formula does not do.
     return problem.mask is None or all(spec.is_known for spec in problem.mask.shapes(problem.score_shape))
 
 
@@ -92,6 +93,7 @@ class OneTile(_Formula):
             and ops.needs_host_callback(*problem.operands().values())
             and _can_use_formula(problem)
         ):
+            # Tiles are sized for a vector of differences for each pair, which an expanded square does not have.
             tiles = tiling.plan(problem)
             if (tiles.query_tile >= shape.query_len and tiles.key_tile >= shape.key_len) or _expands_square(problem):
                 return ()
@@ -123,7 +125,7 @@ class OneTile(_Formula):
 
         if (condition := _needs_recomputing(ops, tile, out)) is not None:
             outputs = ops.cond_rarely(condition, recompute, outputs)
-        # For a backward by tiles alone, which computes its own where these are of scores that the branch replaces.
+        # No backward reads these: tiled attention computes its own, as the branch may have replaced these scores.
         row_max, log_denom = _max_and_log_denom(ops, tile.scores)
         weights = outputs[1] if problem.matrix is not None else None
         return Result(outputs[0], row_max, log_denom, statistics={}, matrix=weights)
@@ -152,9 +154,9 @@ class OneTile(_Formula):
         grad_scores = tile.weights * (grad_weights - total)
         if tile.unmasked is not None:
             grad_scores = ops.where(tile.unmasked, grad_scores, 0.0)
-        form_gradients = tile.scores_vjp(sum_to(ops, grad_scores, tuple(tile.raw.shape)))
+        form_gradients = tile.scores_vjp(sum_to(ops, grad_scores, tuple(tile.form_scores.shape)))
         gradients = {**dict(zip(problem.form.arrays(), form_gradients, strict=True)), "value": grad_value}
-        # In the dtype of sums, like the gradients of the other branch.
+        # In the dtype of sums, like the gradients that `recompute` returns.
         gradients = {
             name: ops.astype(sum_to(ops, gradients[name], tuple(x.shape)), dtype)
             for name, x in problem.operands().items()
@@ -174,18 +176,20 @@ class OneTile(_Formula):
 class _Tile:
     """Scores and weights of all pairs, by the formula."""
 
-    raw: Array
-    """Scores before the mask."""
+    form_scores: Array
+    """Scores before the mask; heads that share query and key have one matrix."""
     scores: Array
+    """Scores of every head, -inf where masked."""
     is_exact: Array | None
-    """Whether `raw` is finite and as accurate as the scores of the form; None where it has these."""
+    """Whether an expanded square is finite and accurate in all pairs; None where no square is expanded."""
     unmasked: Array | None
+    """Unmasked pairs; None without a mask."""
     weights: Array
     """Weights before dropout; 0 where masked."""
     dropout_factors: Array | None
     value: Array
     scores_vjp: VjpFunction
-    """VJP from a gradient of `raw` to the gradients of the form's arrays, in their order; for a backward alone."""
+    """VJP from a gradient of `form_scores` to gradients of the form's arrays, in their order; for a backward alone."""
 
     @property
     def dropped_weights(self) -> Array:
@@ -200,6 +204,7 @@ def _expands_square(problem: Problem) -> bool:
     if not isinstance(form, DistanceForm) or form.caps:
         return False
     pairs = math.prod(problem.score_shape.rows) * problem.score_shape.key_len
+    # Below the lower bound the product is not worth a branch; above the upper one the branch is slower than a callback.
     # The norms of the vectors are extra work: with fewer pairs than vectors they cost more than the product saves.
     vectors = sum(math.prod(x.shape[:-1]) for x in (form.query, form.key))
     lower, upper = thresholds.ONE_TILE_DISTANCE
@@ -207,7 +212,7 @@ def _expands_square(problem: Problem) -> bool:
 
 
 def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: bool) -> _Tile:
-    """Compute scores and weights of all pairs; `expands_square`: a distance as |q|^2 + |k|^2 - 2 q.k."""
+    """Compute scores and weights of all pairs, a distance by its `expands_square`; `with_vjp`: for a backward."""
     ops, dtype, score_shape = problem.ops, problem.accumulator, problem.score_shape
     spans = (0, score_shape.query_len), (0, score_shape.key_len)
     form, names = problem.form, tuple(problem.form.arrays())
@@ -219,20 +224,20 @@ def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: boo
     vjp: VjpFunction = lambda _: ()  # noqa: E731
     is_exact = None
     if expands_square or isinstance(form, InnerForm):
-        # The framework's own VJP would transpose the gradient of the keys.
+        # With the form's VJP: the framework's would compute the gradient of the keys transposed, and copy it.
         form_in_accumulator: Any = form.part(lambda x, _: ops.astype(x, dtype))
         if expands_square:
-            raw, is_exact, form_vjp = _by_expanded_square(ops, form_in_accumulator)
+            form_scores, is_exact, form_vjp = _by_expanded_square(ops, form_in_accumulator)
         else:
-            raw, form_vjp = form_in_accumulator.scores_and_pullback(ops)
+            form_scores, form_vjp = form_in_accumulator.scores_and_pullback(ops)
         vjp = lambda grad: tuple(map(form_vjp(grad).__getitem__, names))  # noqa: E731
     elif with_vjp:
-        raw, vjp = ops.vjp(scores_of, tuple(form.arrays().values()))
+        form_scores, vjp = ops.vjp(scores_of, tuple(form.arrays().values()))
     else:
-        raw = scores_of(*form.arrays().values())
+        form_scores = scores_of(*form.arrays().values())
     shape = (*score_shape.rows, score_shape.key_len)
     # Heads that share query and key have the same scores.
-    scores = raw if tuple(raw.shape) == shape else ops.broadcast_to(raw, shape)
+    scores = form_scores if tuple(form_scores.shape) == shape else ops.broadcast_to(form_scores, shape)
     unmasked = None
     if problem.mask is not None:
         unmasked = tiles.visible(ops, score_shape, problem.value, *spans)
@@ -242,7 +247,7 @@ def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: boo
         # The softmax of a fully masked query is NaN.
         weights = ops.where(unmasked, weights, 0.0)
     value = ops.astype(problem.value, dtype)
-    return _Tile(raw, scores, is_exact, unmasked, weights, problem.keep_factors(*spans), value, vjp)
+    return _Tile(form_scores, scores, is_exact, unmasked, weights, problem.keep_factors(*spans), value, vjp)
 
 
 def _needs_recomputing(ops: Backend, tile: _Tile, result: Array) -> Array | None:
@@ -253,9 +258,9 @@ def _needs_recomputing(ops: Backend, tile: _Tile, result: Array) -> Array | None
     """
     if tile.unmasked is None:
         return None if tile.is_exact is None else ~tile.is_exact
-    # A sum is finite only if every entry is. Scores that are exact are finite.
+    # A sum is finite only if every entry is. The scores of an expanded square are finite where they are exact.
     total: Any = 0.0
-    for x in (tile.raw, result) if tile.is_exact is None else (result,):
+    for x in (tile.form_scores, result) if tile.is_exact is None else (result,):
         total = total + ops.sum(x, axis=tuple(range(len(x.shape))))
     is_right = ops.isfinite(total)
     return ~(is_right if tile.is_exact is None else ops.logical_and(is_right, tile.is_exact))
@@ -266,7 +271,8 @@ def _by_expanded_square(ops: Backend, form: DistanceForm) -> tuple[Array, Array,
     query, key, scale = form.query, form.key, form.scale
     norms = [ops.sum(x * x, axis=-1, keepdims=True) for x in (query, key)]
     squared = norms[0] + ops.matrix_transpose(norms[1]) - 2 * ops.matmul(query, ops.matrix_transpose(key))
-    # NaN is too large. No ~(x < limit), which TensorFlow's optimizer makes x >= limit. The scale may be negative.
+    # Below the limit a product is accurate. NaN counts as too large, without ~(x < limit), which TensorFlow's optimizer
+    # makes x >= limit. The scale may be negative.
     is_too_large = [ops.where(abs(scale) * x < INNER_LIMIT, 0.0, 1.0) for x in norms]
     too_large_count = sum(ops.sum(x, axis=tuple(range(len(x.shape)))) for x in is_too_large)
 
@@ -334,6 +340,7 @@ def _has_few_keys(problem: Problem) -> bool:
     score_shape, form = problem.score_shape, problem.form
     if not _can_use_formula(problem) or 0 in form.key.shape:
         return False
+    # The functions below have no dropout, caps or biases.
     if problem.dropout is not None or form.caps or not {"query_bias", "key_bias"}.isdisjoint(form.arrays()):
         return False
     *matrices, query_len = score_shape.rows
@@ -345,9 +352,9 @@ def _has_few_keys(problem: Problem) -> bool:
         math.prod(x.shape[:-1]) > 1 for x in shared
     ):
         return False
-    elements = math.prod(form.key.shape)
-    is_tiny = elements * query_len <= thresholds.FEW_KEYS_TINY.get(query_len, 0)
-    are_many = math.prod(matrices) >= thresholds.FEW_KEYS_ROWS and elements <= thresholds.FEW_KEYS_ELEMENTS
+    key_elements = math.prod(form.key.shape)
+    is_tiny = key_elements * query_len <= thresholds.FEW_KEYS_TINY.get(query_len, 0)
+    are_many = math.prod(matrices) >= thresholds.FEW_KEYS_ROWS and key_elements <= thresholds.FEW_KEYS_ELEMENTS
     return (is_tiny or (query_len == 1 and are_many)) and problem.ops.fuses(*problem.operands().values())
 
 
@@ -362,7 +369,7 @@ def _weights(problem: Problem, tiles: TilePlan) -> tuple[Array, Array | None, Ar
     scores, vjp = _scores(ops, form, unmasked)
     if unmasked is not None:
         scores = ops.where(unmasked, scores, NEG_INF)
-    return scores, unmasked, online_softmax.weights_of_rows(ops, scores, unmasked, None), vjp
+    return scores, unmasked, online_softmax.weights_of_rows(ops, scores, unmasked, sink=None), vjp
 
 
 def _scores(
@@ -370,7 +377,7 @@ def _scores(
 ) -> tuple[Array, FormPullback]:
     """Return the scores (row, key) of a form without biases and caps, and their VJP, which keeps masked pairs at 0.
 
-    The VJP of an array shared by all pairs has the axes that remain after its sum.
+    The gradient of an array that all pairs share is their sum, without the axes of pairs.
     """
     query, key = form.query, form.key
     if isinstance(form, InnerForm):
@@ -382,7 +389,7 @@ def _scores(
 
         return _inner_products(ops, query, key), inner_vjp
     if isinstance(form, AdditiveForm):
-        # Zeros for masked pairs keep NaN out of the product that is the gradient of w_v.
+        # The gradient of w_v multiplies `activated` of a masked pair by 0: it has to be finite.
         hidden = _zero_where_masked(ops, unmasked, query + key)
         activated = form.activation.value(ops, hidden)
 
