@@ -83,7 +83,7 @@ class Fused(Kernel):
 
         ops, operands = problem.ops, problem.operands()
         if ops.needs_grad(*operands.values(), *([] if grads.out is None else [grads.out])):
-            # A gradient of these gradients is wanted, which PyTorch's function does not have.
+            # The gradients are to be differentiated, which PyTorch's function cannot be; `result` has no real row_max.
             return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
         if grads.out is None:
             return {name: torch.zeros_like(x) for name, x in operands.items()}
@@ -142,7 +142,7 @@ def _is_unmasked(problem: Problem) -> bool:
 def _sdpa_inputs(problem: Problem, operands: dict[str, Array]) -> tuple[Array, Array, Array]:
     """Return query, key and value for PyTorch, (batch, head, length, dim): views, unless axes are broadcast."""
     shape = problem.score_shape
-    # Where every query head has keys or values of its own, both are expanded to all query heads.
+    # PyTorch takes as many heads of keys as of values: both are expanded if one of them has an axis of groups.
     key_groups = 1 if all(operands[name].shape[-3] == 1 for name in ("key", "value")) else shape.groups
 
     def merged(name: str, groups: int) -> Array:
@@ -169,6 +169,7 @@ def _has_implementation(problem: Problem) -> bool:
     from torch.backends import cuda
 
     query, key, value = _sdpa_inputs(problem, problem.operands())
+    # No attn_mask, dropout_p 0, not is_causal, and enable_gqa as in `_attention`.
     params = cuda.SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
     tests = (cuda.can_use_flash_attention, cuda.can_use_cudnn_attention, cuda.can_use_efficient_attention)
-    return any(test(params, False) for test in tests)
+    return any(test(params, debug=False) for test in tests)

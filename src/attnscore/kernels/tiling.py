@@ -58,7 +58,7 @@ class TilePlan:
     """The part of the mask that the intervals do not express: it is read in partial tiles."""
 
     def segments_of(self, ops: Backend, tile: Any, like: Array) -> tuple[Segment, ...] | DynamicSegment:
-        """Return the segments of query tile number `tile`; a traced number is that of a whole tile, not of the tail."""
+        """Return the segments of query tile number `tile`; a traced number means a whole tile, never the tail."""
         if not self.segments:
             return ()
         if isinstance(tile, int):
@@ -66,6 +66,7 @@ class TilePlan:
         full = self.segments[: self.query_len // self.query_tile]
         if all(segments == full[0] for segments in full) and len(full[0]) < 2:
             return full[0]
+        # All keys from the first segment to the last, as one segment.
         ends = np.array([(s[0].start, s[-1].stop) if s else (0, 0) for s in full])
         max_key_tiles = max(-(-stop // self.key_tile) - start // self.key_tile for start, stop in ends.tolist())
         start, stop = (ops.take(ops.asarray(end, like), tile, 0) for end in ends.T.copy())
@@ -134,13 +135,13 @@ class TilePlan:
                 merged.append(Segment(start, stop, partial))
 
             for start, stop, partial in segments:
-                after, before = -(-stop // size) * size, start // size * size
-                begin = start if start == first else -(-start // size) * size
-                end = stop if stop == last else stop // size * size
-                if not partial and end > begin:
-                    add(before, begin, True)
-                    add(begin, end, False)
-                add(before, after, True)
+                outer_start, outer_stop = start // size * size, -(-stop // size) * size
+                inner_start = start if start == first else -(-start // size) * size
+                inner_stop = stop if stop == last else stop // size * size
+                if not partial and inner_stop > inner_start:
+                    add(outer_start, inner_start, partial=True)
+                    add(inner_start, inner_stop, partial=False)
+                add(outer_start, outer_stop, partial=True)
             return tuple(merged)
 
         return dataclasses.replace(self, segments=tuple(map(round_to_tiles, self.segments)))
@@ -158,7 +159,7 @@ class TilePlan:
                 for x, middle in enumerate(middles):
                     if segment.start <= middle < segment.stop:
                         text[x] = mark
-                # Show a few keys between two middles too, such as sinks.
+                # A segment of few keys, such as sinks, may lie between two middles: it is shown as partial.
                 first, last = (key * width // self.key_len for key in (segment.start, segment.stop - 1))
                 if first == last and text[first] == "·":
                     text[first] = "▒"
@@ -181,9 +182,10 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     needs_few_shapes = tile is None and lengths_known and problem.ops.compiles_each_shape()
     if needs_few_shapes:
         query_tile, key_tile = _divisor(score_shape.query_len, query_tile), _divisor(score_shape.key_len, key_tile)
+    # Queries of an unknown number are one tile (`tile_sizes`).
     starts = (0,) if is_unknown(score_shape.query_len) else range(0, score_shape.query_len, query_tile)
     if interval_set is None:
-        all_keys = Segment(0, score_shape.key_len, remaining is not None)
+        all_keys = Segment(0, score_shape.key_len, partial=remaining is not None)
         has_no_keys = not is_unknown(score_shape.key_len) and score_shape.key_len == 0
         segments: tuple[tuple[Segment, ...], ...] = tuple(() if has_no_keys else (all_keys,) for _ in starts)
     else:
@@ -195,6 +197,7 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     tiles = TilePlan(
         score_shape.query_len, score_shape.key_len, query_tile, key_tile, segments, interval_set, remaining
     )
+    # Unaligned segments end in tiles of many sizes.
     return tiles.aligned_to_tiles() if needs_few_shapes else tiles
 
 
@@ -226,14 +229,15 @@ def _segments(start: HostArray, stop: HostArray, is_tested: bool) -> tuple[Segme
     has_keys = stop > start
     if not has_keys.any():
         return ()
+    # From the first key to which any query attends to the last; and the keys to which all queries attend.
     any_keys = int(start[has_keys].min()), int(stop[has_keys].max())
     all_keys = (int(start.max()), int(stop.min())) if has_keys.all() and not is_tested else (any_keys[0], any_keys[0])
     if all_keys[1] <= all_keys[0]:
-        return (Segment(*any_keys, True),)
+        return (Segment(*any_keys, partial=True),)
     pieces = (
-        Segment(any_keys[0], all_keys[0], True),
-        Segment(all_keys[0], all_keys[1], False),
-        Segment(all_keys[1], any_keys[1], True),
+        Segment(any_keys[0], all_keys[0], partial=True),
+        Segment(all_keys[0], all_keys[1], partial=False),
+        Segment(all_keys[1], any_keys[1], partial=True),
     )
     return tuple(piece for piece in pieces if piece.stop > piece.start)
 
@@ -242,7 +246,10 @@ _GAP, _SOME, _ALL = range(3)
 
 
 def _segments_of_intervals(start: HostArray, stop: HostArray, is_tested: bool) -> tuple[Segment, ...]:
-    """Return the segments from several intervals a query: from one end to the next the same queries attend all keys."""
+    """Return the segments from several intervals a query; the same queries attend to all keys between two ends.
+
+    `start` and `stop` are (interval, batch or 1, query).
+    """
     has_keys = stop > start
     if not has_keys.any():
         return ()
@@ -251,6 +258,7 @@ def _segments_of_intervals(start: HostArray, stop: HostArray, is_tested: bool) -
     ends = np.sort(np.concatenate([starts, stops]))
     ends = ends[np.append(True, ends[1:] != ends[:-1])]
     attending = np.searchsorted(starts, ends[:-1], "right") - np.searchsorted(stops, ends[:-1], "right")
+    # Where a mask remains to be tested, more queries than there are: no segment is full.
     full_count = start[0].size + 1 if is_tested else start[0].size
     kinds = np.where(attending == 0, _GAP, np.where(attending < full_count, _SOME, _ALL))
     # Short runs of these kinds are tested together with their neighbours.
@@ -263,6 +271,6 @@ def _segments_of_intervals(start: HostArray, stop: HostArray, is_tested: bool) -
 
 
 def _merge_equal_neighbours(kinds: HostArray, ends: HostArray) -> tuple[HostArray, HostArray]:
-    """Merge neighbouring segments of one kind."""
+    """Merge neighbouring segments of one kind; segment i has the keys from ``ends[i]`` to ``ends[i + 1]``."""
     begins = np.append(True, kinds[1:] != kinds[:-1])
     return kinds[begins], np.append(ends[:-1][begins], ends[-1])
