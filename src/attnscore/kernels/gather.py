@@ -118,6 +118,7 @@ class Gather(Kernel):
             out, row_max, log_denom = (arrays[name] for name in saved)
             block_result = Result(out, row_max, log_denom, statistics, arrays.get("matrix"))
             block_grads = RowGradients(*(arrays.get(name) for name in (*output_grads, "grad_matrix")))
+            # Only the native kernel computes in memory that it is passed.
             options: dict[str, Any] = {"zeros": memory.zeros} if isinstance(kernel, Native) else {}
             gradients.append(kernel.backward(subproblem, subtiles, block_result, block_grads, requested, **options))
         return call.join_gradients({name: [x[name] for x in gradients] for name in requested}, memory)
@@ -185,7 +186,10 @@ class _Block(NamedTuple):
 
 
 def _edge_order_blocks(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
-    """Return neighbouring queries in blocks of one batch row: at most `limit` edges (`lens` a query), or one query."""
+    """Return blocks of one batch row of neighbouring queries, of at most `limit` edges or one query.
+
+    `start` and `lens` are the first edge and the number of edges of each query.
+    """
     stop, blocks, first = start + lens, [], 0
     while first < len(lens):
         last = max(first + 1, int(np.searchsorted(stop, start[first] + limit, "right")))
@@ -196,7 +200,10 @@ def _edge_order_blocks(start: HostArray, lens: HostArray, limit: int) -> list[_B
 
 
 def _degree_blocks(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
-    """Return queries of similar degree in blocks of one query a batch row, of at most `limit` entries or one query."""
+    """Return blocks of queries of similar degree, one a batch row, of at most `limit` entries or one query.
+
+    `start` and `lens` are the first edge and the number of edges of each query.
+    """
     order = np.argsort(-lens, kind="stable")
     degrees_falling, blocks, first = lens[order], [], 0
     edge_counts = np.append(0, np.cumsum(degrees_falling))
@@ -205,7 +212,7 @@ def _degree_blocks(start: HostArray, lens: HostArray, limit: int) -> list[_Block
         count = max(1, min(len(order) - first, limit // max(1, longest)))
         edge_sums = edge_counts[first + 1 : first + count + 1] - edge_counts[first]
         padding = longest * np.arange(1, count + 1) - edge_sums
-        # The block ends in front of the query with which there is too much padding; its first query has none.
+        # The block ends in front of the query that adds too much padding. It has a query: the first one has no padding.
         too_much = padding > thresholds.PADDED_SHARE * edge_sums + thresholds.PADDED_ENTRIES
         members = order[first : first + (int(too_much.argmax()) if too_much.any() else count), None]
         degrees, entry = lens[members], np.arange(longest)
@@ -251,7 +258,7 @@ class _Sums:
             block = np.searchsorted(firsts, self.order, "right") - 1
             entries = sizes[block, 1]
             entry = (self.order - firsts[block]) % entries
-            # In front of a row of a block lie `count` times as many entries.
+            # A batch row of a block begins `count` times as far from the start; its matrices follow one another.
             matrix, total = np.arange(count)[:, None], len(self.order)
             order = (count * (self.order - entry) + entry + matrix * entries).reshape(-1)
             ends = np.append((self.ends[:-1] + matrix * total).reshape(-1), count * total)
@@ -310,7 +317,8 @@ class _GatheredCall:
         self.intervals = None if remaining_mask is None else remaining_mask.interval_set(*sizes)
         width = problem.form.key.shape[-1] + problem.value.shape[-1]
         self.limit = max(1, thresholds.GATHERED_NUMBERS // max(1, math.prod(self.score_shape.rows[:-1]) * width))
-        # A matrix or a further mask of all pairs of a block in edge order would have the square of its edges.
+        # In edge order a matrix or a further mask of a block would have the square of its edges. That order is for the
+        # native kernel, which takes no `PairDropout`.
         has_pairs = any(x is not None for x in (problem.matrix, problem.dropout, remaining_mask))
         self.split = _edge_order_blocks if isinstance(block_kernel, Native) and not has_pairs else _degree_blocks
         self.blocks: list[_Block] = self.table.plans.get_or_compute(
@@ -329,7 +337,7 @@ class _GatheredCall:
             "shared": lambda x: lambda _: x,
         }
         readers = {name: reader_of[form.role(name)](x) for name, x in form.arrays().items()}
-        # Attention to the keys themselves, as in a graph network, gathers them once.
+        # Where keys are the values too, as in graph networks, they are gathered once.
         keys = (name for name, x in form.arrays().items() if form.role(name) == "key")
         shared_name = next((name for name in keys if _share_memory(self.ops, form.arrays()[name], problem.value)), None)
         readers["value"] = self.keys_of(problem.value) if shared_name is None else readers[shared_name]
@@ -342,6 +350,7 @@ class _GatheredCall:
             self.score_shape, lead=(batch, *self.score_shape.lead), query_len=queries, key_len=block.edges.shape[1],
             has_batch=True, has_heads=True,
         )  # fmt: skip
+        # Key and value may have one reader.
         entries = {id(read): read(block) for read in self._readers.values()}
         arrays = {name: entries[id(read)] for name, read in self._readers.items()}
         value, bias = arrays.pop("value"), arrays.pop("bias", None)
@@ -369,6 +378,7 @@ class _GatheredCall:
             start, stop = (end[:, block.members[:, 0]].T[..., None] for end in ends)
             unmasked = unmasked | ((keys[:, None] >= start) & (keys[:, None] < stop))
         unmasked = unmasked & block.has_edge[:, None]
+        # (batch, 1 or the call's batch, entry): axes of 1 for the call's other leading axes, its heads and the query.
         between = tuple(range(2, 3 + len(self.score_shape.lead)))
         return Dense(np.expand_dims(unmasked, between))
 
@@ -377,6 +387,7 @@ class _GatheredCall:
         ops, like, dropout = self.ops, self.problem.value, self.problem.dropout
         if dropout is None:
             return None
+        # With dropout the blocks are `_degree_blocks`, of one query a batch row.
         lead = (len(block.members), *(1,) * len(self.score_shape.rows[:-1]))
         member = ops.astype(ops.asarray(block.members, like), "int64")
         row = ops.reshape(member, (*lead, 1, 1)) + dropouts.rows_of_matrices(ops, self.score_shape, like)
@@ -418,7 +429,10 @@ class _GatheredCall:
         return read
 
     def pairs_of(self, x: Array) -> Callable[[_Block], Array]:
-        """Return the entries of the pairs of a block, of an array of all pairs or a relative bias."""
+        """Return the entries (..., 1, entry) of a block, of an array of all pairs or a relative bias.
+
+        A row of entries is enough: each is a neighbour of one query, and masked for the others.
+        """
         ops, flat = self.ops, self.ops.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1], 1))
         read = self._reader(flat, partial(self._flat_indices, x))
         return lambda block: ops.in_c_order(ops.matrix_transpose(read(block)))
@@ -488,7 +502,7 @@ class _GatheredCall:
         ops, shape = self.ops, (self.score_shape.query_len, self.score_shape.key_len)
         is_edge = np.zeros(shape, bool)
         is_edge[self.table.rows, self.table.indices] = True
-        # The -inf that the remaining mask puts into a block is added to the zeros of other edges alone.
+        # A pair is one entry at most. If the remaining mask makes it -inf, only zeros of padding are added to it.
         matrix = self.join_pairs(parts, shape, lambda block: block.members * shape[1] + self._keys(block))
         return matrix if outside == 0 else ops.where(ops.asarray(is_edge, matrix), matrix, outside)
 
@@ -504,8 +518,8 @@ class _GatheredCall:
             elif role == "shared":
                 joined[name] = reduce(operator.add, grads)
             else:
-                is_query, rows = role == "query", memory.joined_rows(name, grads)
-                gradient = self.join_rows(grads) if is_query else self.join_keys(grads, rows)
+                is_query, joined_rows = role == "query", memory.joined_rows(name, grads)
+                gradient = self.join_rows(grads) if is_query else self.join_keys(grads, joined_rows)
                 joined[name] = sum_to(ops, gradient, x.shape)
         return joined
 
@@ -534,6 +548,7 @@ def _share_memory(ops: Backend, x: Array, y: Array) -> bool:
     """Return whether two arrays are known to be the same memory in the same shape."""
     if x is y:
         return True
+    # Autodiff has to tell two arrays apart; traced arrays and devices have no memory that can be compared.
     if (
         tuple(x.shape) != tuple(y.shape)
         or ops.needs_grad(x, y)
