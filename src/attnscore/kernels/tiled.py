@@ -39,6 +39,7 @@ def _score_tile(
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
     spans: dict[str, Span] = {"query": rows, "key": cols}
 
+    # 16-bit arrays are cast here, tile by tile; no other is wider than the accumulator (`_in_accumulator_dtype`).
     def slice_operand(x: Array, role: Role) -> Array:
         x = x if role == "shared" else _slice(ops, x, -2, spans[role])
         return ops.astype(x, dtype) if ops.dtype(x) in HALF_PRECISION else x
@@ -56,6 +57,7 @@ def _score_tile(
         nonfinite = ops.logical_or(
             _slice(ops, inputs.nonfinite_query, -2, rows), _slice(ops, inputs.nonfinite_key, -1, cols)
         )
+        # The scores of zeros, by which `_isolate_nonfinite` has replaced such queries and keys.
         scores = ops.where(nonfinite, float("nan"), scores)
     if problem.bias is not None:
         scores = scores + ops.where(unmasked, bias, 0.0)
@@ -156,7 +158,7 @@ def forward(problem: Problem, tiles: TilePlan) -> Result:
             # The same tiles with and without the matrix, so that it changes no bit of the output.
             state = _iter_key_tiles(problem, tiles, tile, visit, state)
         elif problem.matrix == "weights" and scores.shape[-1] != 0:
-            # There is no output: statistics come from the scores of the matrix.
+            # Without values there is no output: statistics come from the scores of the matrix, if it has a key.
             state = update(state, scores, unmasked, rows, (0, score_shape.key_len))
         out, row_max, log_denom, statistics = online_softmax.finish(ops, state, sink, requested)
         return ops.astype(out, problem.dtype), row_max, log_denom, *matrix, *statistics.values()
@@ -191,7 +193,8 @@ def _normalized_query_tile(
 
         return _iter_key_tiles(problem, tiles, tile, visit, carry)
 
-    # The online softmax with an output of width 0 finds the largest score and the statistics.
+    # The online softmax with an output of width 0 finds the statistics of the scores, and the largest score, which the
+    # threshold needs. The sigmoid has none (slope 0).
     score_stats = tuple(name for name in requested if TABLE[name].describes == "scores")
     state = online_softmax.start(ops, shape, 0, problem.value, dtype, score_stats)
     if normalizer.threshold_slope != 0 or score_stats or "max_weight" in requested:
@@ -243,7 +246,10 @@ class _RowContext:
     skips_nan_isolation: bool
     """True where no pair is masked or dout is known to be finite: P^T dO then needs no separate handling of NaN."""
     delta: Array
-    """dout . out + dweights . weights - dlse, so that ds = p (dp - delta): FlashAttention's D, less dlse."""
+    """dout . out + dweights . weights - dlse, so that ds = p (dp - delta): FlashAttention's D, less dlse.
+
+    With another normalizer than the softmax: `_delta_of_threshold`.
+    """
 
     def normalizer_vjp(self, ops: Backend, slopes: Array, log_p: Array, grad_p: Array | float, rows: Span) -> Array:
         """Return the gradient of the scores of a tile, from `grad_p`, the gradient of its weights.
@@ -299,6 +305,7 @@ def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads:
     problem, ops = inputs.problem, inputs.problem.ops
     normalizer = cast(Normalizer, problem.normalizer)
     if normalizer.threshold_slope == 0:
+        # The sigmoid has no threshold: ds = w' dp.
         return ops.zeros(ops.shape(result.row_max), result.row_max)
 
     def query_tile_delta(tile: Any, rows: Span) -> tuple[Array]:
@@ -318,7 +325,7 @@ def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads:
         zero = 0.0 * _slice(ops, result.row_max, -2, rows)
         products, slopes = _iter_key_tiles(problem, tiles, tile, visit, (zero, zero))
         if grads.log_sum_exp is not None:
-            # The threshold is saved as log_denom: this is its gradient.
+            # The threshold is saved as log_denom, so grads.log_sum_exp is its gradient.
             products = products - normalizer.threshold_slope * _slice(ops, grads.log_sum_exp, -2, rows)
         return (products / ops.where(slopes == 0, 1.0, slopes),)
 
@@ -364,7 +371,7 @@ def _tile_gradients(
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
     scores, unmasked, score_vjp = _score_tile(inputs, tiles, rows, cols, partial)
     if problem.matrix == "scores":
-        # The caller has the scores alone: there are no weights, and the output has value_dim 0.
+        # The caller gets the scores alone: there are no weights, and the value has dimension 0.
         grad = context.grads.matrix
         grad_scores = 0.0 * scores if grad is None else _matrix_gradient(problem, grad, rows, cols)
         grad_value = ops.astype(0.0 * _slice(ops, problem.value, -2, cols), dtype)
@@ -402,10 +409,10 @@ def _tile_gradients(
 
 
 def _has_no_rows(problem: Problem) -> bool:
-    """Return whether there are no queries.
+    """Return whether there are no queries: their number, the batch or the number of heads is 0.
 
-    TensorFlow's optimizer of graphs (2.21) divides by the length of an empty array, which ends the process: the sink of
-    no queries is left out.
+    TensorFlow's optimizer of graphs (2.21) divides by the length of an empty array, which ends the process: the forward
+    leaves the sink of no queries out, and the backward computes nothing.
     """
     return any(not is_unknown(n) and n == 0 for n in problem.score_shape.rows)
 
@@ -625,7 +632,7 @@ def _assert_shapes(problem: Problem) -> Problem:
     if problem.bias is not None and not problem.has_relative_bias:
         # Each axis has the length 1 or that of the scores. `expand_if_relative` asserts the lengths of a relative bias.
         allowed = [tuple((1, n) for n in (*problem.score_shape.rows, problem.score_shape.key_len))]
-        specs.append(ShapeSpec("bias", problem.bias, "", allowed))
+        specs.append(ShapeSpec("bias", problem.bias, expected="", allowed=allowed))
     unchecked = [(spec.name, spec.array, spec.allowed) for spec in specs if not spec.is_known]
     if not unchecked:
         return problem
