@@ -57,7 +57,7 @@ def _can_use_formula(problem: Problem) -> bool:
         return False
     if any(x is not None for x in (problem.bias, problem.sink, problem.normalizer)):
         return False
-    # A mask's shape that a graph learns when it runs is checked then, which the formula does not do.
+    # Shapes of a mask that a graph learns when it runs have to be checked there, which the formula does not do.
     return problem.mask is None or all(spec.is_known for spec in problem.mask.shapes(problem.score_shape))
 
 
@@ -120,7 +120,7 @@ class OneTile(_Formula):
         outputs: tuple[Array, ...] = (ops.astype(out, problem.dtype), *matrix)
 
         def recompute(_: Any) -> tuple[Array, ...]:
-            result = (OneTile(False) if expands_square else Streaming()).forward(problem, tiles)
+            result = (OneTile(may_expand_squares=False) if expands_square else Streaming()).forward(problem, tiles)
             return (result.out,) if problem.matrix is None else (result.out, result.matrix)
 
         if (condition := _needs_recomputing(ops, tile, out)) is not None:
@@ -164,7 +164,7 @@ class OneTile(_Formula):
 
         def recompute(_: Any) -> dict[str, Array]:
             if expands_square:
-                return OneTile(False).backward(problem, tiles, result, grads, requested)
+                return OneTile(may_expand_squares=False).backward(problem, tiles, result, grads, requested)
             # `result` has the formula's row_max and log_denom, which may not be finite: tiles need their own.
             return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
 
@@ -212,7 +212,7 @@ def _expands_square(problem: Problem) -> bool:
 
 
 def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: bool) -> _Tile:
-    """Compute scores and weights of all pairs, a distance by its `expands_square`; `with_vjp`: for a backward."""
+    """Compute scores and weights of all pairs; `expands_square`: distances by a product; `with_vjp`: for a backward."""
     ops, dtype, score_shape = problem.ops, problem.accumulator, problem.score_shape
     spans = (0, score_shape.query_len), (0, score_shape.key_len)
     form, names = problem.form, tuple(problem.form.arrays())

@@ -186,7 +186,7 @@ class _Block(NamedTuple):
 
 
 def _edge_order_blocks(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
-    """Return blocks of one batch row of neighbouring queries, of at most `limit` edges or one query.
+    """Return neighbouring queries in blocks of a single batch row, of at most `limit` edges unless one query has more.
 
     `start` and `lens` are the first edge and the number of edges of each query.
     """
@@ -200,7 +200,7 @@ def _edge_order_blocks(start: HostArray, lens: HostArray, limit: int) -> list[_B
 
 
 def _degree_blocks(start: HostArray, lens: HostArray, limit: int) -> list[_Block]:
-    """Return blocks of queries of similar degree, one a batch row, of at most `limit` entries or one query.
+    """Return queries of similar degree in blocks of one query a batch row, of at most `limit` entries or one query.
 
     `start` and `lens` are the first edge and the number of edges of each query.
     """
@@ -301,6 +301,7 @@ class _KeyGradientMemory:
 
     def joined_rows(self, name: str, parts: Sequence[Array]) -> Array | None:
         """Return the rows of all blocks where the gradients `parts` were computed in this memory, otherwise None."""
+        # A gradient that was summed over shared heads has another shape than its memory.
         if self._shapes.get(name) != [tuple(x.shape) for x in parts]:
             return None
         return self.call.ops.from_memory(self._rows[name], self.call.problem.accumulator, parts[0])
