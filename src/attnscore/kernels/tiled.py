@@ -461,10 +461,10 @@ def backward(problem: Problem, tiles: TilePlan, result: Result, grads: RowGradie
         return summed | {name: _add(ops, buffers[name], summed[name], -2, rows) for name in by_query}
 
     buffers = {name: ops.zeros(shape, context.delta, dtype) for name, shape in shapes.items()}
-    size, tail, full = tiles.query_tile, tiles.tail, len(tiles.segments) - (tiles.tail > 0)
-    buffers = ops.loop(full, lambda i, x: visit_query_tile(i, (i * size, size), x), buffers)
+    size, tail, whole = tiles.query_tile, tiles.tail, len(tiles.segments) - (tiles.tail > 0)
+    buffers = ops.loop(whole, lambda i, x: visit_query_tile(i, (i * size, size), x), buffers)
     if tail:
-        buffers = visit_query_tile(full, (full * size, tail), buffers)
+        buffers = visit_query_tile(whole, (whole * size, tail), buffers)
     if problem.bias is not None and not is_relative:
         for axis, length in enumerate(ops.shape(problem.bias)):
             if is_unknown(length):
@@ -516,22 +516,23 @@ def _iter_key_tiles(
 def _iter_dynamic_key_tiles(
     ops: Backend, segment: DynamicSegment, tiles: TilePlan, visit: Callable[[Any, Span, bool], Any], carry: Any
 ) -> Any:
-    """Visit the key tiles of a segment whose ends are traced.
+    """Visit the key tiles of a segment whose ends are traced, each as partial.
 
     The loop has a static number of steps, the tiles that the longest segment can touch. Tiles begin at multiples of
     their size; when the program runs, steps past the end of the segment do nothing.
     """
     tile = tiles.key_tile
-    full, tail = divmod(tiles.key_len, tile)
+    # Whole tiles of all keys; the tail is visited after the loop, in its own shape.
+    whole, tail = divmod(tiles.key_len, tile)
     first, last = segment.start // tile, (segment.stop + tile - 1) // tile
 
     def body(j: Any, carry: Any) -> Any:
         index = first + j
-        return ops.cond((index < last) & (index < full), lambda c: visit(c, (index * tile, tile), True), carry)
+        return ops.cond((index < last) & (index < whole), lambda c: visit(c, (index * tile, tile), True), carry)
 
-    carry = ops.loop(min(segment.max_key_tiles, full), body, carry)
+    carry = ops.loop(min(segment.max_key_tiles, whole), body, carry)
     if tail:
-        carry = ops.cond(segment.stop > full * tile, lambda c: visit(c, (full * tile, tail), True), carry)
+        carry = ops.cond(segment.stop > whole * tile, lambda c: visit(c, (whole * tile, tail), True), carry)
     return carry
 
 
@@ -547,12 +548,12 @@ def _map_query_tiles(
     `columns` are the length of the last axis and the dtype of each array in the result.
     """
     ops, length, tile, tail = problem.ops, tiles.query_len, tiles.query_tile, tiles.tail
-    full = len(tiles.segments) - (tail > 0)
+    whole = len(tiles.segments) - (tail > 0)
     if len(tiles.segments) < 2:
         return query_tile_result(0, (0, length))
     if ops.needs_grad(*arrays) or not all(map(ops.has_cpu_buffer, arrays)):
-        results = ops.map_tiles(full, lambda i: query_tile_result(i, (i * tile, tile)))
-        results += [query_tile_result(full, (full * tile, tail))] if tail else []
+        results = ops.map_tiles(whole, lambda i: query_tile_result(i, (i * tile, tile)))
+        results += [query_tile_result(whole, (whole * tile, tail))] if tail else []
         return tuple(ops.concat(tile_outputs, -2) for tile_outputs in zip(*results, strict=True))
     # Where no framework records the tiles, they are written to preallocated arrays. Concatenated parts would take as
     # much again, and the allocator would not return it: 24 to 55 MB at 16384 tokens, on top of the backward's memory.
@@ -562,8 +563,8 @@ def _map_query_tiles(
 
     lead = problem.score_shape.rows[:-1]
     outputs = tuple(ops.zeros((*lead, length, width), problem.value, dtype) for width, dtype in columns)
-    outputs = ops.loop(full, lambda i, x: write(x, query_tile_result(i, (i * tile, tile)), i * tile), outputs)
-    return write(outputs, query_tile_result(full, (full * tile, tail)), full * tile) if tail else outputs
+    outputs = ops.loop(whole, lambda i, x: write(x, query_tile_result(i, (i * tile, tile)), i * tile), outputs)
+    return write(outputs, query_tile_result(whole, (whole * tile, tail)), whole * tile) if tail else outputs
 
 
 # Inputs: their dtype, non-finite rows, shapes that a graph knows only when it runs

@@ -63,11 +63,11 @@ class TilePlan:
             return ()
         if isinstance(tile, int):
             return self.segments[tile]
-        full = self.segments[: self.query_len // self.query_tile]
-        if all(segments == full[0] for segments in full) and len(full[0]) < 2:
-            return full[0]
+        whole_tiles = self.segments[: self.query_len // self.query_tile]
+        if all(segments == whole_tiles[0] for segments in whole_tiles) and len(whole_tiles[0]) < 2:
+            return whole_tiles[0]
         # All keys from the first segment to the last, as one segment.
-        ends = np.array([(s[0].start, s[-1].stop) if s else (0, 0) for s in full])
+        ends = np.array([(s[0].start, s[-1].stop) if s else (0, 0) for s in whole_tiles])
         max_key_tiles = max(-(-stop // self.key_tile) - start // self.key_tile for start, stop in ends.tolist())
         start, stop = (ops.take(ops.asarray(end, like), tile, 0) for end in ends.T.copy())
         return DynamicSegment(start, stop, max_key_tiles)
@@ -120,6 +120,7 @@ class TilePlan:
         first, last = min(segment.start for segment in visited), max(segment.stop for segment in visited)
         size = self.key_tile
 
+        # Query tiles of equal segments are rounded once.
         @cache
         def round_to_tiles(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
             """Round full segments inward to whole tiles; the other tiles that a segment touches become partial."""
@@ -147,7 +148,7 @@ class TilePlan:
         return dataclasses.replace(self, segments=tuple(map(round_to_tiles, self.segments)))
 
     def __str__(self) -> str:
-        # Equal query tiles need one line.
+        # At most 16 lines of 48 characters: one line where all query tiles have equal segments.
         height, width = min(16, len(self.segments)) if len(set(self.segments)) > 1 else 1, 48
         lines = []
         for line in range(height):
