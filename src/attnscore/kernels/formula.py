@@ -420,6 +420,7 @@ def _by_rows(problem: Problem, x: Array, role: Role) -> Array:
 
 
 def _inner_products(ops: Backend, query: Array, key: Array) -> Array:
+    """Return the products (row, key) of `query` (row, 1, dim) with `key` (row, key, dim)."""
     return ops.reshape(ops.matmul(query, ops.matrix_transpose(key)), key.shape[:-1])
 
 
