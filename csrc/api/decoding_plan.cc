@@ -50,9 +50,8 @@ void DecodingPlan::hold_layouts(const Field<Arrays> (&fields)[N], Arrays& arrays
     }
 }
 
-// The layout on the canonical axes, (*lead, head, group, rows, columns), of the caller's key, value or mask: that of
-// the example, with the caller's number of keys and strides. An axis that the caller's array lacks has the length 1
-// here.
+// The layout on the canonical axes, (*lead, head, group, rows, columns), of the caller's key, value or mask: the
+// example's, with the caller's number of keys and strides. An axis that the caller's array lacks has the length 1.
 ArrayLayout DecodingPlan::canonical_layout(const Array& example, const ArrayLayout& caller, bool is_mask) const {
     // Axes are counted from the last one. The caller has rows and heads at 1 and 2, or at 2 and 1.
     constexpr size_t kRows = 1, kGroup = 2, kHead = 3;
@@ -84,7 +83,7 @@ std::unique_ptr<CallPlan> DecodingPlan::make_plan(const std::vector<Extent>& arr
     Array* const with_keys[] = {&in.key, &in.value, &in.mask};
     ArrayLayout layouts[3];  // a CallPlan keeps none of them
     for (size_t i = 0; i < by_key.size(); ++i) {
-        set_layout(*with_keys[i], layouts[i] = canonical_layout(*with_keys[i], by_key[i], i == 2));
+        set_layout(*with_keys[i], layouts[i] = canonical_layout(*with_keys[i], by_key[i], /*is_mask=*/i == 2));
     }
     return std::make_unique<CallPlan>(score_, in, filled);
 }

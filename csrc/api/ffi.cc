@@ -29,7 +29,6 @@ namespace {
 
 std::atomic<int> threads{1};  // of each call: attnscore_xla_threads
 
-// A call runs forward, or backward.
 enum class Direction { forward, backward };
 
 // Operands in the order of the bits of the attribute `present_operands`: kInputs, the dropout seed, kForwardResults. A
@@ -77,9 +76,9 @@ struct Call {
 
     template <class T>
     T attribute(const char* name) const {
-        const ffi::ErrorOr<T> found = attributes.get<T>(name);
-        if (!found.has_value()) throw std::invalid_argument(std::string(name) + ": " + found.error().message());
-        return *found;
+        const ffi::ErrorOr<T> value = attributes.get<T>(name);
+        if (!value.has_value()) throw std::invalid_argument(std::string(name) + ": " + value.error().message());
+        return *value;
     }
 
     // The buffers of the operands, and behind them those of the results.
@@ -89,7 +88,7 @@ struct Call {
     }
 
     bool has_any_of(int64_t bits) const { return (attribute<int64_t>("present_operands") & bits) != 0; }
-    // Whether the call has valid lengths: `stop` without `start`, of any values.
+    // Whether the call has valid lengths: `stop` without `start`, whose numbers may be out of range.
     bool has_lens() const { return has_any_of(bit(kStop)) && !has_any_of(bit(kStart)); }
 
     // The attribute `shapes`: the shapes of all buffers, each after its number of axes.
@@ -121,7 +120,7 @@ void read_integers(const ffi::AnyBuffer& from, std::vector<int64_t>& to) {
                                               : copy(static_cast<const int64_t*>(from.untyped_data()));
 }
 
-// Turn valid lengths into the stops of `repeats` queries each.
+// Turn valid lengths into the stops of `repeats` queries each, in place and therefore from the last one.
 void become_stops(std::vector<int64_t>& lens, int64_t repeats, int64_t key_len) {
     const size_t count = lens.size();
     lens.resize(count * static_cast<size_t>(repeats));
@@ -230,7 +229,6 @@ class MappedArray {
     std::vector<int64_t> integers_;           // a copy that takes the place of the buffer, unless it is empty
 };
 
-// The arrays of one call.
 class CallArrays {
    public:
     CallArrays(Direction direction, const Call& call) : direction_(direction), call_(call), operands_(kOperands) {
@@ -321,7 +319,7 @@ class CallArrays {
             operands_[kStart] = operands_[kStop]->starts();
         }
         for (size_t i = 0; i < N; ++i) {
-            if (requested_results >> i & 1) add(results_[i], results[i].name, call_.buffers(), false);
+            if (requested_results >> i & 1) add(results_[i], results[i].name, call_.buffers(), /*is_transposed=*/false);
         }
     }
 
@@ -484,8 +482,8 @@ class PlannedCall {
     std::vector<Extent> arrays_;
 };
 
-// Whether a call can have a plan. Ids, copied to 64 bits, and a seed that is an operand are read when a problem is made:
-// a plan would repeat those of its first call.
+// Whether a call can have a plan. Ids, copied to 64 bits, and a seed that is an operand are read when a problem is
+// made: a plan would repeat the numbers of its first call.
 bool can_be_planned(const Call& call) {
     constexpr int64_t unplanned = bit(index_of(&Inputs::query_ids)) | bit(index_of(&Inputs::key_ids)) | bit(kSeed);
     if (call.rets.size() == 0 || call.has_any_of(unplanned)) return false;
@@ -515,7 +513,7 @@ bool run_planned(Direction direction, const Call& call) {
     if (!can_be_planned(call)) return false;
     const ffi::Span<const int64_t> shape = call.result_shape();
     int64_t heads = 1;
-    for (size_t i = 0; i + 2 < shape.size(); ++i) heads *= shape[i];
+    for (size_t i = 0; i + 2 < shape.size(); ++i) heads *= shape[i];  // all axes but rows and columns
     if (heads > kMostPlannedHeads) return false;
     auto planned = std::make_unique<PlannedCall>(direction, call);
     while (plans.size() >= kMostPlans || planned_heads + heads > kMostPlannedHeads) {

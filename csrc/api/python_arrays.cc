@@ -95,7 +95,7 @@ bool is_negated(PyObject* tensor) {
     PyObject* is_neg = PyObject_VectorcallMethod(is_neg_name, &tensor, 1, nullptr);
     if (is_neg == nullptr) PyErr_Clear();
     Py_XDECREF(is_neg);
-    return is_neg != Py_False;
+    return is_neg != Py_False;  // after an error, too: such a tensor is not read
 }
 
 // The letter of a dtype, by DLPack's codes: 0 signed, 1 unsigned, 2 floating, 4 bfloat, 6 bool. 0 for any other.

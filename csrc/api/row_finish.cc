@@ -37,7 +37,7 @@ template <class F>
 void for_each_row_block(const Problem& p, Threads threads, F f) {
     const int64_t blocks = (p.query_len + kTaskRows - 1) / kTaskRows, heads = static_cast<int64_t>(p.heads.size());
     const int64_t matrix_cols = p.matrix == MatrixOutput::none ? 0 : p.key_len;
-    // 16: about as many statistics. Waking a thread takes longer than so little work (a few microseconds).
+    // 16 stands for the statistics of a row. Waking a thread takes longer than so little work (a few microseconds).
     if (heads * p.query_len * (p.value_dim + matrix_cols + 16) < kMinWork) threads = 1;
     for_each_task(heads * blocks, threads, [&](int64_t i) {
         const int64_t first = i % blocks * kTaskRows;

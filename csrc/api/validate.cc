@@ -8,7 +8,6 @@
 namespace attnscore {
 namespace {
 
-// The axes of a call.
 struct CallLayout {
     Shape head_grid;                                           // (*lead, head, group)
     Shape group_grid;                                          // the same, 1 along an axis whose heads are in one group
@@ -81,15 +80,15 @@ HeadCursor cursor_of(const Problem& p, const CallLayout& s, Array a, Kind kind) 
     return cursor;
 }
 
-// Check the shape of an array against its `Kind`, unless it is absent; strides where the kind asks for C order. Bounds and
-// gradients of biases have checks of their own.
+// Check the shape of an array that is present against its `Kind`, and its strides where the kind asks for C order.
+// `check_intervals` checks bounds, `check_gradients` the gradient of a bias.
 void check_array_axes(const Problem& p, const CallLayout& s, const Array& a, const Axes& axes) {
     if (!a.present || axes.kind == Kind::bounds || axes.kind == Kind::bias_gradient) return;
     Shape shape = axes.kind == Kind::groups  ? s.group_grid
                   : axes.kind == Kind::heads ? Shape{s.head_grid[s.head_axis], s.head_grid[s.group_axis]}
                   : axes.kind == Kind::batch ? Shape{s.head_grid[0]}
                                              : s.head_grid;
-    const int64_t lengths[] = {0, 1, p.query_len, p.key_len, p.dim, p.value_dim};
+    const int64_t lengths[] = {0, 1, p.query_len, p.key_len, p.dim, p.value_dim};  // by Size
     for (const Size size : {axes.rows, axes.cols}) {
         if (size != Size::none) shape.push_back(lengths[static_cast<size_t>(size)]);
     }

@@ -65,7 +65,7 @@ struct Axes {
 struct Pointer {
     // Set the field of one owner to the part of the array at an index of the grid.
     void (*set)(Problem&, std::vector<RowArrays>&, size_t owner, const HeadCursor&, const Shape& index) = nullptr;
-    // Move the field of all owners: a run reads or writes an array that lies so many bytes behind the array before it.
+    // Move the field of all owners: the array of this run lies so many bytes behind the array of the run before.
     void (*move)(Problem&, std::vector<RowArrays>&, ptrdiff_t bytes) = nullptr;
 };
 

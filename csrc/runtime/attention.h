@@ -21,8 +21,8 @@ T* as(char* bytes) {
     return reinterpret_cast<T*>(bytes);
 }
 
-// One matrix (rows x cols) inside the caller's memory; strides in elements, 0 along a broadcast axis. Null where it is
-// not given.
+// One matrix (rows x cols) inside the caller's memory, null where the caller has none; strides in elements, 0 along a
+// broadcast axis.
 struct Matrix {
     const char* data = nullptr;
     int64_t row_stride = 0;

@@ -35,6 +35,7 @@ struct X86Features {
         if (!has(saved, kZmm)) return;
 #endif
         avx512 = avx2 && has(b, kFBwDqVl);
+        // VNNI, because CMake compiles the target with it; `a` is the last subleaf of leaf 7.
         const bool has_vnni = has(c, kVnni), has_subleaf_1 = a >= 1;
         constexpr unsigned kBf16 = 1u << 5;
         avx512bf16 = avx512 && has_vnni && has_subleaf_1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && has(a, kBf16);
@@ -52,9 +53,9 @@ inline bool has_neon_bf16() {
     constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16, which older headers lack
     return (getauxval(AT_HWCAP2) & kBf16) != 0;
 #elif defined(__APPLE__)
-    int found = 0;
-    size_t size = sizeof found;
-    return sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) == 0 && found != 0;
+    int feature = 0;
+    size_t size = sizeof feature;
+    return sysctlbyname("hw.optional.arm.FEAT_BF16", &feature, &size, nullptr, 0) == 0 && feature != 0;
 #else
     return false;
 #endif

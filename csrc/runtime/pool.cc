@@ -33,15 +33,15 @@
 namespace attnscore {
 namespace {
 
-constexpr int kMostThreads = 1024;
-// Workers of a pool up to which they are barred from the caller's processor: of many, most find another by themselves.
+constexpr int kMostThreads = 1024;  // of a call: Pool::threads_ has room for so many
+// A pool bars its workers from the caller's processor while it has at most so many: of more, most find another one.
 constexpr int kMostBarred = 16;
 // Iterations of a spin loop before a thread sleeps, about 20 us: successive calls find the workers awake, and an idle
 // program soon uses no CPU.
 constexpr int kSpins = 1000;
 
-// The gate of a job: in the upper half how many more workers may join, in the lower half how many have joined and not
-// left. Zero: closed.
+// The gate of a job: the upper half counts the workers that may still join (0: the gate is closed), the lower half the
+// workers that have joined and not left.
 constexpr uint32_t kJoinedMask = 0xffff, kSeat = 0x10000;
 
 void pause() {
@@ -69,12 +69,12 @@ class TaskMode {
 
    private:
 #if defined(__x86_64__) || defined(__i386__)
-    // All exceptions masked; the low six bits only record which have occurred.
+    // Flush to zero (0x8000), all exceptions masked (0x1f80); the low six bits only record which have occurred.
     static constexpr uint64_t kFlush = 0x9f80;
     static uint64_t get() { return _mm_getcsr() & ~0x3fu; }
     static void set(uint64_t mode) { _mm_setcsr(static_cast<uint32_t>(mode)); }
 #elif defined(__aarch64__) && defined(__GNUC__)
-    static constexpr uint64_t kFlush = 1 << 24;
+    static constexpr uint64_t kFlush = 1 << 24;  // FZ
     static uint64_t get() {
         uint64_t mode;
         asm volatile("mrs %0, fpcr" : "=r"(mode));
@@ -113,7 +113,7 @@ class Processors {
         }
         for (; placed_ < count; ++placed_) {
             const int worker = workers[placed_].load(std::memory_order_relaxed);
-            if (worker == 0) return;
+            if (worker == 0) return;  // not started yet: a later job places it
             // Where this is not allowed nothing changes.
             (void)sched_setaffinity(worker, sizeof current_, &current_);
         }
@@ -268,7 +268,7 @@ void forget_pool() {
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
 #endif
 
-// The pool, made at the first use; null where there is no memory for it. Its caller owns it (`busy`).
+// The pool, made at the first use; null where there is no memory for it. For the thread that has set `busy`.
 Pool* owned_pool() {
     Pool* pool = the_pool.load(std::memory_order_relaxed);
     if (pool != nullptr) return pool;
@@ -283,7 +283,6 @@ struct TeamJob {
     std::atomic<int> seats;  // threads of the team that may still take tasks
     alignas(64) std::atomic<int64_t> next{0};
 
-    // What each thread of the team runs.
     static void run(void* context) {
         auto& self = *static_cast<TeamJob*>(context);
         if (self.seats.fetch_sub(1, std::memory_order_relaxed) <= 0) return;
