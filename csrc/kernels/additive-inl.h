@@ -17,12 +17,11 @@
 // zeros. `da` and `db` are written up to column `width`, where zeros are added; db has the keys in rows: db[j * ldb +
 // p].
 //
-// Measured with one thread, 512 x 512 x 256, float. Zen 5: scores 41 G terms/s with four terms to a division (34 with
-// two, 25 with one), gradients 19 (17 with two terms to a division). A 512-bit division takes as long as 3 to 4
-// multiplications there, as does an estimate with a Newton step. Cascade Lake: a division takes as long as 20, and the
-// loop alone reaches 15 with four terms to a division, 17 to an estimate, and 18 with eight to an estimate (16 to a
-// division). Zen 4: a division takes as long as 2.2 and an estimate with its step as 3; the loop reaches 20 with four
-// terms to a division, 2% less with eight.
+// Measured with one thread, 512 x 512 x 256, float. A 512-bit division takes as long as 20 multiplications on Cascade
+// Lake, 2.2 on Zen 4, 3 to 4 on Zen 5; an estimate with a Newton step 3 on Zen 4, 3 to 4 on Zen 5. Terms per ns in the
+// loop of scores: Cascade Lake 15 with four terms to a division, 16 with eight, 17 and 18 to an estimate; Zen 4 20 with
+// four to a division, 2% less with eight. In all: Zen 5 41 with four to a division, 34 with two, 25 with one, in
+// gradients 19 (17 with two terms to a division).
 #pragma once
 
 #include "kernels/activations-inl.h"
@@ -44,8 +43,8 @@ class Additive {
     static constexpr int L = Vector<T>::lanes;
 
    public:
-    static constexpr int kAcross = 2;
-    static constexpr int kChunk = kAcross * L;  // keys whose scores are in registers
+    static constexpr int kAcross = 2;           // vectors of keys of a micro-tile
+    static constexpr int kChunk = kAcross * L;  // its keys, whose scores are in registers
 
     // The operands of a query tile; tables that no algorithm needs are null.
     struct Query {
@@ -85,7 +84,7 @@ class Additive {
           ratio_(activation == Activation::tanh || activation == Activation::sigmoid ||
                  activation == Activation::silu) {}
 
-    bool has_ratio_form() const { return ratio_; }
+    bool has_ratio_form() const { return ratio_; }  // f is 1 - 2 r, r or z r, as above
     T kappa() const { return kappa_; }
     // Whether the addition theorem of tanh serves numbers up to this size, and whether their exponentials are in range.
     bool tanh_addition_applies(T size) const { return activation == Activation::tanh && size <= T(1); }

@@ -10,7 +10,7 @@
 template <class T>
 class AdditiveGradients {
     static constexpr int L = Vector<T>::lanes;
-    static constexpr int kGradRows = 4;
+    static constexpr int kGradRows = 4;  // rows of a micro-tile
     using Form = Additive<T>;
     using Query = typename Form::Query;
     using Keys = typename Form::Keys;
@@ -29,7 +29,7 @@ class AdditiveGradients {
         if (algorithm == AdditiveAlgorithm::direct)
             return form_.with_term([&](auto term) { direct_gradients<false>(term, args, query.rows, b); });
         if (algorithm == AdditiveAlgorithm::tanh_addition) {
-            // (tanh a + tanh b) / (1 + tanh a tanh b)
+            // (tanh a + tanh b) / (1 + tanh a tanh b), and products of these denominators are in range.
             const T* t = keys.row_tanhs;
             return ratio_gradients<RatioForm::tanh>(args, query.tanhs, query.tanhs, t, t, true);
         }
@@ -44,7 +44,6 @@ class AdditiveGradients {
    private:
     const Form& form_;
 
-    // Of a call of the object.
     struct Arguments {
         const T* ds;
         int64_t lds, first, end, width;
@@ -178,7 +177,7 @@ class AdditiveGradients {
                 ratio_gradient<rule>(splat(ds[r * args.lds + j]), inverse[r], z, a[r] * load(eb + j * L), dz, value);
                 key += dz;
                 row[r] += dz;
-                // Added up by key: one after the other, 3 cycles each, all pairs would take longer than the ports.
+                // Added up by key: a chain of additions over all pairs, 3 cycles each, would take longer than the rest.
                 values = r == 0 ? value : values + value;
             }
             sums.keys[j] = key;
@@ -201,6 +200,7 @@ class AdditiveGradients {
 
     template <RatioForm rule, Inversion how>
     void ratio_gradients(const Arguments& args, const T* ea, const T* na, const T* eb, const T* nb) const {
+        // tanh(z) = 1 - 2 r has the slope 4 r (1 - r).
         const bool is_tanh = rule == RatioForm::reciprocal && form_.activation == Activation::tanh;
         auto block = [&](Sums& sums, int64_t i, int64_t p, bool whole, V<T>, V<T> scale) {
             whole ? ratio_micro_tile<rule, how, kGradRows>(args, sums, i, p, scale, ea, na, eb, nb)

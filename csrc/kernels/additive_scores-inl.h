@@ -16,7 +16,7 @@ class AdditiveScores {
 #else
     static constexpr int kRowsTogether = 2;
 #endif
-    static constexpr int64_t kChannels = 256;  // of a pass, 32 KB of a chunk of keys; each pass has its own sums
+    static constexpr int64_t kChannels = 256;  // of a pass, with up to 32 KB of a chunk of keys
     using Form = Additive<T>;
     using Query = typename Form::Query;
     using Keys = typename Form::Keys;
@@ -31,7 +31,7 @@ class AdditiveScores {
         const bool by_tanh_addition = form_.algorithm_for(query.largest, keys) == AdditiveAlgorithm::tanh_addition;
         if (by_tanh_addition || form_.scores_by_exps(query.largest, keys)) {
             const bool sum = by_tanh_addition || form_.activation == Activation::silu;
-            // Without an estimate every target divides.
+            // A target without estimates divides in any case.
             const auto scores = divides_quickly() ? (sum ? &AdditiveScores::fraction_scores<true, true>
                                                          : &AdditiveScores::fraction_scores<false, true>)
                                                   : (sum ? &AdditiveScores::fraction_scores<true, !kEstimates<T>>
@@ -61,8 +61,8 @@ class AdditiveScores {
     };
 
     const int64_t octets_;
-    Share* shares_;  // by micro-panel and eight channels
-    static constexpr int64_t kStep = L > 8 ? L : 8;
+    Share* shares_;                                  // by micro-panel and eight channels
+    static constexpr int64_t kStep = L > 8 ? L : 8;  // channels that `share_channels` takes together
 
     struct MicroTile {
         T* s = nullptr;
@@ -113,7 +113,7 @@ class AdditiveScores {
                                                                    V<T>& d) {
         V<T> n2, d2;
         fraction<Sum, N / 2>(offset(at, 0, N / 2), j, u + N / 2, n2, d2);
-        n = N == 2 && !Sum ? d + d2 : fused<T>(n, d2, n2 * d);
+        n = N == 2 && !Sum ? d + d2 : fused<T>(n, d2, n2 * d);  // 1 / d + 1 / d2, or n / d + n2 / d2
         d = d * d2;
     }
 
@@ -153,7 +153,7 @@ class AdditiveScores {
     // Add the terms of the channels of a micro-tile, as many to a division as `shares` allows.
     template <bool Sum, bool Divides, int R>
     static void fraction_micro_tile(const MicroTile& tile, const Operands& operands, const Share* shares) {
-        if (tile.to == 0) add_fractions<Sum, Divides, 1, R>(tile, operands, 0, 0);
+        if (tile.to == 0) add_fractions<Sum, Divides, 1, R>(tile, operands, 0, 0);  // no channels: stores empty sums
         for (int64_t p = tile.from; p < tile.to;) {
             const auto [terms, octets] = shares[p / 8];
             const int64_t to = std::min(p + 8 * octets, tile.to);

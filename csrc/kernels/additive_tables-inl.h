@@ -7,7 +7,7 @@
 #include "kernels/memory-inl.h"
 #include "kernels/simd-inl.h"
 
-// The largest magnitudes of the query tiles that a key tile may meet.
+// The range of `Query::largest` over the query tiles that a key tile may meet; any, unless it is set.
 template <class T>
 struct MagnitudeRange {
     T least = 0, most = std::numeric_limits<T>::max();

@@ -18,7 +18,6 @@
 #include "kernels/tasks-inl.h"
 #include "kernels/unmasked_products-inl.h"
 
-// to += from, row by row.
 template <class T>
 void add_rows(T* to, int64_t cols, const T* from, int64_t from_stride, int64_t count) {
     for (int64_t i = 0; i < count; i++)
@@ -35,7 +34,8 @@ inline T row_sum(const T* x) {
 
 // Gradients of the keys and values of a tile, summed over one query tile, and then added to the caller's arrays. Where
 // the caller's rows are whole vectors, sums go there directly (`in_place`), unless many terms would be added singly,
-// which rounds more than adding sums of blocks. Inner products add such sums, except where masked pairs are left out.
+// which rounds more than adding sums of blocks. Only GEMM, for inner products, adds sums of blocks, which are short
+// without fused multiply-adds, and only if masked pairs need not be left out.
 template <class T>
 struct KeyTileGradients {
     T *dk, *dv, *own_dk, *own_dv, *bias;
@@ -52,6 +52,7 @@ struct KeyTileGradients {
     void start(const Problem& problem, const Group& group, int64_t key, int64_t key_count, bool skip_masked) {
         std::fill_n(bias, kTileKeys, T(0));
         const bool adds_blocks = kHasFma && problem.form == Form::inner && !skip_masked;
+        // From their tables, additive scores write gradients of whole tiles, which may end behind the caller's rows.
         in_place = width == problem.dim && value_width == problem.value_dim &&
                    (adds_blocks || problem.query_len <= kFewRows) &&
                    (problem.form != Form::additive || Additive<T>(problem).by_pairs);
@@ -60,7 +61,6 @@ struct KeyTileGradients {
             dv = as<T>(group.grad_value) + key * value_width;
         } else {
             dk = own_dk, dv = own_dv;
-            // The gradients of additive scores are written for whole tiles.
             std::fill_n(dk, (problem.form == Form::additive ? kTileKeys : key_count) * width, T(0));
             std::fill_n(dv, key_count * value_width, T(0));
         }
@@ -126,10 +126,10 @@ void accumulate_gradients(const Problem& problem, BackwardQueryTile<T>& queries,
     const bool skip_masked = gradients.skip_masked;
     // O = P V, so dV = P^T dO
     if (skip_masked)
-        unmasked_product(sums.dv, sums.value_width, p, bits, count, grad_out, sums.value_width, true);
+        unmasked_product(sums.dv, sums.value_width, p, bits, count, grad_out, sums.value_width, /*by_keys=*/true);
     else
         gemm(Product<T>{}, sums.dv, sums.value_width, p, 1, kTileKeys, grad_out.data, grad_out.stride, key_count,
-             sums.value_width, count, true);
+             sums.value_width, count, /*add=*/true);
 
     if (head.grad_query_bias)
         for (int64_t i = 0; i < count; i++)
@@ -155,20 +155,20 @@ void accumulate_gradients(const Problem& problem, BackwardQueryTile<T>& queries,
             unmasked_differences(dq, sums.dk, width, ds, bits, count, View<T>{query, width}, keys);
         } else {
             gemm_difference(dq, width, ds, kTileKeys, 1, query, width, keys.data, keys.stride, count, width, key_count,
-                            true);
+                            /*add=*/true);
             gemm_difference(sums.dk, width, ds, 1, kTileKeys, keys.data, keys.stride, query, width, key_count, width,
-                            count, true);
+                            count, /*add=*/true);
         }
     } else {
-        // s = scale q . k, where the rows of both tiles hold the scale already
+        // s = scale q . k: query and key rows hold the scale. A few rows leave it to key_factor, and skip masked pairs.
         const View<T> rows{query, width};
         if (skip_masked) {
-            unmasked_product(sums.dk, width, ds, bits, count, rows, width, true);
-            unmasked_product(dq, width, ds, bits, count, tile.key_rows, width, false, tile.key_factor);
+            unmasked_product(sums.dk, width, ds, bits, count, rows, width, /*by_keys=*/true);
+            unmasked_product(dq, width, ds, bits, count, tile.key_rows, width, /*by_keys=*/false, tile.key_factor);
         } else {
-            gemm(Product<T>{}, sums.dk, width, ds, 1, kTileKeys, query, width, key_count, width, count, true);
+            gemm(Product<T>{}, sums.dk, width, ds, 1, kTileKeys, query, width, key_count, width, count, /*add=*/true);
             gemm(Product<T>{}, dq, width, ds, kTileKeys, 1, tile.key_rows.data, tile.key_rows.stride, count, width,
-                 key_count, true);
+                 key_count, /*add=*/true);
         }
     }
     if (!in_place) add_rows(grad_query, problem.dim, dq, width, count);
@@ -199,8 +199,9 @@ struct BackwardTask {
             if (queries.rows.is_in_hole(key, key_count)) continue;
             const BackwardKeyTile<T>* tile = tiles.find(problem, head, key, key_count);
             if (!tile) {
+                const T size = queries.additive_query.largest;  // only these queries use the tile
                 own_tile_.fill(problem, gradients.scores.additive(), head, key, key_count, queries.rows.masked,
-                               {queries.additive_query.largest, queries.additive_query.largest});
+                               {size, size});
                 tile = &own_tile_;
             }
             gradients(queries, *tile);
@@ -275,7 +276,7 @@ template <class T>
 void backward_range(const Problem& problem, int64_t group_index, int64_t range, Span keys, Span rows,
                     const SharedTiles<BackwardKeyTile<T>>& tiles, SharedSums<T>& shared) {
     const Group& group = problem.groups[group_index];
-    T* dw = shared.group_sums(group_index, range);
+    T* dw_or_dscales = shared.group_sums(group_index, range);
     for (size_t h = 0; h < group.heads.size(); h++)
         for (int64_t first = rows.first; first < rows.end; first += kBackwardRows) {
             Arena& arena = thread_arena();
@@ -286,10 +287,10 @@ void backward_range(const Problem& problem, int64_t group_index, int64_t range, 
             T* dq = arena.take<T>(task.queries.rows.count * sums.width);
             task.for_each_tile(keys, tiles, [&](const BackwardKeyTile<T>& tile) {
                 sums.start(problem, group, tile.keys.first, tile.keys.count, task.gradients.skip_masked);
-                accumulate_gradients(problem, task.queries, tile, task.gradients, sums, dq, dw);
+                accumulate_gradients(problem, task.queries, tile, task.gradients, sums, dq, dw_or_dscales);
                 sums.add_to(problem, group, tile.keys.first, tile.keys.count);
             });
-            if (task.head.grad_scale) dw[h] += static_cast<T>(task.gradients.grad_scale);
+            if (task.head.grad_scale) dw_or_dscales[h] += static_cast<T>(task.gradients.grad_scale);
         }
 }
 
@@ -340,20 +341,19 @@ void backward_bias(const Problem& problem, const BiasGroup& group, Span rows,
     }
 }
 
-// The backward with sums of T.
 template <class T>
 void backward_typed(const Problem& problem, Threads threads) {
-    constexpr int64_t kMinTasks = 16;  // enough to share among threads
+    constexpr int64_t kMinTasks = 16, kMinLength = 128;  // enough to share among threads; of a range of rows or keys
     const int64_t groups = static_cast<int64_t>(problem.groups.size());
     if (groups == 0 || problem.query_len == 0 || problem.key_len == 0) return;
     const int64_t target_ranges = (kMinTasks + groups - 1) / groups,
-                  max_ranges = std::min(problem.query_len, problem.key_len) / 128;
+                  max_ranges = std::min(problem.query_len, problem.key_len) / kMinLength;
     const int64_t ranges = std::max<int64_t>(1, std::min(target_ranges, max_ranges));
     threads = clamp_threads(problem, threads);
     const bool short_heads = has_short_gradients(problem);
     SharedSums<T> shared(problem, ranges);
     const Additive<T> form(problem);
-    const SharedTiles<BackwardKeyTile<T>> tiles(problem, form, threads, ranges);
+    const SharedTiles<BackwardKeyTile<T>> tiles(problem, form, threads, ranges);  // a query tile or more in each range
     const auto cut = [&](int64_t length, int64_t r, int64_t unit) {
         const int64_t units = (length + unit - 1) / unit;
         return Span{std::min(length, units * r / ranges * unit), std::min(length, units * (r + 1) / ranges * unit)};
@@ -362,7 +362,7 @@ void backward_typed(const Problem& problem, Threads threads) {
         for_each_task(groups * ranges, threads, [&](int64_t task) {
             const int64_t r = task % ranges;
             const Group& group = problem.groups[task / ranges];
-            if (short_heads)
+            if (short_heads)  // with few keys there is one range, and a task is a group
                 return ShortHeadGradients<T>(thread_arena(), problem, group).add_all(shared.group_sums(task, 0));
             const Span keys = cut(problem.key_len, r, kTileKeys),
                        rows = cut(problem.query_len, (r + step) % ranges, kMR);

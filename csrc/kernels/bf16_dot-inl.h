@@ -90,7 +90,7 @@ class Bf16Dot {
     // S = scale Q K^T, for `size` rows from `first` on.
     void qk(float* s, int64_t first, int64_t size, int64_t columns) const {
         gemm(Bf16Product{static_cast<float>(problem_.scale)}, s, kTileKeys, query_ + first * pairs_, pairs_, 1, key_,
-             kTileKeys, size, columns, pairs_, false);
+             kTileKeys, size, columns, pairs_, /*add=*/false);
     }
 
     // O += P V, for `size` rows of weights.
@@ -100,7 +100,7 @@ class Bf16Dot {
             std::memcpy(weights_ + j, &two, sizeof two);
         }
         gemm(Bf16Product{}, out, width_, reinterpret_cast<const Bf16Pair*>(weights_), kTileKeys / 2, 1, value_, width_,
-             size, width_, (key_count + 1) / 2, true);
+             size, width_, (key_count + 1) / 2, /*add=*/true);
     }
 
    private:

@@ -17,7 +17,8 @@
 // The most rows of a short head: more take longer this way.
 constexpr int64_t kMostShortRows = 32;
 
-// Whether the heads of a call have so few rows and keys, and keys of their own.
+// Whether the heads of a call have so few rows and keys, keys of their own, and inner or distance scores without biases
+// of rows or keys and without caps. Only a ForwardTask stores a matrix of scores.
 inline bool has_short_heads(const Problem& problem) {
     const Head& head = problem.heads[0];
     return problem.key_len <= kTileKeys && problem.query_len <= kMostShortRows && problem.groups[0].heads.size() == 1 &&
@@ -25,7 +26,7 @@ inline bool has_short_heads(const Problem& problem) {
            problem.matrix != MatrixOutput::scores && !head.query_bias.data && !head.key_bias.data;
 }
 
-// Whether the forward of such a call goes head by head.
+// Whether the forward of such a call goes head by head: not if a ForwardTask multiplies in bfloat16.
 inline bool has_few_keys(const Problem& problem) {
     return has_short_heads(problem) && !(kHasBf16Dot && Bf16Dot::supports(problem) && !has_few_rows(problem));
 }
@@ -94,7 +95,7 @@ struct ShortScores {
         T* transposed = arena.take<T>(width * kTileKeys);
         transpose_tile(transposed, View<T>{as<T>(keys.data), keys.stride}, width, count);
         gemm(terms, s, kTileKeys, queries.data, queries.stride, 1, transposed, kTileKeys, rows, padded(count, L), cols,
-             false);
+             /*add=*/false);
     }
 
     // Add the bias of a row to its scores, which take W vectors, and mask them. Returns the bits of the unmasked keys.
@@ -111,7 +112,6 @@ struct ShortScores {
     }
 };
 
-// The forward of such a head.
 template <class T>
 class ShortHead {
     static constexpr int L = Vector<T>::lanes;
@@ -124,7 +124,7 @@ class ShortHead {
     // Attend to the keys, and store the rows.
     void attend() {
         const int64_t width = row_width<T>(problem_), count = scores_.count;
-        ValueTile<T> values(arena_, problem_, scores_.masked, false, scores_.few_rows);
+        ValueTile<T> values(arena_, problem_, scores_.masked, /*reused=*/false, scores_.few_rows);
         values.fill(head_, 0, count, scores_.masked);
         T *s = arena_.take<T>(rows_ * kTileKeys), *out = arena_.take<T>(rows_ * width);
         scores_.fill(s, scores_.read_queries(), scores_.read_keys(head_.key, problem_.score_dtype, problem_.dim),

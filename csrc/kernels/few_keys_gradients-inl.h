@@ -49,7 +49,6 @@ struct FiniteRows {
     }
 };
 
-// The backward of such a head.
 template <class T>
 class ShortHeadGradients {
     static constexpr int L = Vector<T>::lanes;
@@ -83,18 +82,18 @@ class ShortHeadGradients {
         dispatch_width<T>(count_, [&](auto vectors) { softmax_gradients<vectors>(p, ds); });
         if (squares) *grad_scale += scale_gradient(ds, squares);
         // O = (P * keep) V, so dV = (P * keep)^T dO
-        const FiniteRows<T> own_out(arena_, grad_out, rows_, value_width, scores_.masked, T(1));
+        const FiniteRows<T> finite_out(arena_, grad_out, rows_, value_width, scores_.masked, T(1));
         add(group_.grad_value, count_, problem_.value_dim, [&](T* dv, bool adds) {
-            multiply_rows(dv, p, own_out.rows, value_width, adds);
-            if (own_out.with_rest)
-                unmasked_product(dv, value_width, p, unmasked(own_out.with_rest, 0), rows_, own_out.rest, value_width,
-                                 true);
+            multiply_rows(dv, p, finite_out.rows, value_width, adds);
+            if (finite_out.with_rest)
+                unmasked_product(dv, value_width, p, unmasked(finite_out.with_rest, 0), rows_, finite_out.rest,
+                                 value_width, /*by_keys=*/true);
         });
         const T factor = difference_factor<T>(problem_);
-        const FiniteRows<T> own_query(arena_, query, rows_, width, scores_.masked, factor),
-            own_keys(arena_, keys, count_, width, scores_.masked, factor);
-        problem_.form == Form::distance ? add_of_distances(ds, own_query, own_keys)
-                                        : add_of_products(ds, own_query, own_keys);
+        const FiniteRows<T> finite_query(arena_, query, rows_, width, scores_.masked, factor),
+            finite_keys(arena_, keys, count_, width, scores_.masked, factor);
+        problem_.form == Form::distance ? add_of_distances(ds, finite_query, finite_keys)
+                                        : add_of_products(ds, finite_query, finite_keys);
     }
 
    private:
@@ -136,14 +135,16 @@ class ShortHeadGradients {
         add(group_.grad_key, count_, problem_.dim, [&](T* dk, bool adds) {
             multiply_rows(dk, ds, query.rows, width, adds);
             if (query.with_rest)
-                unmasked_product(dk, width, ds, unmasked(query.with_rest, 0), rows_, query.rest, width, true);
+                unmasked_product(dk, width, ds, unmasked(query.with_rest, 0), rows_, query.rest, width,
+                                 /*by_keys=*/true);
         });
         multiply_by(ds, static_cast<T>(problem_.scale));
         add(head_.grad_query, rows_, problem_.dim, [&](T* dq, bool adds) {
             gemm(Product<T>{}, dq, width, ds, kTileKeys, 1, keys.rows.data, keys.rows.stride, rows_, width, count_,
                  adds);
             if (keys.with_rest)
-                unmasked_product(dq, width, ds, unmasked(0, keys.with_rest), rows_, keys.rest, width, false);
+                unmasked_product(dq, width, ds, unmasked(0, keys.with_rest), rows_, keys.rest, width,
+                                 /*by_keys=*/false);
         });
     }
 
@@ -195,7 +196,7 @@ class ShortHeadGradients {
             }
     }
 
-    // The bits of the unmasked pairs of some rows and of some keys.
+    // By row, the bits of the unmasked pairs of the rows `of_rows` with all keys, and of other rows with `of_keys`.
     const uint64_t* unmasked(uint64_t of_rows, uint64_t of_keys) {
         for (int64_t i = 0; i < rows_; i++) some_unmasked_[i] = unmasked_[i] & ((of_rows >> i) & 1 ? kAll : of_keys);
         return some_unmasked_;

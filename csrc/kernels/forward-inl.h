@@ -31,7 +31,7 @@ class ForwardTask {
           tiles_(tiles),
           softmax_(softmax),
           head_(*queries.head[0]),
-          scores_(arena, problem, false),
+          scores_(arena, problem, /*backward=*/false),
           own_tile_(arena, problem, scores_.additive()),
           few_rows_(problem.form != Form::additive && has_few_rows(problem)),
           values_(arena, problem, queries.masked, queries.panels() >= kStepPanels, few_rows_),
@@ -51,7 +51,6 @@ class ForwardTask {
             prefetched_rows_ = (kTileKeys + steps - 1) / steps;
     }
 
-    // Attend to the keys of a range.
     void run(Span keys) {
         for (int64_t key = keys.first, end; key < keys.end; key = end) {
             if (full_tiles_) key = full_tiles_->run(key, keys.end);
@@ -63,10 +62,10 @@ class ForwardTask {
     }
 
    private:
-    // Up to kStepPanels micro-panels against a key tile.
+    // Up to kStepPanels micro-panels against a key tile: the rows [first, first + size).
     struct Step {
         int64_t first = 0, size = 0;
-        uint64_t bits[kStepPanels * kMR];
+        uint64_t bits[kStepPanels * kMR];  // of unmasked keys, by row
     };
 
     // Attend to one key tile, in steps. O += P V of a step runs between the scores and the softmax of the next one:
@@ -89,11 +88,11 @@ class ForwardTask {
             step_->first = panel * kMR, step_->size = std::min(end * kMR, queries_.count) - step_->first;
             const Interleaved<T> interleaved = values_.prefetched();
             scores_(step_scores_, step_->bits, queries_, additive_query_, {panel, end}, *tile_,
-                    few_rows_ ? &interleaved : nullptr, bf16_ ? &*bf16_ : nullptr, false);
+                    few_rows_ ? &interleaved : nullptr, bf16_ ? &*bf16_ : nullptr, /*saves=*/false);
             finish_pv();
             if (problem_.matrix != MatrixOutput::none)
                 store_scores(problem_, queries_, step_->first, step_->size, step_scores_, key, key_count);
-            if (problem_.matrix == MatrixOutput::scores) continue;  // nothing else is wanted
+            if (problem_.matrix == MatrixOutput::scores) continue;  // such a call has neither weights nor an output
             update_softmax(*step_, key, key_count);
             previous_ = step_;
             step_ = step_ == &steps_[0] ? &steps_[1] : &steps_[0];
@@ -105,12 +104,12 @@ class ForwardTask {
     void load_keys(int64_t key, int64_t key_count) {
         tile_ = tiles_.find(problem_, head_, key, key_count);
         if (tile_) return;
-        own_tile_.fill(problem_, scores_.additive(), head_, key, key_count, !few_rows_ && !bf16_,
-                       {additive_query_.largest, additive_query_.largest});
+        const MagnitudeRange<T> sizes{additive_query_.largest, additive_query_.largest};  // only these queries use it
+        own_tile_.fill(problem_, scores_.additive(), head_, key, key_count, !few_rows_ && !bf16_, sizes);
         tile_ = &own_tile_;
     }
 
-    // Read the values of a tile.
+    // Read the values of a tile, and hash its keys for dropout.
     void load_values(int64_t key, int64_t key_count) {
         bool masked = false;
         if (queries_.masked)
@@ -159,7 +158,7 @@ class ForwardTask {
     Scores<T> scores_;
     KeyTile<T> own_tile_;
     const KeyTile<T>* tile_ = nullptr;
-    const bool few_rows_;
+    const bool few_rows_;  // products go key by key; additive scores have no such path
     ValueTile<T> values_;
     Dropout dropout_;
     typename Additive<T>::Query additive_query_;
@@ -216,8 +215,9 @@ struct ForwardTasks {
         const auto tiles_of = [&](int64_t rows) { return (total + rows - 1) / rows; };
         int64_t count = tiles_of(kMostRows);
         if (parts * count < 4 * kThreads) {
+            // With `even` the tiles of all parts are a multiple of kThreads. Small tiles share less: tiles of less than
+            // kMostRows / 2 rows are made only where there would be fewer than kThreads.
             const int64_t even = padded(count, kThreads / std::gcd(kThreads, parts));
-            // Small tiles share less: they are made only where there would be too few.
             if (parts * count < kThreads || total >= kMostRows / 2 * even)
                 count = std::max(count, std::min(even, tiles_of(min_rows)));
         }
@@ -252,7 +252,7 @@ void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, R
             const T* part_out = results[r].out.data() + i * width;
             for (int64_t j = 0; j < width; j++)
                 out[j] = whole_factor * whole.out_scale * out[j] + part_factor * part.out_scale * part_out[j];
-            // The step of a part without weight may be infinite times its denominator.
+            // Where the factor is 0, `step` may be infinite, and 0 times infinity is NaN.
             const auto moved = [&](const RowState<T>& from, T factor) {
                 const T step = safe_max(from.max) - new_max;
                 return factor == 0 ? T(0) : factor * (from.sum_exp_logit + step * from.denom);
@@ -275,7 +275,6 @@ void merge_ranges(const Problem& problem, const ForwardTasks::QueryRows& rows, R
     }
 }
 
-// The forward with sums of T.
 template <class T>
 void forward_typed(const Problem& problem, Threads threads) {
     if (problem.query_len == 0 || problem.heads.empty()) return;
@@ -290,6 +289,7 @@ void forward_typed(const Problem& problem, Threads threads) {
     for_each_task(query_tiles * ranges, threads, [&](int64_t task) {
         const ForwardTasks::QueryRows& rows = tasks.query_tiles[task / ranges];
         Arena& arena = thread_arena();
+        // So few rows of a head are one query tile, and so few keys one range.
         if (few_keys) return ShortHead<T>(arena, problem, problem.heads[rows.heads[0]]).attend();
         const QueryTile<T> queries(arena, problem, rows.heads, rows.first, rows.count);
         OnlineSoftmax<T> softmax(arena, problem, queries.count);

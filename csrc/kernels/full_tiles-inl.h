@@ -25,8 +25,8 @@ class FullTiles {
         for (T** x : {&scores_, &weights_}) *x = arena.take<T>(kTiles * queries.count * kTileKeys);
     }
 
-    // Whether a query tile has so few rows, keys and values are read in place, and neither dropout nor a matrix is
-    // asked for.
+    // Whether a query tile has so few rows, products alone make its scores, its weights are neither dropped nor stored,
+    // and keys and values are read in place. A single tile has no others to join; narrow values are not read in place.
     static bool supports(const Problem& problem, const QueryTile<T>& queries) {
         const Head& head = *queries.head[0];
         return queries.count <= kMostRows && problem.key_len > kTileKeys && problem.form == Form::inner &&
@@ -56,7 +56,7 @@ class FullTiles {
     static constexpr int64_t kTiles = 8;     // at a time
     static constexpr int64_t kMostRows = 3;  // more take longer this way where the caches hold their keys
 
-    // How many full tiles from `key` on are attended to together.
+    // How many full tiles from `key` on are attended to together. Micro-panel 0 has all rows.
     int64_t count(int64_t key, int64_t end) const {
         int64_t tiles = 0;
         for (; tiles < kTiles && key + kTileKeys <= end && queries_.is_unmasked(0, key, kTileKeys); tiles++)

@@ -1,6 +1,6 @@
 // GEMM of small matrices, C (+)= A B. A micro-tile of C (kMR rows x kNR vectors) is summed in registers, from broadcast
-// elements of A, which may have any strides, and contiguous vectors of B. Every sum runs over k in order, so its bits
-// do not depend on the micro-tile that computes it.
+// elements of A, which has the strides `row` and `col`, and contiguous vectors of B. Every sum runs over k in order, so
+// its bits do not depend on the micro-tile that computes it.
 #pragma once
 
 #include "kernels/memory-inl.h"
@@ -170,7 +170,7 @@ inline void difference_micro_kernel(T* c, int64_t ldc, const T* a, int64_t row, 
 template <class T>
 void gemm_difference(T* c, int64_t ldc, const T* a, int64_t row, int64_t col, const T* x, int64_t ldx, const T* b,
                      int64_t ldb, int64_t m, int64_t n, int64_t k, bool add) {
-    constexpr int L = Vector<T>::lanes, R = 4, N = kNR / 2;
+    constexpr int L = Vector<T>::lanes, R = 4, N = kNR / 2;  // X takes as many registers as the sums
     const auto at = [&](auto rows, auto vectors, int64_t i, int64_t j) {
         difference_micro_kernel<rows, vectors>(c + i * ldc + j, ldc, a + i * row, row, col, x + i * ldx + j, ldx, b + j,
                                                ldb, k, add);
@@ -199,8 +199,8 @@ __attribute__((always_inline)) inline void prefetch_stream(const E* p) {
 }
 
 // Add to the output of each of `size` query rows its weights times the `count` rows of values. For a single query row
-// up to 16 vectors of a row of values are read together, in the order of memory: half a row of each value at a time, a
-// pass over values in memory takes 1.4 times as long.
+// up to 16 vectors of a row of values are read together, in the order of memory: reading half of each row, and then the
+// other halves, takes 1.4 times as long if the values are not in a cache.
 template <class T, class E>
 void add_weighted_rows(T* out, const T* weights, int64_t size, const View<E>& values, int64_t count, int64_t width) {
     constexpr int L = Vector<T>::lanes;
@@ -228,7 +228,7 @@ void add_weighted_rows(T* out, const T* weights, int64_t size, const View<E>& va
     }
     if (j == width) return;
     gemm(Product<T>{}, out + j, width, weights, kTileKeys, 1, values.data + j, values.stride, size, width - j, count,
-         true);
+         /*add=*/true);
 }
 
 // The work of `few_rows_gemm` between its keys, on the values of as many keys: O += P V, or prefetching.
@@ -253,9 +253,9 @@ struct Interleaved {
     // O += P V, one row of weights after the other: the second one finds the values in the first-level cache.
     __attribute__((noinline)) void add_values(int64_t first, int64_t end) const {
         values.with_view([&]<class E>(const View<E>& rows) {
-            const View<E> own{rows.row(first), rows.stride};
+            const View<E> part{rows.row(first), rows.stride};
             for (int64_t i = 0; i < size; i++)
-                add_weighted_rows(out + i * width, weights + i * kTileKeys + first, 1, own, end - first, width);
+                add_weighted_rows(out + i * width, weights + i * kTileKeys + first, 1, part, end - first, width);
         });
     }
 };
@@ -279,9 +279,9 @@ void few_rows_outer(T* c, int64_t ldc, const T* a, int64_t rows, View<T> b, View
             for (int64_t k = 0; k < width; k += Vector<T>::lanes) {
                 V<T> sum{};
                 for (int i = 0; i < R; i++) {
-                    V<T> own = load(b.row(i) + k);
-                    if constexpr (differences) own = load(x.row(j) + k) - own;
-                    sum += a[i * kTileKeys + j] * own;
+                    V<T> term = load(b.row(i) + k);
+                    if constexpr (differences) term = load(x.row(j) + k) - term;
+                    sum += a[i * kTileKeys + j] * term;
                 }
                 T* to = c + j * ldc + k;
                 store(to, add ? load(to) + sum : sum);

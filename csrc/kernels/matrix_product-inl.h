@@ -76,7 +76,7 @@ void multiply_in_place(T* to, int64_t cols, const T* a, const View<T>& b, int64_
     }
     // Two micro-tiles of about as many rows: one of few rows leaves the multiply-adds waiting for each other.
     const int64_t rows = kReadsOneLine && count > kMR ? (count + 1) / 2 : count;
-    for (int64_t p = 0; p < depth || p == 0;) {
+    for (int64_t p = 0; p < depth || p == 0;) {  // at least once: depth = 0 stores zeros
         const int64_t terms = std::min(kTermsInPlace, depth - p);
         for (int64_t i = 0; i < count; i += rows)
             gemm(Product<T>{}, to + i * cols, cols, a + i * depth + p, depth, 1, b.row(p), b.stride,
@@ -85,26 +85,26 @@ void multiply_in_place(T* to, int64_t cols, const T* a, const View<T>& b, int64_
     }
 }
 
-// Compute a block of C: `count` rows from `row` on, `own_cols` columns from `col` on.
+// Compute a block of C: `count` rows from `row` on, `col_count` columns from `col` on.
 template <class T>
-void multiply_block(const MatrixProduct& product, int64_t row, int64_t count, int64_t col, int64_t own_cols) {
+void multiply_block(const MatrixProduct& product, int64_t row, int64_t count, int64_t col, int64_t col_count) {
     constexpr int64_t L = Vector<T>::lanes, max_depth = kPanelBytes / kPanelRowBytes,
                       columns = kPanelRowBytes / sizeof(T);
-    const int64_t depth = product.depth, cols = product.cols, width = padded(own_cols, L);
+    const int64_t depth = product.depth, cols = product.cols, width = padded(col_count, L);
     const Matrix& b = product.b;
     const T* from = as<T>(product.a) + row * depth;
     T* to = as<T>(product.c) + row * cols + col;
-    if (width == own_cols && count <= kRowsInPlace && b.col_stride == 1)
+    if (width == col_count && count <= kRowsInPlace && b.col_stride == 1)
         return multiply_in_place(to, cols, from, View<T>{as<T>(b.data) + col, b.row_stride}, count, width, depth);
     const int64_t parts = std::max<int64_t>((depth + max_depth - 1) / max_depth, 1);
     Arena& arena = thread_arena();
     T* panels = arena.take<T>((depth / parts + 1) * width);
     // Whole vectors are stored: columns that do not fill them are computed beside C.
-    T* sums = width == own_cols ? to : arena.take<T>(count * width);
+    T* sums = width == col_count ? to : arena.take<T>(count * width);
     const int64_t stride = sums == to ? cols : width;
     for (int64_t part = 0; part < parts; part++) {
         const int64_t p = part * depth / parts, terms = (part + 1) * depth / parts - p;
-        read_panels(panels, b, p, terms, col, own_cols, width);
+        read_panels(panels, b, p, terms, col, col_count, width);
         for (int64_t j = 0; j < width; j += columns) {
             const int64_t block_cols = std::min(columns, width - j);
             gemm(Product<T>{}, sums + j, stride, from + p, depth, 1, panels + j * terms, block_cols, count, block_cols,
@@ -112,7 +112,7 @@ void multiply_block(const MatrixProduct& product, int64_t row, int64_t count, in
         }
     }
     if (sums == to) return;
-    for (int64_t i = 0; i < count; i++) std::copy_n(sums + i * width, own_cols, to + i * cols);
+    for (int64_t i = 0; i < count; i++) std::copy_n(sums + i * width, col_count, to + i * cols);
 }
 
 // The number of columns of a task.
@@ -121,7 +121,7 @@ int64_t columns_of_task(const MatrixProduct& product, Threads threads) {
     constexpr int64_t panel = kPanelRowBytes / sizeof(T);
     // One row has a single sum for each column, and needs more columns to keep the multiply-adds busy.
     if (!kReadsOneLine) return product.rows == 1 ? 16 * Vector<T>::lanes : panel;
-    // Two tasks for each thread, so that one which comes late finds some.
+    // Two tasks for each thread, so that a thread that comes late finds some.
     return panel * std::clamp<int64_t>(product.cols / (2 * threads.count * panel), 1, kMostPanels);
 }
 
@@ -132,13 +132,13 @@ void multiply_typed(const MatrixProduct& product, Threads threads) {
     for_each_task(blocks * panels, threads, [&](int64_t task) {
         const int64_t block = task / panels, row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
         const int64_t col = task % panels * columns;
-        const int64_t own_cols = std::min(columns, product.cols - col);
-        multiply_block<T>(product, row, count, col, own_cols);
+        const int64_t col_count = std::min(columns, product.cols - col);
+        multiply_block<T>(product, row, count, col, col_count);
         const T* a = as<T>(product.a) + row * product.depth;
         if (all_finite(a, count * product.depth)) return;
         for (int64_t i = 0; i < count; i++)
             if (!all_finite(a + i * product.depth, product.depth))
-                std::fill_n(as<T>(product.c) + (row + i) * product.cols + col, own_cols,
+                std::fill_n(as<T>(product.c) + (row + i) * product.cols + col, col_count,
                             std::numeric_limits<T>::quiet_NaN());
     });
 }

@@ -73,9 +73,8 @@ inline Arena& call_arena() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 16-bit floats
+// 16-bit floats, in memory
 
-// 16-bit floats in memory.
 struct Bfloat16 {
     uint16_t bits;
 };

@@ -121,7 +121,7 @@ struct OnlineSoftmax {
     // dropout keeps, which are multiplied by `factor`.
     void update(int64_t first, int64_t size, T* weights, const T* s, const uint64_t* bits, int64_t key_count,
                 const uint64_t* keep, T factor, int64_t key) {
-        // Exponentials take most of the time of a short row, which is common (a sequence of a few words).
+        // For as few vectors as the keys take: exponentials take most of the time of a short row, such as a few words.
         dispatch_width<T>(key_count, [&](auto vectors) {
             if (first >= started && size > 1) start_rows<vectors>(first, size, s, bits);
             started = std::max(started, first + size);
@@ -147,8 +147,8 @@ struct OnlineSoftmax {
         });
     }
 
-    // Call f(first, size, states) for the rows, as many at a time as a vector has lanes: their states relative to their
-    // maxima if these are known, otherwise to their lazy maxima. Moments of earlier bases, in `merged`, are added.
+    // Call f(first, size, states) for the rows, as many at a time as a vector has lanes. Their states are relative to
+    // `row_max`, or without it to `lazy_max`, and their moments include those in `merged`.
     template <class F>
     void for_each_row_block(const F& f) const {
         for (int64_t first = 0; first < rows; first += L) {
@@ -167,14 +167,15 @@ struct OnlineSoftmax {
         }
     }
 
-    // The maximum of a row from `maximum`, to which its weights, with the sum `sum`, are relative.
+    // The maximum of rows as a result: -inf where all keys are masked (kUnset, and no weight), NaN where a score is.
+    // A maximum of infinity stays, although its own weight, exp(inf - inf), makes the sum of weights NaN.
     static V<T> maximum_of(V<T> maximum, V<T> sum) {
         constexpr T infinity = std::numeric_limits<T>::infinity();
         maximum = select<T>((maximum != kUnset) | (sum != 0), maximum, splat(-infinity));
-        return select<T>((sum != sum) & (maximum != infinity), sum, maximum);  // an unmasked NaN
+        return select<T>((sum != sum) & (maximum != infinity), sum, maximum);
     }
 
-    // Set the moments of scores from the sums of their differences from the base.
+    // Set the moments of scores, of one row or of a vector of rows, from the sums of their differences from the base.
     template <class State, class Number>
     static void set_moments(State& state, Number sum, Number square) {
         state.mean = sum / (state.count == 0 ? state.count + 1 : state.count);
@@ -289,7 +290,7 @@ struct OnlineSoftmax {
                                                const uint64_t* bits, const uint64_t* keep, T factor) {
         for (int64_t i = first; i < first + size; i++, s += kTileKeys, weights += kTileKeys) {
             V<T> sum, logits, square;
-            if (lazy_max[i] == kUnset) raise_lazy_max<W>(i, s);
+            if (lazy_max[i] == kUnset) raise_lazy_max<W>(i, s);  // a single row, or one with all earlier keys masked
             do {
                 const V<T> lazy = splat(lazy_max[i]);
                 sum = logits = square = V<T>{};

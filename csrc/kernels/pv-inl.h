@@ -21,8 +21,8 @@ inline int64_t row_width(const Problem& problem) {
 template <class T>
 class ValueTile {
    public:
-    StoredRows<T> stored;  // `clean`, or the caller's memory
-    View<T> clean;         // with zeros for NaN and infinity, where some pair may be masked; unless read in place
+    StoredRows<T> stored;  // `clean`, or the caller's memory, and then `clean` is not set
+    View<T> clean;         // the rows as T, with zeros for NaN and infinity where some pair may be masked; or not set
     uint64_t nonfinite;    // bits of the keys whose values hold NaN or infinity
 
     // `masked`: whether some tile may be filled as masked. `reused`: whether rows are read often enough for a copy.

@@ -24,7 +24,7 @@ struct BackwardQueryTile {
     QueryTile<T> rows;
     View<T> grad_out;
     typename Additive<T>::Query additive_query;
-    bool finite = true;  // query and grad_out
+    bool finite = true;  // query and grad_out, which are tested where some pair may be masked
     uint64_t* bits;      // of unmasked keys, by row
     T *p, *ds;           // count x kTileKeys: weights after dropout, and the gradient of the scores
 
@@ -55,10 +55,10 @@ struct BackwardKeyTile {
     T *key_copy, *value_copy, *value_transposed;
     int64_t width, value_width;
     const bool few_rows;  // too few query rows to transpose or scale a tile for: products go key by key
-    bool finite = true;   // keys and values
+    bool finite = true;   // keys and values, likewise
 
     BackwardKeyTile(Arena& arena, const Problem& problem, const Additive<T>& form)
-        : keys(arena, problem, form, true),
+        : keys(arena, problem, form, /*gradients=*/true),
           width(padded(problem.dim, Vector<T>::lanes)),
           value_width(padded(problem.value_dim, Vector<T>::lanes)),
           few_rows(has_few_rows(problem)) {
@@ -172,7 +172,7 @@ struct ScoreGradients {
     bool skip_masked = false;
 
     ScoreGradients(Arena& arena, const Problem& p)
-        : problem(p), scores(arena, p, true), dropout(p), line(arena.take<T>(kTileKeys)) {}
+        : problem(p), scores(arena, p, /*backward=*/true), dropout(p), line(arena.take<T>(kTileKeys)) {}
 
     // Fill bits, P and dS of `panels`.
     void operator()(BackwardQueryTile<T>& queries, const BackwardKeyTile<T>& tile) {
@@ -208,7 +208,7 @@ struct ScoreGradients {
         T *p = queries.p + first * kTileKeys, *ds = queries.ds + first * kTileKeys;
         const int64_t key_count = tile.keys.count;
         uint64_t* bits = queries.bits + first;
-        const Interleaved<T> none;
+        const Interleaved<T> none;  // nothing to do between the keys
         scores(p, bits, queries.rows, queries.additive_query, attended, tile.keys, tile.few_rows ? &none : nullptr,
                nullptr, !for_bias);
         // O = (P * keep) V, so dO V^T is the gradient of P * keep
@@ -218,7 +218,7 @@ struct ScoreGradients {
             skip_masked = true;
         } else {
             gemm(Product<T>{}, ds, kTileKeys, queries.grad_out.row(first), queries.grad_out.stride, 1,
-                 tile.value_transposed, kTileKeys, size, padded(key_count, L), problem.value_dim, false);
+                 tile.value_transposed, kTileKeys, size, padded(key_count, L), problem.value_dim, /*add=*/false);
         }
         dispatch_width<T>(key_count, [&](auto vectors) { softmax_gradients<vectors>(queries, tile, first, size); });
         if (grad_relative) add_diagonals(queries.rows.row[first], tile.keys.first, key_count, ds, size);
@@ -232,7 +232,7 @@ struct ScoreGradients {
     // terms of an entry are added in T here; over all tiles they are summed in double, because they cancel.
     void add_diagonals(int64_t row, int64_t key, int64_t key_count, const T* ds, int64_t size) {
         constexpr int64_t L = Vector<T>::lanes, width = L + (kStepPanels * kMR + kTileKeys + L) / L * L;
-        T sums[L][width] = {};
+        T sums[L][width] = {};  // sums[r][L + k - r]: of entry k, over the rows whose places are r modulo L
         for (int64_t i = 0; i < size; i++) {
             const int64_t place = size - 1 - i;
             T* to = sums[place % L] + L + place / L * L;
@@ -281,7 +281,8 @@ struct ScoreGradients {
         }
     }
 
-    // Add to the gradient of the head's scale: s = -scale * squared distance, before the caps.
+    // Add to the gradient of the head's scale: s = -scale * squared distance, before the caps. The gradient
+    // of a masked pair is 0, and 0 times its distance, which may be infinite or NaN, is NaN.
     void add_scale_gradient(const T* ds, int64_t size) {
         V<T> sum{};
         for (int64_t j = 0; j < size * kTileKeys; j += Vector<T>::lanes) {

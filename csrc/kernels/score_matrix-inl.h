@@ -35,8 +35,8 @@ struct WeightScale {
     }
 };
 
-// Finish a row of the matrix: -inf or 0 where the intervals mask a pair, whose score was never stored, and weights in
-// the place of scores where weights are wanted.
+// Finish a row of the matrix: -inf or 0 where the intervals mask a pair, whose score was never stored, and in a matrix
+// of weights the weights in the place of the scores.
 template <class T>
 void finish_matrix_row(const Problem& problem, const Head& head, int64_t row, T max, T denom) {
     constexpr int L = Vector<T>::lanes;

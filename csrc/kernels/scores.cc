@@ -29,7 +29,7 @@ void Scores<T>::operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
         products(Product<T>{}, s, query, queries.width, size, tile, interleaved);
     }
     const int vectors = width_of<T>(tile.count);
-    // Products alone, and no masked pair.
+    // Where no pair is masked, and neither biases nor caps follow, the scores are final.
     bool full = true;
     for (int64_t panel = panels.first; panel < panels.end; panel++)
         full = full && queries.is_unmasked(panel, tile.first, tile.count);
@@ -38,7 +38,7 @@ void Scores<T>::operator()(T* s, uint64_t* bits, const QueryTile<T>& queries,
         return;
     }
     if (!queries.masked && queries.no_epilogue && !queries.nonfinite && !tile.nonfinite) {
-        // Products alone, of the last tile: the lanes after its last key are all that is masked.
+        // The same in the last tile, except that the lanes after its last key are masked.
         const uint64_t keys = lowest_bits(tile.count);
         std::fill_n(bits, size, keys);
         for (int64_t j = tile.count / L; j < vectors; j++)
@@ -76,7 +76,7 @@ void Scores<T>::products(const Terms& terms, T* s, const T* query, int64_t width
                          const Interleaved<T>* interleaved) const {
     if (!interleaved) {
         gemm(terms, s, kTileKeys, query, width, 1, tile.transposed, kTileKeys, size,
-             padded(tile.count, Vector<T>::lanes), problem_.dim, false);
+             padded(tile.count, Vector<T>::lanes), problem_.dim, /*add=*/false);
         return;
     }
     few_rows_gemm(terms, s, query, width, size, tile.stored, tile.count, width, *interleaved);
@@ -128,7 +128,7 @@ void Scores<T>::apply_biases_and_caps(T* s, const Head& head, int64_t row, const
             } else {
                 const V<T> bounded = tanh_of<T>(x / static_cast<T>(cap.cap));
                 const V<T> capped = bounded * static_cast<T>(cap.factor * cap.cap);
-                // x / cap may be subnormal, which is flushed to 0; there tanh(x) is x.
+                // x / cap may be subnormal, which is flushed to 0; there cap * tanh(x / cap) is x.
                 x = cap.cap > kLargeCap ? select<T>(abs_of<T>(x) < static_cast<T>(1e-9 * cap.cap), x * factor, capped)
                                         : capped;
                 slope = slope * (factor * (T(1) - bounded * bounded));

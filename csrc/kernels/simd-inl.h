@@ -215,7 +215,6 @@ inline T reduce_max(V<T> v) {
     return reduce<T>(v, fast_max<T>);
 }
 
-// |x|
 template <class T>
 inline V<T> abs_of(V<T> x) {
     return select<T>(x < T(0), -x, x);
@@ -392,7 +391,7 @@ inline V<T> exp_of(V<T> x) {
 #endif
 }
 
-// exp(x) where |x| leaves room for a few sums in the range of exponents, without tests for its ends.
+// exp(x) without tests for the ends of the range, for |x| up to 86 in float and 706 in double.
 template <class T>
 __attribute__((always_inline)) inline V<T> normal_exp_of(V<T> x) {
 #if defined(__AVX512F__)
@@ -427,7 +426,7 @@ inline V<T> exp2_fraction(V<T> f) {
     }
 }
 // 2^(f - kExtraBits) for -1/2 <= f <= 1/2, to 9e-8 before rounding.
-constexpr int kExtraBits = 24;  // more powers of 2 below the normal numbers than there are
+constexpr int kExtraBits = 24;  // 2^kExtraBits times the least subnormal number, 2^-149, is a normal one
 inline V<float> exp2_rest(V<float> f) {
     constexpr float unit = 1.0f / (1 << kExtraBits);
     V<float> q = (unit * 1.3254669324859357e-3f) * f + unit * 9.671995720786577e-3f;
@@ -471,7 +470,7 @@ inline V<T> exp2_of(V<T> t) {
         const M<T> under = t < min_exponent;
         constexpr T max_exponent = E::bias + 1;
         const V<T> y = select<T>(under, splat(min_exponent), select<T>(t > max_exponent, splat(max_exponent), t));
-        const V<T> z = (y - T(0.5)) + E::magic;
+        const V<T> z = (y - T(0.5)) + E::magic;  // rounds down; a whole y may become y - 1, of which the fraction is 1
         return select<T>(under, V<T>{}, scale_by_power<T>(exp2_fraction<T>(y - (z - E::magic)), z));
     }
 #endif

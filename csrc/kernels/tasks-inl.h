@@ -22,7 +22,7 @@ inline Threads clamp_threads(const Problem& problem, Threads threads) {
 template <class Tile>
 class SharedTiles {
    public:
-    // `query_tiles`: how many there are for each head. `form`: Additive of the problem.
+    // `query_tiles`: how many there are for each head. `form`: Additive of the problem. A tile serves any query tile.
     template <class AdditiveForm>
     SharedTiles(const Problem& problem, const AdditiveForm& form, Threads threads, int64_t query_tiles) {
         if (!is_profitable(problem, query_tiles)) return;

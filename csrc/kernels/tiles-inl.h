@@ -31,8 +31,8 @@ inline bool has_few_rows(const Problem& problem) {
            problem.dim > kShortKeys;
 }
 
-// Read a query row as T, times the scale where the form is an inner product. `width` is `dim` up to whole vectors. A row
-// that fills whole vectors of T is read in place; queries without features may have no memory at all.
+// Read a query row as T, times the scale where the form is an inner product; `width` is `dim` up to whole vectors. A
+// row that fills whole vectors of T is not copied first. Where dim is 0 the array may have no memory.
 template <class T>
 inline void read_query(T* to, int64_t width, const Problem& problem, const Head& head, int64_t row) {
     const T scale = problem.form == Form::inner ? static_cast<T>(problem.scale) : T(1);
@@ -220,9 +220,10 @@ struct KeyTile {
                 bias[j] = j < key_count ? as<T>(head.key_bias.data)[(key + j) * head.key_bias.row_stride] : T(0);
         if (problem.form != Form::additive || form.by_pairs) return;
         const AdditiveTables<T> tables{form};
-        additive.scores_known = additive.rows && head.saved_scores;
+        additive.scores_known = additive.rows && head.saved_scores;  // `rows` is for gradients alone
         tables.fill(additive, transposed, as<T>(head.w_v), sizes);
         if (additive.largest <= std::numeric_limits<T>::max()) return;
+        // Some key holds NaN or infinity: fill the tables again, with zeros for it.
         read_rows(copy, width, head.key, problem.score_dtype, key, key_count, problem.dim);
         rows = {copy, width};
         for (int64_t j = 0; j < key_count; j++) nonfinite |= uint64_t(zero_if_nonfinite(copy + j * width, width)) << j;

@@ -6,8 +6,8 @@
 #include "kernels/score_gradients-inl.h"
 #include "kernels/simd-inl.h"
 
-// The product of a tile's A (rows x keys) and B over the unmasked pairs alone: c[j] += a[i][j] * b[i] (by_keys), or
-// c[i] += factor * a[i][j] * b[j].
+// The product of a tile's A (rows x keys) and B over the unmasked pairs alone: c[j] += factor * a[i][j] * b[i]
+// (by_keys), or c[i] += factor * a[i][j] * b[j].
 template <class T>
 void unmasked_product(T* c, int64_t ldc, const T* a, const uint64_t* bits, int64_t rows, const View<T>& b,
                       int64_t width, bool by_keys, T factor = 1) {
