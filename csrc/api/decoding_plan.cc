@@ -64,7 +64,7 @@ ArrayLayout DecodingPlan::canonical_layout(const Array& example, const ArrayLayo
         const size_t from = axis == 0       ? 0
                             : axis == kRows ? rows_of_caller
                             : axis <= kHead ? heads_of_caller
-                                            : axis - (has_heads_ ? 1 : 2);
+                                            : axis - (has_heads_ ? 1 : 2);  // the caller lacks group, or head too
         if (from >= caller.axes) continue;
         const int64_t heads_in_group = axis == kHead && is_mask ? layout.shape[layout.from_end(kGroup)] : 1;
         layout.strides[layout.from_end(axis)] = caller.strides[caller.from_end(from)] * heads_in_group;

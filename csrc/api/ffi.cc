@@ -254,7 +254,7 @@ class CallArrays {
         Problem p =
             parse_problem({call_.attribute<std::string_view>("form"), call_.attribute<std::string_view>("activation"),
                            call_.attribute<double>("negative_slope"), call_.attribute<double>("scale"), caps, score,
-                           value, bias, call_.attribute<double>("dropout"), 0, 0, seed});
+                           value, bias, call_.attribute<double>("dropout"), /*first_row=*/0, /*all_rows=*/0, seed});
         for (size_t i = 0; i < std::size(kForwardResults); ++i) {
             const auto& x = operands_[kFirstResult + i];
             if (kForwardResults[i].element == Element::grad && x) p.grad_dtype = parse_dtype(x->dtype(), "grad_out");

@@ -235,7 +235,7 @@ bool ArrayView::has_whole_strides() const {
 }
 
 void ArrayView::append_signature(std::string& to) const {
-    append_signature_without(ndim_, to);
+    append_signature_without(ndim_, to);  // the axes end before it: none is left out
     to.append(reinterpret_cast<const char*>(strides_), static_cast<size_t>(ndim_) * sizeof(int64_t));
 }
 

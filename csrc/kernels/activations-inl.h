@@ -32,8 +32,9 @@ inline V<T> fused_negative(V<T> a, V<T> b, V<T> c) {
 #endif
 }
 
-// 1 / x, where that is a normal number, by an estimate and one Newton step: from 14 bits with AVX-512, to 1.5 units in
-// the last place, from 12 with AVX2, to 3. Faster than a division on Cascade Lake, not on Zen 4 and 5, which divide.
+// 1 / x, where it is a normal number, by an estimate and one Newton step: off by at most 1.5 units in the last place
+// with AVX-512 (14 bits estimated), 3 with AVX2 (12 bits). Faster than a division on Cascade Lake, not on Zen 4 and 5.
+// `kEstimates`: whether a CPU that does not divide quickly uses it instead of divisions.
 #if defined(__AVX512F__)
 template <class T>
 constexpr bool kEstimates = sizeof(T) == 4;
@@ -60,8 +61,8 @@ inline V<T> reciprocal(V<T> x) {
 // tanh. In float x P(x^2) / Q(x^2), a minimax fit of its relative error up to where tanh rounds to 1: at most 5 units
 // in the last place (7 where multiply-adds round twice), 1 in the mean square. At 9.13, to which x is bounded, it
 // rounds to more than 1, fused multiply-adds or not, so that beyond it tanh is 1 exactly: the slope of a cap ends
-// there. In double the polynomials of the Cephes library up to 0.625, where 1 - 2 / (1 + e^2x) would lose digits, and
-// that beyond. NaN stays NaN.
+// there. In double the polynomials of the Cephes library up to 0.625, beyond it 1 - 2 / (1 + e^2x), which would lose
+// digits of small numbers. NaN stays NaN.
 template <class T>
 inline V<T> tanh_of(V<T> x) {
     if constexpr (sizeof(T) == 4) {
@@ -127,7 +128,7 @@ struct SiluTerm {
     }
 };
 
-// max(z, negative * z), which is leaky_relu for slopes up to 1; other slopes select by the sign.
+// leaky_relu with the slope `negative` below 0. `Flat`: it is at most 1 and not 0, so that f is max(z, negative * z).
 template <class T, bool Flat>
 struct RectifierTerm {
     static constexpr bool inexpensive = true;
@@ -144,7 +145,7 @@ struct ReluTerm {
     static constexpr bool inexpensive = true;
     V<T> value(V<T> z) const { return fast_max<T>(V<T>{}, z); }
     void value_and_gradient(V<T> g, V<T> z, V<T>& dz, V<T>& value_out) const {
-        dz = select<T>(z <= T(0), V<T>{}, g);  // NaN is not flat
+        dz = select<T>(z <= T(0), V<T>{}, g);  // at NaN the slope is 1, not 0
         value_out = g * value(z);
     }
 };

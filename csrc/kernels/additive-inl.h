@@ -60,7 +60,7 @@ class Additive {
         const T* transposed = nullptr;
         const T* w_v = nullptr;
         T largest = 0, max_weight = 0, total = 0;      // of |b|, of |w|; sum of w
-        bool finite = true, nonfinite_weight = false;  // nonfinite_weight: some weight is not finite
+        bool finite = true, nonfinite_weight = false;  // no key or weight is NaN or infinite; some weight is
         bool scores_known = false;                     // saved scores are read: no tables for scores
         T* inverse_w_v = nullptr;                      // by channel
         // For scores, in chunks of keys; `weighted` ones are times the inverse of w_v, and are bounded by channel.
@@ -130,7 +130,7 @@ class Additive {
             case Activation::leaky_relu:
                 break;
         }
-        // Up to slope 1 it is max(z, slope z); not for slope 0, as -inf times 0 is a NaN that a maximum drops.
+        // Up to slope 1 leaky_relu is max(z, slope z); not for slope 0, as -inf times 0 is a NaN that a maximum drops.
         if (negative_ <= T(1) && negative_ != T(0)) return f(RectifierTerm<T, true>{negative_});
         return f(RectifierTerm<T, false>{negative_});
     }

@@ -273,7 +273,7 @@ class AdditiveScores {
         const T* eb = by_tanh_addition ? keys.weighted_tanhs : keys.weighted_exps;
         const T* nb = by_tanh_addition ? keys.tanhs : keys.transposed;
         MicroTile plan{.lds = lds, .width = query.width, .w = keys.inverse_w_v, .slope = keys.max_weight};
-        // tanh(z) = 1 - 2 r
+        // Inverse weights are max_weight / w, so that sums lack the factor max_weight. tanh(z) = 1 - 2 r
         if (is_tanh) plan.level = keys.total, plan.slope = -2 * keys.max_weight;
         const int64_t share_stride = plan_shared_divisions(query, keys, by_tanh_addition, first, end);
         auto run_micro_tile = [&](const MicroTile& tile, int64_t i, int64_t c, bool is_full_step) {

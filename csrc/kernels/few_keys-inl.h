@@ -121,7 +121,6 @@ class ShortHead {
     ShortHead(Arena& arena, const Problem& problem, const Head& head)
         : arena_(arena), problem_(problem), head_(head), scores_(arena, problem, head), rows_(scores_.rows) {}
 
-    // Attend to the keys, and store the rows.
     void attend() {
         const int64_t width = row_width<T>(problem_), count = scores_.count;
         ValueTile<T> values(arena_, problem_, scores_.masked, /*reused=*/false, scores_.few_rows);

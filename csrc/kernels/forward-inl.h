@@ -34,7 +34,7 @@ class ForwardTask {
           scores_(arena, problem, /*backward=*/false),
           own_tile_(arena, problem, scores_.additive()),
           few_rows_(problem.form != Form::additive && has_few_rows(problem)),
-          values_(arena, problem, queries.masked, queries.panels() >= kStepPanels, few_rows_),
+          values_(arena, problem, queries.masked, /*reused=*/queries.panels() >= kStepPanels, few_rows_),
           dropout_(problem) {
         if (problem.form == Form::additive && !scores_.additive().by_pairs)
             AdditiveTables<T>{scores_.additive()}.fill(arena, additive_query_, queries.query, queries.count);
@@ -192,8 +192,8 @@ struct ForwardTasks {
                 cut(group.heads.data() + h, joined * problem.query_len, parts, min_rows);
         }
         const int64_t count = static_cast<int64_t>(query_tiles.size());
-        if (count > 0 && count < kThreads && problem.key_len >= 2048)
-            ranges = std::min((kThreads + count - 1) / count, problem.key_len / 1024);
+        if (count > 0 && count < kThreads && problem.key_len >= 2 * kMinRangeKeys)
+            ranges = std::min((kThreads + count - 1) / count, problem.key_len / kMinRangeKeys);
     }
 
     // Range r of the keys of a query tile, in whole key tiles.
@@ -205,8 +205,9 @@ struct ForwardTasks {
     }
 
    private:
-    static constexpr int64_t kThreads = 16;    // few tasks are cut so that as many threads stay busy to the end
-    static constexpr int64_t kMostRows = 384;  // of a query tile
+    static constexpr int64_t kThreads = 16;         // few tasks are cut so that as many threads stay busy to the end
+    static constexpr int64_t kMostRows = 384;       // of a query tile, which reads key tiles from the third-level cache
+    static constexpr int64_t kMinRangeKeys = 1024;  // of a range of keys
 
     // Cut the `total` rows of joined heads, one of `parts` such parts of the call, into query tiles of about one size:
     // with a small last tile, its thread would wait for the others. For the same reason few tiles are a multiple of the

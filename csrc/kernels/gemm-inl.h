@@ -194,7 +194,7 @@ __attribute__((always_inline)) inline void prefetch_stream(const E* p) {
     if constexpr (kVectorBytes >= 32) {
 #pragma GCC unroll 16
         for (size_t j = 0; j < N * Vector<T>::lanes * sizeof(E); j += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(p) + kStreamAhead + j, 0, 2);
+            __builtin_prefetch(reinterpret_cast<const char*>(p) + kStreamAhead + j, /*to_write=*/0, 2);
     }
 }
 

@@ -176,7 +176,7 @@ inline void read_row(T* to, int64_t width, const Matrix& m, Dtype dtype, int64_t
 constexpr int64_t kPrefetchRows = 16;  // how far a loop over rows prefetches
 template <int to_write = 0>
 inline void prefetch(const char* from, int64_t bytes) {
-    for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch(from + j, to_write, 2);
+    for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch(from + j, to_write, 2);  // 2: not to the first level
 }
 inline void prefetch_row(const Matrix& m, Dtype dtype, int64_t i, int64_t rows, int64_t cols) {
     const int64_t size = attnscore::size_of(dtype);
@@ -216,7 +216,6 @@ struct StoredRows {
     explicit StoredRows(const View<T>& rows)
         : data(reinterpret_cast<const char*>(rows.data)), stride(rows.stride), dtype(dtype_of<T>()) {}
 
-    // Call f with a View of the rows.
     template <class F>
     auto with_view(const F& f) const {
         if constexpr (sizeof(T) == 4) {

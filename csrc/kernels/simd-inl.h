@@ -271,11 +271,11 @@ inline uint64_t minus_infinity_bits(V<T> x) {
         return _mm512_cmp_pd_mask((__m512d)x, _mm512_set1_pd(-INFINITY), _CMP_EQ_OQ);
 #elif defined(__aarch64__)
     constexpr M<T> lane = lane_constant<T>([](int p) { return 1 << p; });
-    const M<T> found = (x == -std::numeric_limits<T>::infinity()) & lane;
+    const M<T> lane_bits = (x == -std::numeric_limits<T>::infinity()) & lane;
     if constexpr (sizeof(T) == 4)
-        return vaddvq_u32((uint32x4_t)found);
+        return vaddvq_u32((uint32x4_t)lane_bits);
     else
-        return vaddvq_u64((uint64x2_t)found);
+        return vaddvq_u64((uint64x2_t)lane_bits);
 #else
     uint64_t bits = 0;
     for (int i = 0; i < Vector<T>::lanes; i++) bits |= uint64_t(x[i] == -std::numeric_limits<T>::infinity()) << i;

@@ -12,7 +12,7 @@ inline float widened(uint16_t bits, Dtype dtype) {
         if (exponent == 31) {
             wide = sign | 0x7F800000u | (fraction << 13);
         } else if (exponent) {
-            wide = sign | ((exponent + 112) << 23) | (fraction << 13);
+            wide = sign | ((exponent + 112) << 23) | (fraction << 13);  // 112: the biases are 127 and 15
         } else {
             const float small = static_cast<float>(fraction) * 5.9604644775390625e-8f;  // 2^-24
             return sign ? -small : small;
@@ -34,11 +34,11 @@ inline uint16_t narrowed(float x, Dtype dtype) {
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const float size = std::fabs(x);
     if (x != x) return static_cast<uint16_t>(sign | 0x7E00);
-    if (size >= 65520.0f) return static_cast<uint16_t>(sign | 0x7C00);
+    if (size >= 65520.0f) return static_cast<uint16_t>(sign | 0x7C00);  // rounds to infinity
     if (size < 6.103515625e-5f)  // subnormal: whole multiples of 2^-24, rounded to even by the machine
         return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(size * 16777216.0f)));
     const uint32_t rounded = (bits & 0x7FFFFFFFu) + 0xFFF + ((bits >> 13) & 1);
-    return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+    return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));  // 112 << 23, as in `widened`
 }
 
 // Number `i` behind `data`, as T.
