@@ -49,7 +49,7 @@ struct HeadCursor {
     Shape steps;  // by axis of the grid, in bytes; 0 where the array is broadcast or has no such axis
     int64_t row_stride, col_stride;  // in elements; 0 along an axis of length 1 or 0, and where there is none
 
-    // The first `axes` axes of the array are those of the grid from `grid_axis` on.
+    // The first `axes` axes of the array are the grid's axes from `grid_axis` on.
     HeadCursor(const Array& a, size_t axes_of_grid, size_t grid_axis, size_t axes);
 
     char* at(const Shape& index) const;

@@ -40,8 +40,8 @@ class KeptState {
     template <class F>
     void use(const F& f) {
         if (const std::unique_lock lock(mutex_, std::try_to_lock); lock) return f(state_);
-        State own;
-        f(own);
+        State fresh;
+        f(fresh);
     }
 
    private:

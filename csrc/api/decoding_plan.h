@@ -33,7 +33,7 @@ class DecodingPlan {
                  bool length_before_heads);
 
     // As CallPlan::run. `by_key`: the layouts of the caller's key, value and, where there is one, mask: only their
-    // number of keys and strides may differ from those of the examples.
+    // number of keys and strides may differ from the examples'.
     void run(const Kernels& kernels, const std::vector<Extent>& arrays, const std::vector<ArrayLayout>& by_key,
              uint64_t seed, Threads threads) const;
 

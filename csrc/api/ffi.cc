@@ -81,7 +81,7 @@ struct Call {
         return *value;
     }
 
-    // The buffers of the operands, and behind them those of the results.
+    // The number of buffers: the operands', and behind them the results'.
     size_t buffers() const { return args.size() + rets.size(); }
     ffi::AnyBuffer buffer(size_t i) const {
         return i < args.size() ? *args.get<ffi::AnyBuffer>(i) : **rets.get<ffi::AnyBuffer>(i - args.size());
@@ -107,9 +107,9 @@ struct Call {
     // The number of axes of vmap, which are in front of each buffer's own axes.
     size_t mapped_axes() const {
         if (rets.size() == 0) return 0;
-        const size_t all = buffer(args.size()).dimensions().size(), own = axes_passed(result_shape());
-        if (all < own) throw std::invalid_argument("shapes: expected that of the first result");
-        return all - own;
+        const size_t all = buffer(args.size()).dimensions().size(), unmapped = axes_passed(result_shape());
+        if (all < unmapped) throw std::invalid_argument("shapes: expected that of the first result");
+        return all - unmapped;
     }
 };
 
@@ -506,9 +506,9 @@ bool run_planned(Direction direction, const Call& call) {
     thread_local std::unordered_map<int64_t, Entry> plans;
     thread_local int64_t planned_heads = 0, calls = 0;
     const auto digest = call.attribute<int64_t>("digest");
-    if (const auto found = plans.find(digest); found != plans.end()) {
-        found->second.last_use = ++calls;
-        return found->second.plan->fits(call) && found->second.plan->run(call);
+    if (const auto entry = plans.find(digest); entry != plans.end()) {
+        entry->second.last_use = ++calls;
+        return entry->second.plan->fits(call) && entry->second.plan->run(call);
     }
     if (!can_be_planned(call)) return false;
     const ffi::Span<const int64_t> shape = call.result_shape();

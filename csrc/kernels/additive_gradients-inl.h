@@ -115,7 +115,7 @@ class AdditiveGradients {
         }
     }
 
-    // How 1 / (1 + A B) of the rows of a micro-tile is found, one key at a time. Where divisions are cheap, three of
+    // How the rows of a micro-tile get 1 / (1 + A B), one key at a time. Where divisions are cheap, three of
     // four rows divide and one estimates, which keeps the divider and the multiply-adds busy alike. Elsewhere all
     // estimate, or without estimates two share a division, where the range allows.
     enum class Inversion { mixed, shared, single };

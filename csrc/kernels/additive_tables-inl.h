@@ -46,7 +46,7 @@ class AdditiveTables {
         }
     }
 
-    // Take memory for the tables of a key tile; `gradients`: also for those of its gradients.
+    // Take memory for the tables of a key tile; `gradients`: also for the tables of its gradients.
     void reserve(Arena& arena, Keys& keys, bool gradients) const {
         const int64_t size = kTileKeys * width_;
         const bool ratios = form_.has_ratio_form(), tanhs = form_.tanh_addition_applies(0);

@@ -38,14 +38,14 @@ inline T row_sum(const T* x) {
 // without fused multiply-adds, and only if masked pairs need not be left out.
 template <class T>
 struct KeyTileGradients {
-    T *dk, *dv, *own_dk, *own_dv, *bias;
+    T *dk, *dv, *scratch_dk, *scratch_dv, *bias;
     int64_t width, value_width;
     bool in_place;
 
     KeyTileGradients(Arena& arena, const Problem& problem)
         : width(padded(problem.dim, Vector<T>::lanes)), value_width(padded(problem.value_dim, Vector<T>::lanes)) {
-        own_dk = arena.take<T>(kTileKeys * width);
-        own_dv = arena.take<T>(kTileKeys * value_width);
+        scratch_dk = arena.take<T>(kTileKeys * width);
+        scratch_dv = arena.take<T>(kTileKeys * value_width);
         bias = arena.take<T>(kTileKeys);
     }
     // Begin with the keys from `key` on.
@@ -60,7 +60,7 @@ struct KeyTileGradients {
             dk = as<T>(group.grad_key) + key * width;
             dv = as<T>(group.grad_value) + key * value_width;
         } else {
-            dk = own_dk, dv = own_dv;
+            dk = scratch_dk, dv = scratch_dv;
             std::fill_n(dk, (problem.form == Form::additive ? kTileKeys : key_count) * width, T(0));
             std::fill_n(dv, key_count * value_width, T(0));
         }
@@ -187,7 +187,7 @@ struct BackwardTask {
           head(p.heads[index]),
           gradients(arena, p),
           queries(arena, p, gradients.scores.additive(), index, rows.first, rows.end - rows.first),
-          own_tile_(arena, p, gradients.scores.additive()) {}
+          task_tile_(arena, p, gradients.scores.additive()) {}
 
     // Call f(tile) for each tile of `keys`, after its P and dS are computed.
     template <class F>
@@ -200,9 +200,9 @@ struct BackwardTask {
             const BackwardKeyTile<T>* tile = tiles.find(problem, head, key, key_count);
             if (!tile) {
                 const T size = queries.additive_query.largest;  // only these queries use the tile
-                own_tile_.fill(problem, gradients.scores.additive(), head, key, key_count, queries.rows.masked,
-                               {size, size});
-                tile = &own_tile_;
+                task_tile_.fill(problem, gradients.scores.additive(), head, key, key_count, queries.rows.masked,
+                                {size, size});
+                tile = &task_tile_;
             }
             gradients(queries, *tile);
             if (!gradients.panels.empty()) f(*tile);
@@ -210,12 +210,12 @@ struct BackwardTask {
     }
 
    private:
-    BackwardKeyTile<T> own_tile_;
+    BackwardKeyTile<T> task_tile_;
 };
 
 // Rows of a query tile of the backward: keys are transposed once for so many.
 constexpr int64_t kBackwardRows = 384;
-constexpr int64_t kBiasRows = 96;  // of a query tile for the gradient of a bias, where these are tasks of their own
+constexpr int64_t kBiasRows = 96;  // rows of a query tile of `backward_bias`
 
 // The gradients to which every task adds: of w_v, of the heads' scales, of a relative bias. Each range of keys has sums
 // of its own, which `finish` adds up in one order.

@@ -32,7 +32,7 @@ class ForwardTask {
           softmax_(softmax),
           head_(*queries.head[0]),
           scores_(arena, problem, /*backward=*/false),
-          own_tile_(arena, problem, scores_.additive()),
+          task_tile_(arena, problem, scores_.additive()),
           few_rows_(problem.form != Form::additive && has_few_rows(problem)),
           values_(arena, problem, queries.masked, /*reused=*/queries.panels() >= kStepPanels, few_rows_),
           dropout_(problem) {
@@ -105,8 +105,8 @@ class ForwardTask {
         tile_ = tiles_.find(problem_, head_, key, key_count);
         if (tile_) return;
         const MagnitudeRange<T> sizes{additive_query_.largest, additive_query_.largest};  // only these queries use it
-        own_tile_.fill(problem_, scores_.additive(), head_, key, key_count, !few_rows_ && !bf16_, sizes);
-        tile_ = &own_tile_;
+        task_tile_.fill(problem_, scores_.additive(), head_, key, key_count, !few_rows_ && !bf16_, sizes);
+        tile_ = &task_tile_;
     }
 
     // Read the values of a tile, and hash its keys for dropout.
@@ -156,7 +156,7 @@ class ForwardTask {
     OnlineSoftmax<T>& softmax_;
     const Head& head_;  // whose keys and values all rows share
     Scores<T> scores_;
-    KeyTile<T> own_tile_;
+    KeyTile<T> task_tile_;
     const KeyTile<T>* tile_ = nullptr;
     const bool few_rows_;  // products go key by key; additive scores have no such path
     ValueTile<T> values_;

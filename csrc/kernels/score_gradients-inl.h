@@ -124,8 +124,8 @@ __attribute__((always_inline)) inline void row_gradients(const Head& head, int64
     const T grad_entropy = with_entropy ? as<T>(head.grad_entropy)[row] : T(0);
     const T entropy = with_entropy ? as<T>(head.entropy)[row] : T(0);
     const T factor = static_cast<T>(dropout.factor);
-    // `is_plain`: no dropout, gradient of the weights, gradient of the entropy or masked key. Known when compiled, as
-    // testing for the four at each vector of keys takes a third of all instructions.
+    // `is_plain`: no dropout, no gradient of the weights or the entropy, no masked key. A constant when compiled,
+    // because testing for the four at each vector of keys takes a third of all instructions.
     const auto run = [&](auto is_plain) __attribute__((always_inline)) {
 #pragma GCC unroll 8
         for (int j = 0; j < W; j++) {

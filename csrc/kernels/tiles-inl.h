@@ -104,8 +104,8 @@ struct QueryTile {
         for (int64_t panel = 0; panel < panels(); panel++) all = all.covering(any_row[panel]);
         return all;
     }
-    // The end of the key tile that begins at `key`. A packed sequence begins a tile of its own: one that reached into
-    // the next sequence would be computed for the rows of both.
+    // The end of the key tile that begins at `key`. A packed sequence begins a new tile, because a tile with keys of
+    // two sequences would be computed for the rows of both.
     int64_t tile_end(int64_t key, int64_t end) const {
         end = std::min(key + kTileKeys, end);
         const int64_t* next = std::upper_bound(begins, begins + begin_count, key);
