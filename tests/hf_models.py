@@ -573,9 +573,10 @@ def table(examined: list[Row]) -> str:
         "| | classes | folders |",
         "|---|---|---|",
         f"| work | {classes['works']} | {len(names['works'])}, listed in `{WORKING.relative_to(ROOT)}` |",
-        f"| raise an error; grouped by the argument that the error names | {classes['refused']} | {'; '.join(refusals(examined))} |",
-        f"| have no attention, or keep their own: the class that ran does not use transformers' interface | {classes['not used']} |"
-        f" {', '.join(names['not used'])} |",
+        f"| raise an error; grouped by the argument that the error names | {classes['refused']} |"
+        f" {'; '.join(refusals(examined))} |",
+        "| have no attention, or keep their own: the class that ran does not use transformers' interface"
+        f" | {classes['not used']} | {', '.join(names['not used'])} |",
         "| not checked: eager attention does not run with the inputs that the script makes from the names of arguments"
         f" | {classes['not run']} |"
         f" {len(names['not run'])} others |",
