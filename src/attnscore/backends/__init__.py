@@ -30,6 +30,7 @@ class _Entry(NamedTuple):
     install: str = ""
     """Arguments of pip, if other than the framework's name."""
     numpy_below: str = ""
+    """The first release of NumPy with which the framework does not work, if there is one."""
 
 
 _TABLE = {
@@ -42,7 +43,7 @@ _TABLE = {
     ),
 }
 # By package: the array class ("" for every class with a shape) and the framework. cupy is recognised so that the error
-# can say that it is not supported. Ours holds an array on a tape.
+# can say that it is not supported. `attnscore.Variable` is an array of a custom score on a tape (``tape.py``).
 _ARRAYS = {
     package: (array_class, name)
     for name, patterns in (
@@ -124,12 +125,15 @@ def of(arrays: Mapping[str, Any]) -> Backend:
 
 
 def check_devices(ops: Backend, query: Any, others: Mapping[str, Any], *, host_passes: bool = False) -> None:
-    """Raise DeviceError unless the framework's arrays are on the device of `query`, or, with `host_passes`, the CPU."""
+    """Raise DeviceError unless the framework's arrays are on the device of `query`.
+
+    `host_passes`, for the arrays of masks, allows the CPU too.
+    """
     query_device = ops.device(query)
     allowed = (query_device, "cpu") if host_passes else (query_device,)
     for name, x in others.items():
         if _name_of(type(x)) != ops.name:
-            continue
+            continue  # a mask may be a list or an array of NumPy
         device = ops.device(x)
         # "" is no device: the array is traced, or the framework moves it by itself.
         if "" not in (query_device, device) and device not in allowed:
@@ -164,7 +168,7 @@ def register_pytree(kind: type) -> None:
     """Register a class of scores or masks as a pytree, once, if the caller has imported JAX."""
     if kind not in _PYTREES and sys.modules.get("jax") is not None:
         load("jax").register_pytree(kind)
-        # Not before: a thread that finds the class here uses it.
+        # Added last: another thread that finds the class here takes it as registered.
         _PYTREES.add(kind)
 
 
@@ -173,11 +177,12 @@ register_pytree._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_array(x: object) -> bool:
-    """Whether `x` is an array of a framework in the registry (or cupy), or a variable that holds one (`held`)."""
+    """Whether `x` is an array of a framework in the registry (or cupy), or a variable of one (`variable_value`)."""
     return _name_of(type(x)) is not None or _reader(type(x)) is not None
 
 
-# Readers of the variables of a package: TensorFlow's on the tapes that record, and Flax's of nnx and linen.
+# By package, the function that reads a variable. TensorFlow's records the read on gradient tapes. A variable of Keras
+# holds a variable or an array of its framework. Of Flax's variables, only those of nnx have `get_value`.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "tensorflow": lambda x: load("tensorflow").asarray(x, x),
     "keras": lambda x: variable_value(x.value),
@@ -209,8 +214,8 @@ def variable_value(x: Any) -> Any:
 COMPILED: dict[str, Callable[..., Any]] = {}
 _COMPILED_BY = {"torch": "attnscore.integrations.torch_compile"}
 Method = TypeVar("Method", bound=Callable[..., Any])
-# Functions outside of graphs, by name: with the reason, and, from the first compilation on, wrapped so that the
-# compiler leaves them out.
+# Functions outside of graphs, by name: in `_METHODS` each with its reason, in `_OUTSIDE`, from its first compilation
+# on, as `torch.compiler.disable` wraps it.
 _METHODS: dict[str, tuple[Callable[..., Any], str]] = {}
 _OUTSIDE: dict[str, Callable[..., Any]] = {}
 
@@ -242,7 +247,8 @@ def outside_graphs(reason: str = "only attend and layers are operators") -> Call
         @functools.wraps(method)
         def called(*args: Any, **kwargs: Any) -> Any:
             torch = sys.modules.get("torch")
-            # Once wrapped, at every call: after a break Dynamo meets the function again, in a frame of its own.
+            # All later calls take the wrapped function: after a graph break Python runs this frame, and Dynamo would
+            # compile the frame of `method`.
             if name in _OUTSIDE or (torch is not None and torch.compiler.is_compiling()):
                 return _OUTSIDE[_made_outside(name)](*args, **kwargs)
             return method(*args, **kwargs)

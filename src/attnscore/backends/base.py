@@ -291,7 +291,7 @@ class Backend(ABC):
         """Return the signature of query, key, value and a boolean mask or valid lengths, for any number of keys.
 
         None where autograd records them, where there are no keys or the lengths do not fit, or where the native module
-        does not read the arrays.
+        does not read the arrays. `head_axis` is -3, or -2 for arrays (batch, length, head, dim).
         """
         return None
 
@@ -494,11 +494,11 @@ class Backend(ABC):
         """Whether every entry may be taken to be finite; False where only running a traced program would tell."""
 
     def plain_product(self, x: Array, matrix: Array, threads: int) -> Array | None:
-        """Return ``x @ matrix`` in C order, without warnings, and NaN for rows of `x` that are not finite.
+        """Return ``x @ matrix`` in C order, without warnings; rows of `x` that are not finite give NaN.
 
-        None where non-finite rows have to be isolated first, by `scores.base.projected`: `x` may have some, and the
-        native module, which isolates them itself on `threads` threads, does not take these dtypes and layouts. Where a
-        NumPy array takes less time, the result is one, because a planned call reads memory.
+        None where `scores.base.projected` has to make these rows NaN: `x` may have some, and the native module, which
+        does it on `threads` threads, does not take these dtypes and layouts. The result may be a NumPy array where
+        that takes less time: a planned call reads its memory.
         """
         return self.in_c_order(self.matmul(x, matrix)) if self.known_finite(x) else None
 
@@ -523,7 +523,7 @@ class Backend(ABC):
 
     @abstractmethod
     def draw_seed(self, like: Array) -> int:
-        """Draw a dropout seed from the framework's own generator."""
+        """Draw a dropout seed from the framework's generator: 62 bits, so that int64 has the exclusive bound 2^62."""
 
     def has_autocast(self, x: Array) -> bool:
         """Whether a mixed-precision scope that `numeric_scope` leaves is active on the device of `x`."""

@@ -96,6 +96,7 @@ class Tape:
         if not variables or name in _CONSTANT or not (hasattr(out, "dtype") and ops.is_floating(out)):
             return out
         vjps = _RULES[name](ops, out, *args, **options) if name in _RULES else ()
+        # The last arguments (axes, shapes, an exponent) have no VJP.
         parents = [(x, vjp) for x, vjp in zip(leaves, vjps, strict=False) if vjp and isinstance(x, Variable)]
         # A variable without a VJP would get a gradient of 0.
         if len(parents) < len(variables):
@@ -184,13 +185,14 @@ def _getitem(ops: Backend, y: Array, x: Array, index: Any) -> tuple[Vjp]:
 
 
 def _broadcast_back(ops: Backend, x: Array, axis: Any) -> Vjp:
-    """Return the function that repeats a reduction of `x` over `axis` along it."""
+    """Return the function that broadcasts a reduction of `x` over `axis` (None: all axes) back to the shape of `x`."""
     axes = range(len(x.shape)) if axis is None else [i % len(x.shape) for i in _flat((axis,))]
     shape = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
     return lambda g: ops.broadcast_to(ops.reshape(g, shape), x.shape)
 
 
 def _mean(ops: Backend, y: Array, x: Array, axis: Any = None, keepdims: bool = False) -> tuple[Vjp]:
+    # y may be empty.
     broadcast, count = _broadcast_back(ops, x, axis), math.prod(x.shape) / max(1, math.prod(y.shape))
     return (lambda g: broadcast(g / count),)
 
@@ -257,4 +259,5 @@ _RULES: dict[str, Callable[..., Sequence[Vjp | None]]] = {
     "getitem": _getitem,
     "concat": _concat,
 }
+# NumPy's ufuncs and reductions have these names too.
 _RULES |= {"true_divide": _RULES["divide"], "absolute": _RULES["abs"], "amax": _extreme, "amin": _extreme}

@@ -65,7 +65,7 @@ def _is_watched() -> bool:
 
 
 def _may_be_wrapped() -> bool:
-    """Whether a transform may wrap what is computed from plain tensors."""
+    """Whether a mode, a transform or forward mode is active: it may wrap what is computed from plain tensors."""
     return _is_watched() or private.are_transforms_active() or bool(private.dual_levels._current_level >= 0)
 
 
@@ -107,14 +107,16 @@ class TorchBackend(Backend):
         return None if x.layout == torch.strided else (f"a sparse tensor ({x.layout})", "x.to_dense()")
 
     def ragged(self, x: Array) -> Ragged | None:
+        # `unsupported` refuses the other nested tensors, and those with lengths, which have holes.
         if not x.is_nested or x.layout != torch.jagged or x.lengths() is not None:
             return None
-        sizes = [isinstance(n, int) for n in x.shape]
-        return Ragged(x.values(), x.offsets(), sizes.index(False) - len(sizes))
+        # The size of the ragged axis is a symbol.
+        has_number = [isinstance(n, int) for n in x.shape]
+        return Ragged(x.values(), x.offsets(), has_number.index(False) - len(has_number))
 
     def from_ragged(self, parts: Ragged) -> Array:
-        """Return the array of such parts."""
-        values, offsets, axis = parts
+        """Return the jagged tensor with the parts that `ragged` returns."""
+        values, offsets, axis = parts  # `values` has one axis less than the tensor
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=values.dim() + 1 + axis)
 
     def device(self, x: Array) -> str:
@@ -157,7 +159,7 @@ class TorchBackend(Backend):
         return bool(x.is_cpu and self.has_values(x) and x.data_ptr() % x.itemsize == 0)
 
     def has_values(self, *arrays: Array) -> bool:
-        """Whether code of a device can read the memory of all of these: they are not traced and have no tangents."""
+        """Whether code of a device can read these as they lie in memory: not traced, dual, negated or conjugated."""
         return not any(is_traced(x) or _is_dual(x) or x.is_neg() or x.is_conj() for x in arrays)
 
     def is_plain(self, *arrays: Array) -> bool:
@@ -184,7 +186,7 @@ class TorchBackend(Backend):
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
         if _may_be_wrapped():
             return None
-        # Parameters pass the same checks as tensors.
+        # Without types: Parameters pass the same checks as tensors.
         if _READS_TENSORS:
             layouts: Signature | None = native.module.signature(arrays)
             return layouts
@@ -269,7 +271,7 @@ class TorchBackend(Backend):
         return x.index_select(axis, indices)
 
     def indices_before(self, lens: Array, length: int) -> Array:
-        """Return the places in (n * length,) of the first `lens` (n,) of each `length`."""
+        """Return the flat indices into (n, length) of the first ``lens[i]`` entries of each row i."""
         # Not by NumPy: a product that follows its operations takes 20 us more.
         return (torch.arange(length, device=lens.device) < lens.unsqueeze(1)).view(-1).nonzero().squeeze(1)
 
@@ -279,10 +281,11 @@ class TorchBackend(Backend):
         return rows.new_zeros((count, rows.shape[1])).index_add_(0, indices, rows)
 
     def can_sum_rows(self, *arrays: Array) -> bool:
+        # embedding_bag has no second derivative.
         return all(map(self.has_cpu_buffer, arrays)) and not self.needs_grad(*arrays)
 
     def sums_of_rows(self, x: Array, places: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Array:
-        """Return the sums (n, width) of the rows ``places[ends[i]:ends[i + 1]]``, the same with any threads."""
+        """Return the sums (n, width) of the rows ``x[places[ends[i]:ends[i + 1]]]``, the same with any threads."""
         indices, offsets = map(torch.from_numpy, (places, ends))
         # A quarter of the time of gathering the rows alone (rows of 64 numbers, one thread).
         return torch.nn.functional.embedding_bag(indices, x, offsets, mode="sum", include_last_offset=True)
