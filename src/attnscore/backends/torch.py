@@ -406,6 +406,7 @@ class TorchBackend(Backend):
         return int(seed)
 
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
+        # As in PyTorch's autocast, float64 stays.
         dtype = _AUTOCAST.get().get(arrays[0].device.type)
         if dtype is None:
             return arrays

@@ -21,8 +21,8 @@ from attnscore.backends.base import private_name
 
 FALLBACKS: dict[str, str] = {}
 _resolve = partial(private_name, FALLBACKS)
-_GENERAL = "calls have no plans"
-_UNPLANNED = f"{_GENERAL}, torch.compile breaks its graph at each, and torch.jit.trace refuses them"
+_NO_PLANS = "calls have no plans"
+_UNPLANNED = f"{_NO_PLANS}, torch.compile breaks its graph at each, and torch.jit.trace refuses them"
 
 
 def _has_no_storage(x: torch.Tensor) -> bool:
@@ -56,14 +56,14 @@ if _resolve("torch.autograd.forward_ad._current_level", None, _UNPLANNED) is Non
 
 # ---------------------------------------------------------------- modes
 
-count_function_modes: Callable[[], int] = _resolve("torch._C._len_torch_function_stack", lambda: 1, _GENERAL)
-count_dispatch_modes: Callable[[], int] = _resolve("torch._C._len_torch_dispatch_stack", lambda: 1, _GENERAL)
-is_any_autocast: Callable[[], bool] = _resolve("torch._C._is_any_autocast_enabled", lambda: True, _GENERAL)
+count_function_modes: Callable[[], int] = _resolve("torch._C._len_torch_function_stack", lambda: 1, _NO_PLANS)
+count_dispatch_modes: Callable[[], int] = _resolve("torch._C._len_torch_dispatch_stack", lambda: 1, _NO_PLANS)
+is_any_autocast: Callable[[], bool] = _resolve("torch._C._is_any_autocast_enabled", lambda: True, _NO_PLANS)
 _without_modes: Callable[[], contextlib.AbstractContextManager[Any]] | None = _resolve(
-    "torch.utils._python_dispatch._disable_current_modes", None, _GENERAL
+    "torch.utils._python_dispatch._disable_current_modes", None, _NO_PLANS
 )
-_keys: Callable[[torch.Tensor], Any] | None = _resolve("torch._C._dispatch_keys", None, _GENERAL)
-if _resolve("torch._C.DispatchKeySet.raw_repr", None, _GENERAL) is None:
+_keys: Callable[[torch.Tensor], Any] | None = _resolve("torch._C._dispatch_keys", None, _NO_PLANS)
+if _resolve("torch._C.DispatchKeySet.raw_repr", None, _NO_PLANS) is None:
     _keys = None
 
 

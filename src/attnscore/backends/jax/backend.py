@@ -148,6 +148,7 @@ class JaxBackend(Backend):
         return jax.device_put(array, like.sharding) if like is not None and like.committed else array
 
     def needs_grad(self, *arrays: Array) -> bool:
+        # Without custom calls `vmap` counts too: it maps attention in JAX's operations.
         kinds = {kind_of(x) for x in layers_of_all(arrays) if isinstance(x, jax.core.Tracer)}
         return not kinds <= ({RECORDED, MAPPED} if ffi.registered() else {RECORDED})
 
@@ -180,7 +181,7 @@ class JaxBackend(Backend):
         arrays: Sequence[Array],
         otherwise: Callable[..., tuple[Array, ...]],
     ) -> tuple[Array, ...]:
-        # Not `otherwise`: `platforms.call` has the program for other platforms and for derivatives.
+        # `otherwise` is not used: `platforms.call` has the program for other platforms and for derivatives.
         from jax.experimental.buffer_callback import buffer_callback
 
         def call(_: Any, out: Any, *buffers: Any) -> None:
@@ -212,6 +213,7 @@ class JaxBackend(Backend):
         return lax.dynamic_update_slice_in_dim(x, block.astype(x.dtype), start, axis, allow_negative_indices=False)
 
     def take(self, x: Array, indices: Array, axis: int) -> Array:
+        # The indices are in range; the default mode would test each.
         return jnp.take(x, indices, axis=axis, mode="clip")
 
     def max(self, x: Array, axis: int, keepdims: bool = False) -> Array:
@@ -226,7 +228,7 @@ class JaxBackend(Backend):
         return np.uint32(number)
 
     def numeric_scope(self) -> AbstractContextManager[Any]:
-        # Masks compare positions with ends of more axes, and so on, which a user may have set to be an error.
+        # Masks, for example, compare positions with ends of more axes. A user may have made rank promotion an error.
         scope: AbstractContextManager[Any] = jax.numpy_rank_promotion("allow")
         return scope
 
@@ -253,7 +255,7 @@ class JaxBackend(Backend):
         if native.module is not None and not any(isinstance(array, jax.core.Tracer) for array in (x, matrix)):
             rows, out = self.memory(x), np.empty((*x.shape[:-1], matrix.shape[1]), x.dtype)
             if native.module.multiply_rows(rows, self.memory(matrix), out, threads):
-                # The call reads this memory: an array of JAX takes 15 to 40 us.
+                # Left in NumPy's array, whose memory the planned call reads: an array of JAX takes 15 to 40 us.
                 return out
         return super().plain_product(x, matrix, threads)
 
@@ -266,6 +268,7 @@ class JaxBackend(Backend):
     def record(self, run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Array, ...]:
         # A projection without a gradient is a NumPy array (`plain_product`), which JAX would pass on as another type.
         arrays = [x if isinstance(x, jax.Array) else self.from_memory(x, str(x.dtype), None) for x in operands]
+        # The op of a plan holds no traced arrays, and so has no constants.
         return gradients.with_own_vjp(run, arrays, (), lambda _: run)
 
     def vjp(self, function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:

@@ -59,6 +59,7 @@ def call(
     """Trace the custom call of one direction, with results of these shapes and dtypes."""
     shapes = [*(tuple(x.shape) for x in arrays), *(shape for shape, _ in results)]
     passed = {name: _attribute(value) for name, value in attributes.items()}
+    # Each shape as its number of axes and its sizes.
     passed["shapes"] = np.asarray([*itertools.chain.from_iterable((len(shape), *shape) for shape in shapes)], np.int64)
     dtypes = [str(x.dtype) for x in arrays], [str(dtype) for _, dtype in results]
     passed["digest"] = _digest(direction, dtypes, {name: x for name, x in passed.items() if name != "seed"})
@@ -80,6 +81,7 @@ def _digest(direction: str, dtypes: Any, attributes: Mapping[str, Any]) -> np.in
 
 
 def _attribute(value: Any) -> Any:
+    """Return a value as ``ffi.cc`` reads it: text, float64 or int64 (also for bool), tuples as float64."""
     if isinstance(value, tuple):
         return np.asarray(value, np.float64)
     return value if isinstance(value, str) else np.float64(value) if isinstance(value, float) else np.int64(value)

@@ -95,8 +95,8 @@ def with_own_vjp(
 def product_of_rows(x: Array, matrix: Array, *bias: Array) -> Array:
     """Return ``x @ matrix + bias``; rows that are not finite pass no gradient on.
 
-    XLA fuses nothing into a product, so zeros in place of such rows would be an array of its own, in programs without
-    gradients too.
+    Zeros in place of such rows would take another array of the size of `x`, as XLA fuses nothing into a product, and in
+    programs without gradients too. The rule below puts them into the tangent alone.
     """
     product = jnp.matmul(x, matrix)
     return product + jnp.expand_dims(bias[0], tuple(range(product.ndim - 1))) if bias else product

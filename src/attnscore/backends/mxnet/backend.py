@@ -82,7 +82,7 @@ class MxnetBackend(Backend):
     def memory(self, x: Array) -> np.ndarray[Any, Any]:
         dtype = np.dtype(x.dtype)
         dtype = np.dtype(np.uint16) if dtype == np.float16 else dtype
-        if 0 in x.shape:
+        if 0 in x.shape:  # MXNet has no address for it
             return np.zeros(x.shape, dtype)
         x.wait_to_read()
         address = ctypes.c_void_p()
@@ -140,7 +140,7 @@ class MxnetBackend(Backend):
         return x
 
     def swap_axes(self, x: Array, first: int, second: int) -> Array:
-        if self.dtype(x) == "bool":
+        if self.dtype(x) == "bool":  # which MXNet's swapaxes refuses
             return self.swap_axes(x.astype("uint8"), first, second).astype("bool")
         return mx.np.swapaxes(x, first, second)
 
@@ -178,7 +178,7 @@ class MxnetBackend(Backend):
 
     def sum(self, x: Array, axis: int | tuple[int, ...], keepdims: bool = False) -> Array:
         if 0 in x.shape:
-            # MXNet's sum of an empty array over several axes fails.
+            # MXNet's sum of an empty array over several axes fails. NumPy's tells the shape.
             empty: Any = np.empty(x.shape)
             return self.zeros(empty.sum(axis=axis, keepdims=keepdims).shape, x)
         if isinstance(axis, tuple) and len(x.shape) > _MAX_AXES:
@@ -210,6 +210,7 @@ class MxnetBackend(Backend):
         return bool(mx.np.isfinite(x).asnumpy().all())
 
     def draw_seed(self, like: Array) -> int:
+        # Two numbers of 31 bits.
         low, high = (int(x) for x in mx.np.random.randint(0, 2**31 - 1, size=(2,), dtype="int64").asnumpy())
         return low | high << 31
 

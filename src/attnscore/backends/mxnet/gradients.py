@@ -43,7 +43,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
 def vjp(function: Callable[..., Array], inputs: Sequence[Array]) -> tuple[Array, VjpFunction]:
     """Return ``function(*inputs)`` and its VJP function, by MXNet's autograd."""
     if autograd.is_recording():
-        # autograd records already.
+        # The outer scope records the value. A VJP that it records would be differentiated again, which MXNet cannot.
         return function(*inputs), _no_vjp
     leaves = [x.detach() for x in inputs]
     for x in leaves:

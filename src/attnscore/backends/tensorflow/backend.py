@@ -110,6 +110,7 @@ class TensorFlowBackend(Backend):
     def host(self, x: Any) -> np.ndarray[Any, Any] | None:
         values: Any
         if _is_eager_on_cpu(x):
+            # np.asarray fails on a bfloat16 scalar.
             values = np.asarray(x) if len(x.shape) else np.asarray(x.numpy())
         elif isinstance(x, tf.Variable):
             values = x.numpy() if tf.executing_eagerly() else None
@@ -191,16 +192,17 @@ class TensorFlowBackend(Backend):
         return tf.slice(x, sizes(begin), sizes(size))
 
     def add_at(self, x: Array, axis: int, start: int, block: Array) -> Array:
-        # Rolled by `start`, which may be symbolic: XLA needs static shapes.
+        # `block` is padded to the size of `x` and then rolled to `start`: widths of padding that depend on a symbolic
+        # start would give no static shape, which XLA needs.
         axis = axis % len(x.shape)
         rest = self.shape(x)[axis] - self.shape(block)[axis]
         padded = tf.pad(block, [sizes((0, rest if i == axis else 0)) for i in range(len(x.shape))])
         return x + tf.roll(padded, sizes((start,))[0], axis)
 
     def reshape(self, x: Array, shape: Sequence[int]) -> Array:
-        missing = iter([n for n in self.shape(x) if isinstance(n, Unknown)])
-        # Canonical axes keep their order, so the result has the unknown sizes of `x`, in order.
-        return tf.reshape(x, sizes([next(missing) if n is None else n for n in shape]))
+        # None in `shape` is an unknown size. Canonical axes keep their order, so the result has those of `x`, in order.
+        unknown_sizes = iter([n for n in self.shape(x) if isinstance(n, Unknown)])
+        return tf.reshape(x, sizes([next(unknown_sizes) if n is None else n for n in shape]))
 
     def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
         return tf.broadcast_to(x, sizes(shape))
@@ -214,6 +216,7 @@ class TensorFlowBackend(Backend):
         return tf.gather(x, indices, axis=axis)
 
     def matmul(self, a: Array, b: Array) -> Array:
+        # Beside a last axis of size 0 or unknown size, -1 below is undetermined.
         if len(b.shape) > 2 or len(a.shape) < 3 or not a.shape[-1]:
             return tf.matmul(a, b)
         # As one product: `tf.matmul` computes one for each leading axis, each on one thread, and their gradients, which
@@ -247,8 +250,8 @@ class TensorFlowBackend(Backend):
         return tf.where(a, True, b)
 
     def sum_to_length(self, x: Array, axis: int, length: Any) -> Array:
-        # The length is 1 or the size of the axis, and known when the graph runs: the gradient of a bias that may be
-        # broadcast. One reshape and sum serves both, without branches of different shapes.
+        # The length, 1 or the size of the axis (which may be 0), is known when the graph runs: `x` is the gradient of a
+        # bias that may be broadcast. One reshape and sum serves both, without branches of different shapes.
         shape = sizes(self.shape(x))
         (length,) = sizes((length,))
         parts = tf.reshape(x, [*shape[:axis], length, shape[axis] // tf.maximum(length, 1), *shape[axis + 1 :]])
@@ -287,7 +290,7 @@ class TensorFlowBackend(Backend):
 
         limit = tf.cast(getattr(count, "value", count), tf.int64)
         start = tf.constant(0, tf.int64)
-        # Parallel iterations would hold several tiles at once. XLA differentiates a loop whose largest count it knows.
+        # Parallel iterations would hold several tiles at once. XLA differentiates only loops with a known maximum.
         largest_count = sizes((count,))[0] if graphs.is_for_xla() else None
         return tf.while_loop(
             lambda i, _: i < limit, step, (start, carry), parallel_iterations=1, maximum_iterations=largest_count
@@ -300,7 +303,7 @@ class TensorFlowBackend(Backend):
         first = body(0)
         types = tuple(tf.TensorSpec(x.shape, x.dtype) for x in first)
         indices = tf.range(1, count, dtype=tf.int64)
-        # As it is: map_fn would have AutoGraph rewrite each function that the body calls.
+        # do_not_convert: map_fn would have AutoGraph rewrite each function that the body calls.
         function = tf.autograph.experimental.do_not_convert(lambda i: tuple(body(i)))
         others = tf.map_fn(function, indices, fn_output_signature=types, parallel_iterations=1)
         return [first, *zip(*(tf.unstack(x, count - 1) for x in others), strict=True)]
@@ -311,7 +314,8 @@ class TensorFlowBackend(Backend):
         return hasattr(x, "numpy") and bool(tf.reduce_all(tf.math.is_finite(x)))
 
     def product_of_rows(self, x: Array, matrix: Array, bias: Array | None = None) -> Array | None:
-        # Elsewhere TensorFlow drops a custom gradient, or the compiler fuses zeros in place of non-finite rows.
+        # Not in rewritten graphs, where TensorFlow drops a custom gradient, nor under XLA, which fuses the zeros that
+        # otherwise replace non-finite rows.
         if len(matrix.shape) != 2 or x.dtype != matrix.dtype or not graphs.calls_back(x):
             return None
         return gradients.product_of_rows(x, matrix, bias)
@@ -328,7 +332,7 @@ class TensorFlowBackend(Backend):
 class _CallbackBackend(NumpyBackend):
     """NumPy's operations inside a host callback of a graph, with TensorFlow's number of threads."""
 
-    wants_aligned = True
+    wants_aligned = True  # TensorFlow copies misaligned results of a callback
     threads = staticmethod(_threads)
 
 

@@ -67,7 +67,10 @@ def sizes(shape: Sequence[Any]) -> list[Any]:
 
 
 def assert_shape(x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[Any]]]]) -> Array:
-    """Return `x`; the graph fails when it runs unless each named array has one of the shapes allowed for it."""
+    """Return `x`; the graph fails when it runs unless each named array has one of the shapes allowed for it.
+
+    The error names the failing operation, and with it the scope.
+    """
     named = [(shape(tf.convert_to_tensor(array)), allowed) for _, array, allowed in shapes]
     with tf.name_scope(f"the_shape_of_{'_or_'.join(dict.fromkeys(name for name, _, _ in shapes))}_does_not_fit"):
         fits = [
@@ -83,6 +86,7 @@ def assert_shape(x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[
 
 
 def _is_one_of(shape: Sequence[Any], allowed: Sequence[Any]) -> Array:
+    """Return whether each size of `shape` is the one allowed for its axis, or one of a tuple of sizes."""
     choices = [axis if isinstance(axis, tuple) else (axis,) for axis in allowed]
     axes = [tf.reduce_any(tf.equal(*sizes((n,)), sizes(axis))) for n, axis in zip(shape, choices, strict=True)]
     return tf.reduce_all(axes) if axes else tf.constant(True)

@@ -113,11 +113,11 @@ def _times_transposed(rows: Array, matrix: Array) -> Array:
 def product_of_rows(x: Array, matrix: Array, bias: Array | None) -> Array:
     """Return ``x @ matrix + bias`` in a graph; rows of `x` that are not finite pass no gradient on.
 
-    The gradient of the matrix sums products with all rows, so one that is not finite makes it so too. A branch that
+    The gradient of the matrix sums products with all rows, so one non-finite row makes it non-finite too. A branch that
     rarely runs then computes the gradients again, with zeros in place of these rows.
     """
     features, units = matrix.shape
-    if 0 in (features, units):  # by which no axis can be inferred
+    if 0 in (features, units):  # beside which -1 is undetermined in a reshape
         plain = tf.linalg.matmul(x, matrix)
         return plain if bias is None else plain + bias
     shape = x.shape if x.shape.is_fully_defined() else tf.shape(x)
@@ -143,6 +143,7 @@ def product_of_rows(x: Array, matrix: Array, bias: Array | None) -> Array:
             has_nonfinite = ~tf.math.is_finite(tf.reduce_sum(tf.cast(of_matrix, accumulator(of_matrix.dtype.name))))
             of_rows, *others = graphs.rarely(has_nonfinite, lambda: gradients_of_finite(rows, grads), plain)
             passed = (tf.reshape(of_rows, shape), *others)
+            # `variables` has a matrix or bias that is a tf.Variable; its gradient is in `passed`.
             return passed if variables is None else (passed, [None] * len(variables))
 
         return tf.reshape(outputs, tf.concat([shape[:-1], [units]], 0)), vjp

@@ -85,7 +85,7 @@ def host_callback(
     def elsewhere() -> list[Array]:
         return [tf.cast(x, dtype) for x, dtype in zip(otherwise(*arrays), dtypes, strict=True)]
 
-    outputs = _case(_runs_here(arrays[0]), [elsewhere, here])  # 0, 1 of `_runs_here`
+    outputs = _case(_runs_here(arrays[0]), [elsewhere, here])  # `_runs_here` is 0 or 1
     for x, shape in zip(outputs, shapes, strict=True):
         x.set_shape(shape)
     return tuple(outputs)
@@ -110,9 +110,9 @@ def _register_gradient(function: Callable[..., tuple[Array, ...]], shapes: Seque
         with tf.GradientTape() as tape:
             tape.watch(floats)
             outputs = [tf.cast(x, y.dtype) for x, y in zip(function(*inputs), op.outputs, strict=True)]
-        none = tf.UnconnectedGradients.ZERO
-        left = iter(tape.gradient(outputs, floats, list(grads), unconnected_gradients=none))
-        return [next(left) if x.dtype.is_floating else None for x in inputs]
+        zeros = tf.UnconnectedGradients.ZERO
+        grads_of_floats = iter(tape.gradient(outputs, floats, list(grads), unconnected_gradients=zeros))
+        return [next(grads_of_floats) if x.dtype.is_floating else None for x in inputs]
 
     return name
 
@@ -143,8 +143,8 @@ def _runs_here_function(dtype: tf.DType) -> Any:
             # XLA compiles the last branch of a case by DeviceIndex alone, and so skips branches that it cannot compile.
             device = tf.raw_ops.DeviceIndex(device_names=["CPU"])
         (index,) = _case(device, [on_a_cpu, lambda: [tf.constant(0)]])
-        # As a size: `tf.vectorized_map` makes arrays of other numbers, and refuses a case by an array that has more
-        # than one output.
+        # As a size, because `tf.vectorized_map` turns other numbers into arrays, and refuses a case that has several
+        # outputs and an array as its index.
         return tf.size(tf.zeros([index]))
 
     with tf.init_scope():
@@ -171,6 +171,7 @@ def rarely(condition: Array, function: Callable[[], list[Array]], otherwise: Seq
         return list(tf.cond(condition, function, unchanged))
     # An `If`, as TensorFlow Lite has no `Case`. It stays one operation: inlined, all branches would cost in each call.
     outputs = list(private.cond(condition, function, unchanged))
+    # The outputs are identities of those of the `If`.
     private.set_lowering(outputs[0].op.inputs[0].op, lower_using_switch_merge=False)
     return outputs
 
