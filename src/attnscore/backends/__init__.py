@@ -105,6 +105,7 @@ def of_type(kind: type) -> Backend | None:
 def of(arrays: Mapping[str, Any]) -> Backend:
     """Return the backend of the framework that all named arrays belong to; raise FrameworkError if there is none."""
     frameworks = {_name_of(type(array)) for array in arrays.values()}
+    # The usual case. Below are the errors, and the first call of a framework.
     if len(frameworks) == 1 and (backend := _LOADED.get(next(iter(frameworks)) or "")) is not None:
         return backend
     names: dict[str, str] = {}

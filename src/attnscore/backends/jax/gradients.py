@@ -33,8 +33,8 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     if (sharding := sharding_of_rows(operands)) is not None:
         # With automatic axes: custom calls and loops have no rules for explicit ones.
         def unsharded(operands: Sequence[Array], placed: Sequence[Array]) -> tuple[Array, ...]:
-            left = iter(placed)
-            return differentiable(with_variables([next(left) if is_placed(x) else x for x in constants]), operands)
+            remaining = iter(placed)
+            return differentiable(with_variables([next(remaining) if is_placed(x) else x for x in constants]), operands)
 
         placed = [x for x in constants if is_placed(x)]
         return tuple(jax.sharding.auto_axes(unsharded, out_sharding=sharding)(tuple(operands), placed))
@@ -42,7 +42,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     operands = [differing(x, axes) for x in operands]
     kinds = set(map(kind_of, layers_of_all((*operands, *constants))))
     # custom_vjp has no forward mode; JAX differentiates the operations of a kernel that is not native.
-    # An eager `shard_map` drops the VJP that it meets, and refuses one with symbolic zeros.
+    # An eager `shard_map` in which nothing is differentiated needs no VJP, and refuses one with symbolic zeros.
     if FORWARD in kinds or (SHARDED in kinds and not kinds & {REVERSE, RECORDED}):
         return run.forward(operands)
     return with_own_vjp(run, operands, constants, with_variables)
