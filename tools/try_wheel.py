@@ -33,18 +33,28 @@ def try_one(file: Path, python: str) -> str:
             environment.pop(name, None)
 
         def run(*arguments: str | Path, program: str | Path = folder / "bin" / "python") -> str:
-            done = subprocess.run(
-                [program, *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True
+            return run_timed(*arguments, program=program)[0]
+
+        def run_timed(*arguments: str | Path, program: str | Path = folder / "bin" / "python") -> tuple[str, float]:
+            """Run a command; return what it printed and its processor time, which depends little on other programs."""
+            process = subprocess.Popen(
+                [program, *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
             )
-            return done.stdout.strip()
+            with process.stdout as stdout:
+                printed = stdout.read().strip()
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode != 0:
+                raise subprocess.CalledProcessError(process.returncode, process.args, printed)
+            return printed, usage.ru_utime + usage.ru_stime
 
         run("-m", "venv", folder, program=python)
         pip = ("-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input")
         run(*pip, "install", "numpy")
-        start, used = time.perf_counter(), seconds_of_children()
-        run(*pip, "install", file.resolve())
-        native = run("-c", FIRST_CALL)
-        took, used = time.perf_counter() - start, seconds_of_children() - used
+        start = time.perf_counter()
+        _, seconds_of_pip = run_timed(*pip, "install", file.resolve())
+        native, seconds_of_call = run_timed("-c", FIRST_CALL)
+        took, used = time.perf_counter() - start, seconds_of_pip + seconds_of_call
         is_wheel = file.suffix == ".whl"
         if (native == "True") != is_wheel:
             raise RuntimeError(f"{file.name}: expected native kernels of a wheel and none of an sdist, got {native!r}")
@@ -55,9 +65,3 @@ def try_one(file: Path, python: str) -> str:
         )
         version = run("-c", "import platform; print(platform.python_version())")
         return f"Python {version}: installed and called in {took:.1f} s ({used:.1f} s of a core); {checked}"
-
-
-def seconds_of_children() -> float:
-    """Return the processor time of ended child processes, which other programs on the machine do not change much."""
-    times = os.times()
-    return times.children_user + times.children_system
