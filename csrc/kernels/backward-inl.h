@@ -353,7 +353,7 @@ void backward_typed(const Problem& problem, Threads threads) {
     const bool short_heads = has_short_gradients(problem);
     SharedSums<T> shared(problem, ranges);
     const Additive<T> form(problem);
-    const SharedTiles<BackwardKeyTile<T>> tiles(problem, form, threads, ranges);  // a query tile or more in each range
+    const SharedTiles<BackwardKeyTile<T>> tiles(problem, form, threads, ranges);  // each range has query tiles
     const auto cut = [&](int64_t length, int64_t r, int64_t unit) {
         const int64_t units = (length + unit - 1) / unit;
         return Span{std::min(length, units * r / ranges * unit), std::min(length, units * (r + 1) / ranges * unit)};

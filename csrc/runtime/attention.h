@@ -138,8 +138,8 @@ struct Problem {
     // Where the call is a chunk of a larger one: its first row, and the rows of a matrix of the larger call (0:
     // query_len).
     int64_t first_row = 0, all_rows = 0;
-    // Whether the backward clears the gradients of queries, keys and values before it adds to them. All others are
-    // cleared by the caller.
+    // Whether the backward, if there are queries and keys, clears gradients of queries, keys and values before it adds
+    // to them. The caller clears all others.
     bool clears_gradients = false;
     std::vector<Head> heads;
     std::vector<Group> groups;  // every head is in one

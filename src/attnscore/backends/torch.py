@@ -40,7 +40,7 @@ from attnscore.base import thresholds
 from attnscore.errors import FrameworkError, message
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items() if str(dtype) == f"torch.{name}"}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FLOATS = tuple(_DTYPES[name] for name in DTYPES)
 # Types without overridden operations (__torch_function__, __torch_dispatch__).
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -205,7 +205,7 @@ class AxisLayout:
 
     def gradient_from_canonical(self, ops: Backend, x: Array, shape: Shape) -> Array:
         """Return the gradient of a caller's query, key or value from the gradient of its canonical view."""
-        if self.is_length_before_heads and len(shape) >= 2:
+        if self.is_length_before_heads:
             # (*lead, head * group, length, dim), with the leading axes of size 1 that `to_canonical` added.
             joined = ops.reshape(x, (*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:]))
             x = ops.swap_axes(joined, -3, -2)

@@ -397,7 +397,7 @@ class _GatheredCall:
 
     def _keys(self, block: _Block) -> HostArray:
         """Return the key of each entry of a block."""
-        return self.table.indices[block.edges] if block.edges.size else block.edges
+        return self.table.indices[block.edges]
 
     # From the canonical axes into a block: (batch, *lead, head, group, query or entry, dim)
 
@@ -451,7 +451,7 @@ class _GatheredCall:
 
     def _flat_indices(self, x: Array, block: _Block) -> HostArray:
         """Return the index of each pair in the flattened last two axes of `x`; an axis of length 1 is broadcast."""
-        keys, queries = self._keys(block), self.table.rows[block.edges] if block.edges.size else block.edges
+        keys, queries = self._keys(block), self.table.rows[block.edges]
         if self.score_shape.is_relative(tuple(x.shape)):
             return keys - queries + self.score_shape.query_len - 1
         height, width = x.shape[-2:]

@@ -89,7 +89,7 @@ def per_batch(ops: Backend, score_shape: ScoreShape, x: Any, like: Array) -> Arr
 def by_row(ops: Backend, score_shape: ScoreShape, x: Any, like: Array, *, per_query: bool = False) -> Array:
     """Return a number, or one per batch row (or query), as (batch or 1, query or 1)."""
     x = ops.astype(ops.asarray(x, like), "int64")
-    if per_query and len(x.shape) == 1 and not score_shape.has_batch and x.shape[0] != 1:
+    if per_query and len(x.shape) == 1 and not score_shape.has_batch:
         return ops.reshape(x, (1, -1))
     return x if len(x.shape) == 2 else ops.reshape(x, (-1, 1))
 

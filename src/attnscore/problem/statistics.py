@@ -153,16 +153,15 @@ def _moments(ops: Backend, tile: Tile) -> Sums:
 
 
 def _merge_moments(ops: Backend, first: Part, second: Part) -> Sums:
-    """Chan's update, with the difference of the means from base to base: no cancellation at any scale of the scores."""
+    """Chan's update. Means are less their bases, large scores, whose difference is taken first: nothing cancels."""
     count_1, base_1, mean_1, deviations_1 = first.sums
     count_2, base_2, mean_2, deviations_2 = second.sums
     count = count_1 + count_2
     share = count_2 / ops.maximum(count, 1.0)
-    is_empty = count_1 == 0
-    base = ops.where(is_empty, base_2, base_1)
-    gap = (base_2 - base) + mean_2 - ops.where(is_empty, 0.0, mean_1)
-    mean = ops.where(is_empty, 0.0, mean_1) + share * gap
-    return count, base, mean, deviations_1 + deviations_2 + gap * gap * count_1 * share
+    # A part without keys has the mean 0, and any base.
+    base = ops.where(count_1 == 0, base_2, base_1)
+    gap = (base_2 - base) + mean_2 - mean_1
+    return count, base, mean_1 + share * gap, deviations_1 + deviations_2 + gap * gap * count_1 * share
 
 
 def _minimum(ops: Backend, x: Array, y: Array) -> Array:

@@ -333,7 +333,6 @@ def lower_pullback(ops: Backend, score: Any, query: Array, key: Array) -> tuple[
 
     def vjp(grads: Mapping[str, Array]) -> ScoreGradients:
         of_query, of_key, *gradients = tape.gradients([(x, grads[name]) for name, x in arrays.items()], variables)
-        gradients = [ops.reshape(grad, x.shape) for grad, x in zip(gradients, parameters, strict=True)]
         return ScoreGradients(of_query, of_key, dict(zip(score_arrays, gradients, strict=True)))
 
     return form.with_arrays({name: value_of(x) for name, x in arrays.items()}), vjp

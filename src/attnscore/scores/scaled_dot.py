@@ -69,7 +69,7 @@ class ScaledDot(Score):
         if not is_number(self.scale):
             got = f"{type(self.scale).__name__} {shown(self.scale)}"
             raise ArgumentError(message("scale", "a number, an array or None", got))
-        check_number("scale", self.scale)
+        check_number("scale", self.scale)  # again, as JAX makes a score of a pytree without __post_init__
 
     def signature(self) -> tuple[Hashable, tuple[Array, ...]] | None:
         if self.scale is not None and type(self.scale) not in (int, float):

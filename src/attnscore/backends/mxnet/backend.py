@@ -133,6 +133,7 @@ class MxnetBackend(Backend):
         shape = tuple(shape)
         if len(shape) <= _MAX_AXES:
             return mx.np.broadcast_to(x, shape)
+        # One axis at a time: MXNet counts the neighbouring axes that stay as one.
         x = x.reshape((1,) * (len(shape) - len(x.shape)) + x.shape)
         for axis, length in enumerate(shape):
             if x.shape[axis] != length:

@@ -299,7 +299,10 @@ def forward(
     TESTED: tl.constexpr, RELATIVE: tl.constexpr, LANES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute output, row_max, log_denom and statistics of a tile of queries; `LANES`: columns of its sums."""
+    """Compute output, row_max, log_denom and statistics of a tile of queries.
+
+    `TESTED`: each tile reads the rest of the mask, so none is full. `LANES`: columns of the sums of weights.
+    """
     inputs = with_types(inputs)
     tile, m = tl.program_id(0), matrix_of(tl.program_id(1), sizes.heads, sizes.groups)
     i, d, dv = tile * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, DV)[None, :]
