@@ -436,7 +436,7 @@ class KeyValueCache:
         return index.where(positions < ends, visible, index.zeros((), ends, index.dtype(visible)))
 
     def _first_positions(self, count: int) -> Array:
-        """Return the position of the first of `count` queries: the last positions, or those of the last append.
+        """Return the position of the first of `count` queries: the last positions, none before the last append.
 
         A sequence that was padded in the last append has its padding among these queries.
         """

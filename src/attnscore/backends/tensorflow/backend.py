@@ -200,7 +200,7 @@ class TensorFlowBackend(Backend):
         return x + tf.roll(padded, sizes((start,))[0], axis)
 
     def reshape(self, x: Array, shape: Sequence[int]) -> Array:
-        # None in `shape` is an unknown size. Canonical axes keep their order, so the result has those of `x`, in order.
+        # None in `shape` is an unknown size: canonical axes keep their order, so it is the next unknown size of `x`.
         unknown_sizes = iter([n for n in self.shape(x) if isinstance(n, Unknown)])
         return tf.reshape(x, sizes([next(unknown_sizes) if n is None else n for n in shape]))
 

@@ -171,7 +171,7 @@ def rarely(condition: Array, function: Callable[[], list[Array]], otherwise: Seq
         return list(tf.cond(condition, function, unchanged))
     # An `If`, as TensorFlow Lite has no `Case`. It stays one operation: inlined, all branches would cost in each call.
     outputs = list(private.cond(condition, function, unchanged))
-    # The outputs are identities of those of the `If`.
+    # Each output is an identity of an output of the `If`.
     private.set_lowering(outputs[0].op.inputs[0].op, lower_using_switch_merge=False)
     return outputs
 
