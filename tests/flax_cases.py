@@ -13,7 +13,7 @@ from flax import nnx
 from torch import Tensor
 
 from attnscore.layers import flax as layers
-from layer_cases import LAYERS, MASKS, VALUE_SIZE, Case
+from layer_cases import LAYERS, MASKS, Case
 
 # JAX compiles every operation for every shape, which takes most of the time here: what is not in this list is slow.
 QUICK = ("scaled dot", "additive", "heads, additive, 3 hidden")
@@ -44,8 +44,7 @@ def called(layer: Any, *arrays: Any, valid_lens: Any = None) -> Any:
 
 def make(case: Case, *, lazy: bool = False, seed: int = 0, **more: Any) -> Any:
     """The Flax layer of a row, in float64 by default."""
-    sizes = {"query_size": case.query_size, "key_size": case.key_size, "value_size": VALUE_SIZE}
-    given = {} if lazy else {name: sizes[name] for name in case.sized}
+    given = {} if lazy else case.sizes
     dtype = {} if case.kind.__name__ == "DotProductAttention" else {"param_dtype": jnp.float64}
     return getattr(layers, case.kind.__name__)(**case.arguments, **given, **{**dtype, "rngs": nnx.Rngs(seed), **more})
 

@@ -5,6 +5,7 @@ A new layer, or a new score of `MultiHeadAttention`, adds a row: every generic t
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,14 +168,19 @@ class Case:
     arguments: dict[str, Any]
     query_size: int = 6
     key_size: int = 6
-    sized: tuple[str, ...] = ()
-    """Sizes that the constructor takes, and infers when they are not given."""
-    head_count: int = 0
+
+    @property
+    def head_count(self) -> int:
+        return int(self.arguments.get("num_heads", 0))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes that the constructor takes, and infers when they are not given."""
+        sizes = {"query_size": self.query_size, "key_size": self.key_size, "value_size": VALUE_SIZE}
+        return {name: sizes[name] for name in inspect.signature(self.kind).parameters if name in sizes}
 
     def make(self, *, lazy: bool = False, **more: Any) -> Any:
-        sizes = {"query_size": self.query_size, "key_size": self.key_size, "value_size": VALUE_SIZE}
-        given = {} if lazy else {name: sizes[name] for name in self.sized}
-        return self.kind(**self.arguments, **given, **more)
+        return self.kind(**self.arguments, **({} if lazy else self.sizes), **more)
 
     def inputs(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         source = torch.Generator().manual_seed(seed)
@@ -189,23 +195,14 @@ class Case:
 
 def _multi(name: str, *definition: Callable[..., Tensor], **arguments: Any) -> Case:
     made = {"num_hiddens": 8, "num_heads": 4, **arguments}
-    return Case(
-        name,
-        heads(*definition),
-        MultiHeadAttention,
-        made,
-        6,
-        7,
-        ("query_size", "key_size", "value_size"),
-        made["num_heads"],
-    )
+    return Case(name, heads(*definition), MultiHeadAttention, made, 6, 7)
 
 
 LAYERS = (
     Case("dot", single(dot), DotProductAttention, {"scaled": False}),
     Case("scaled dot", single(scaled_dot), DotProductAttention, {}),
-    Case("additive", single(additive), AdditiveAttention, {"num_hiddens": 8}, 20, 2, ("query_size", "key_size")),
-    Case("bilinear", single(bilinear), BilinearAttention, {}, 20, 2, ("query_size", "key_size")),
+    Case("additive", single(additive), AdditiveAttention, {"num_hiddens": 8}, 20, 2),
+    Case("bilinear", single(bilinear), BilinearAttention, {}, 20, 2),
     Case("gaussian", single(gaussian), GaussianAttention, {"bandwidth": 1.5}),
     Case("gaussian, learned", single(gaussian), GaussianAttention, {"bandwidth": 1.5, "learn_bandwidth": True}),
     _multi("heads, scaled dot", scaled_dot),
@@ -234,17 +231,8 @@ LAYERS = (
         {"num_hiddens": 8, "normalizer": "sigmoid"},
         20,
         2,
-        ("query_size", "key_size"),
     ),
-    Case(
-        "bilinear, entmax",
-        single(bilinear, entmax15),
-        BilinearAttention,
-        {"normalizer": ats.Entmax(1.5)},
-        20,
-        2,
-        ("query_size", "key_size"),
-    ),
+    Case("bilinear, entmax", single(bilinear, entmax15), BilinearAttention, {"normalizer": ats.Entmax(1.5)}, 20, 2),
     Case(
         "gaussian, sparsemax",
         single(gaussian, sparsemax),

@@ -405,7 +405,7 @@ def test_a_scan_with_a_cache_is_one_pass(name: str) -> None:
     assert cache.lens.tolist() == [7, 7]
 
 
-@pytest.mark.parametrize("case", [case for case in LAYERS if case.sized], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in LAYERS if case.sizes], ids=lambda case: case.name)
 @pytest.mark.slow_rows("*max", "heads*", "dot", "scaled*", "bilinear*", "one head", "additive, sigmoid")
 def test_sizes_come_with_the_first_call(case: Case) -> None:
     layer, arrays = make(case, lazy=True), inputs(case)

@@ -40,7 +40,7 @@ def test_textbook_checkpoints_load_and_agree(ours: Any, theirs: Any, query_size:
     theirs().double().load_state_dict(layer.state_dict(), strict=True)
 
 
-@pytest.mark.parametrize("case", [case for case in LAYERS if case.sized], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in LAYERS if case.sizes], ids=lambda case: case.name)
 class TestLazySizes:
     def test_are_inferred_and_trained(self, case: Case) -> None:
         layer = case.make(lazy=True)
