@@ -1,7 +1,7 @@
-"""Wrong input of layers, and constructors called in the order of older editions of "Dive into Deep Learning".
+"""Wrong input of layers, and the calls and numbers of "Dive into Deep Learning", of older editions too.
 
 All hold for the layers of every framework; `layers` is the framework's module, `more` what it always needs, `x`
-an array (2, 3, 6) of its own.
+an array (2, 3, 6) of its own, and `array` makes one of NumPy's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import attnscore as ats
+from attnscore import backends
 
 OLDER: dict[str, tuple[Callable[..., Any], str]] = {
     "additive": (
@@ -84,6 +85,26 @@ def _called(layer: Any, *arrays: Any) -> Any:
     if hasattr(layer, "initialize"):
         layer.initialize()
     return layer(*arrays)
+
+
+def check_textbook_numbers(layers: Any, array: Callable[[Any], Any], **more: Any) -> None:
+    """Check that valid keys that are all alike get equal weights, whatever the score."""
+    values = array(np.arange(40, dtype="float32").reshape(1, 10, 4).repeat(2, 0))
+    keys, lens = array(np.ones((2, 10, 2), "float32")), array(np.array([2.0, 6.0], "float32"))
+    valid = np.arange(10) < np.array([[2], [6]])
+    for layer, size in (
+        (layers.AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1, **more), 20),
+        (layers.BilinearAttention(key_size=2, query_size=20, **more), 20),
+        (layers.DotProductAttention(dropout=0.5), 2),
+    ):
+        if hasattr(layer, "eval"):
+            layer.eval()
+        queries = array(np.random.default_rng(0).standard_normal((2, 1, size)).astype("float32"))
+        out = _called(layer, queries, keys, values, lens)
+        assert tuple(out.shape) == (2, 1, 4)
+        np.testing.assert_allclose(backends.host(out)[:, 0], [[2, 3, 4, 5], [10, 11, 12, 13]], rtol=4e-6)
+        weights = backends.host(layer.attention_weights)[:, 0]
+        np.testing.assert_allclose(weights, valid / valid.sum(-1, keepdims=True), rtol=4e-6)
 
 
 def check_wrong_calls(layers: Any, x: Any, **more: Any) -> None:

@@ -20,6 +20,7 @@ from attnscore.layers.torch import (
     GaussianAttention,
     MultiHeadAttention,
 )
+from constructor_cases import check_textbook_numbers
 from layer_cases import BATCH, KEYS, LAYERS, MASKS, QUERIES, VALUE_SIZE, Case, close, every_layer, every_mask
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
@@ -124,19 +125,7 @@ def test_queries_of_batch_one_for_a_batch_of_keys(case: Case) -> None:
 
 
 def test_numbers_of_the_textbook() -> None:
-    """Keys all alike: uniform weights over the valid ones, dot and additive alike."""
-    values = torch.arange(40.0).reshape(1, 10, 4).repeat(2, 1, 1)
-    keys, lens = torch.ones(2, 10, 2), torch.tensor([2, 6])
-    wanted = torch.tensor([[[2.0, 3, 4, 5]], [[10.0, 11, 12, 13]]])
-    uniform = torch.zeros(2, 1, 10)
-    uniform[0, 0, :2], uniform[1, 0, :6] = 1 / 2, 1 / 6
-    additive = AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1).eval()
-    bilinear = BilinearAttention(key_size=2, query_size=20)
-    for layer, size in ((additive, 20), (bilinear, 20), (DotProductAttention(dropout=0.5).eval(), 2)):
-        out = layer(torch.randn(2, 1, size), keys, values, lens)
-        assert out.shape == (2, 1, 4)
-        close(out, wanted, torch.float32)
-        close(layer.attention_weights, uniform, torch.float32)
+    check_textbook_numbers(layers, torch.from_numpy)
     x = torch.ones(2, 4, 100)
     y = torch.ones(2, 6, 100)
     assert MultiHeadAttention(100, 5, 0.5)(x, y, y, torch.tensor([3, 2])).shape == (2, 4, 100)

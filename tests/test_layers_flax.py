@@ -22,7 +22,7 @@ from attnscore.layers.flax import (
     GaussianAttention,
     MultiHeadAttention,
 )
-from constructor_cases import check_constructors, check_older_call, every_older_call
+from constructor_cases import check_constructors, check_older_call, check_textbook_numbers, every_older_call
 from flax_cases import (
     ALIKE,
     QUICK,
@@ -174,21 +174,8 @@ def test_one_memory_for_a_batch_of_queries(case: Case) -> None:
 
 
 def test_numbers_of_the_textbook() -> None:
-    """Keys all alike: uniform weights over the valid ones, dot and additive alike."""
-    values = jnp.tile(jnp.arange(40.0).reshape(1, 10, 4), (2, 1, 1))
-    keys, lens = jnp.ones((2, 10, 2)), jnp.array([2, 6])
-    wanted = torch.tensor([[[2.0, 3, 4, 5]], [[10.0, 11, 12, 13]]])
-    uniform = torch.zeros(2, 1, 10)
-    uniform[0, 0, :2], uniform[1, 0, :6] = 1 / 2, 1 / 6
     rngs = nnx.Rngs(0)
-    additive = AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1, rngs=rngs)
-    bilinear = BilinearAttention(key_size=2, query_size=20, rngs=rngs)
-    for layer, size in ((additive, 20), (bilinear, 20), (DotProductAttention(dropout=0.5), 2)):
-        layer.eval()
-        out = layer(rngs.normal((2, 1, size)), keys, values, lens)
-        assert out.shape == (2, 1, 4)
-        close(to_torch(out), wanted, torch.float32)
-        close(to_torch(layer.attention_weights), uniform, torch.float32)
+    check_textbook_numbers(layers, jnp.asarray, rngs=rngs)
     x, y = jnp.ones((2, 4, 100)), jnp.ones((2, 6, 100))
     layer = MultiHeadAttention(100, 5, 0.5, rngs=rngs, query_size=100, key_size=100, value_size=100)
     assert called(layer, x, y, y, valid_lens=(3, 2)).shape == (2, 4, 100)

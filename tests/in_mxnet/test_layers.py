@@ -23,7 +23,13 @@ from attnscore.layers.mxnet import (
     GaussianAttention,
     MultiHeadAttention,
 )
-from constructor_cases import check_constructors, check_older_call, check_wrong_calls, every_older_call
+from constructor_cases import (
+    check_constructors,
+    check_older_call,
+    check_textbook_numbers,
+    check_wrong_calls,
+    every_older_call,
+)
 
 pytestmark = pytest.mark.usefixtures("numpy_semantics")
 SCORES = ("dot", "scaled_dot", "gaussian", "cosine", "additive", "bilinear")
@@ -80,18 +86,7 @@ def test_doctests() -> None:
 
 
 def test_the_numbers_of_the_textbook() -> None:
-    queries, keys = random(2, 1, 20), np.ones((2, 10, 2))
-    values = np.arange(40).reshape(1, 10, 4).repeat(2, axis=0)
-    lens = np.array([2, 6])
-    additive = AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1)
-    additive.initialize()
-    dot = DotProductAttention(dropout=0.5)
-    dot.initialize()
-    for layer, first in ((additive, queries), (dot, queries[..., :2])):
-        out = layer(first, keys, values, lens)
-        assert onp.allclose(out.asnumpy()[:, 0], [[2, 3, 4, 5], [10, 11, 12, 13]], atol=1e-5)
-        weights = layer.attention_weights.asnumpy()[:, 0]
-        assert onp.allclose(weights, [[1 / 2] * 2 + [0] * 8, [1 / 6] * 6 + [0] * 4], atol=1e-6)
+    check_textbook_numbers(layers, np.array)
 
 
 # ------------------------------------------------------------------ parameters

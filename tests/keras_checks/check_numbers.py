@@ -34,6 +34,7 @@ from attnscore.layers.keras import (
     GaussianAttention,
     MultiHeadAttention,
 )
+from constructor_cases import check_textbook_numbers
 from layer_cases import KEYS, LAYERS, MASKS, QUERIES, Case
 
 # One of each layer; on JAX, where each takes a second to compile, that with the most parameters.
@@ -144,14 +145,7 @@ def test_a_list_is_query_value_key() -> None:
 
 @slow_on_jax
 def test_numbers_of_the_textbook() -> None:
-    """Keys all alike: uniform weights over the valid ones, dot and additive alike."""
-    values = np.arange(40, dtype="float32").reshape(1, 10, 4).repeat(2, 0)
-    keys, lens = np.ones((2, 10, 2), "float32"), np.array([2.0, 6.0])
-    additive = AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1)
-    for layer, size in ((additive, 20), (BilinearAttention(), 20), (DotProductAttention(dropout=0.5), 2)):
-        out = layer(np.ones((2, 1, size), "float32"), keys, values, lens)
-        close(out, np.array([[[2.0, 3, 4, 5]], [[10.0, 11, 12, 13]]]))
-        assert tuple(layer.attention_weights.shape) == (2, 1, 10)
+    check_textbook_numbers(layers, np.asarray)
 
 
 @pytest.mark.parametrize("policy", quick(POLICIES[:2], among=POLICIES, on_jax=()))
