@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -134,7 +134,7 @@ ShapeError, DtypeError, DeviceError, FrameworkError, MaskError, ArgumentError
 
 @dataclass(frozen=True)
 class Documentation:
-    """The parts of the docstrings that differ by framework; a decorator of its classes."""
+    """The parts of the docstrings that differ by framework; gives decorators of its classes."""
 
     imports: str
     """The line of an example that imports ``ones``."""
@@ -144,25 +144,22 @@ class Documentation:
     """Arguments that a layer with parameters always needs."""
     ready: str = ""
     """The line between the constructor and the first call."""
-    without: tuple[str, ...] = ()
-    """The framework's arguments that the constructor does not have."""
-    required: tuple[str, ...] = ()
-    """The framework's arguments without a default."""
 
-    def altered(self, **fields: tuple[str, ...]) -> Documentation:
-        """Return the decorator with other fields."""
-        return replace(self, **fields)  # type: ignore[arg-type]  # tuples of names
+    def __call__(self, without: Collection[str] = (), required: Collection[str] = ()) -> Callable[[Class], Class]:
+        """Return a decorator that gives a layer's class its constructor and docstring, see `with_constructor`."""
 
-    def __call__(self, cls: Class) -> Class:
-        """Give a layer's class its constructor and docstring; the docstring in the source is for readers alone."""
-        made: Any = with_constructor(cls, self.without, self.required)
-        example = _EXAMPLES[cls.__name__].replace("({more})", f"({self.more})")
-        example = example.replace("{more}", self.more and f", {self.more}")
-        example = example.replace(">>> {ready}\n", self.ready and f">>> {self.ready}\n")
-        parameters = _parameters(made.__init__, _OPTIONS + self.options)
-        examples = f"Examples\n--------\n>>> {self.imports}{example}"
-        cls.__doc__ = f"{inspect.getdoc(cls.__bases__[0])}\n\n{parameters}\n\n{examples}"
-        return cls
+        def decorate(cls: Class) -> Class:
+            made: Any = with_constructor(cls, without, required)
+            example = _EXAMPLES[cls.__name__].replace("({more})", f"({self.more})")
+            example = example.replace("{more}", self.more and f", {self.more}")
+            example = example.replace(">>> {ready}\n", self.ready and f">>> {self.ready}\n")
+            parameters = _parameters(made.__init__, _OPTIONS + self.options)
+            examples = f"Examples\n--------\n>>> {self.imports}{example}"
+            # The docstring in the source is for readers alone.
+            cls.__doc__ = f"{inspect.getdoc(cls.__bases__[0])}\n\n{parameters}\n\n{examples}"
+            return cls
+
+        return decorate
 
 
 def documented_call(options: str = "") -> Callable[[Function], Function]:

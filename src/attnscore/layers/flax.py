@@ -282,13 +282,13 @@ def _promoted(operands: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
 
 
 @final
-@_documented.altered(without=("param_dtype",))
+@_documented(without=("param_dtype",))
 class DotProductAttention(description.DotProductLayer, Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
 
 @final
-@_documented.altered(required=("rngs",))
+@_documented(required=("rngs",))
 class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[jax.Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
@@ -297,18 +297,18 @@ class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[jax.A
 
 
 @final
-@_documented.altered(required=("rngs",))
+@_documented(required=("rngs",))
 class BilinearAttention(description.BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
 
 
 @final
-@_documented
+@_documented()
 class GaussianAttention(description.GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
 
 @final
-@_documented.altered(required=("rngs",))
+@_documented(required=("rngs",))
 class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""

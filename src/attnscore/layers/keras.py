@@ -338,14 +338,14 @@ _OF_KERNELS, _OF_BIASES = (tuple(f"{part}_{kind}" for kind in _KINDS) for part i
 
 @final
 @_registered
-@_documented.altered(without=_OF_KERNELS + _OF_BIASES)
+@_documented(without=_OF_KERNELS + _OF_BIASES)
 class DotProductAttention(description.DotProductLayer, Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
 
 @final
 @_registered
-@_documented.altered(without=_OF_BIASES)
+@_documented(without=_OF_BIASES)
 class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
@@ -362,21 +362,21 @@ class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Array
 
 @final
 @_registered
-@_documented.altered(without=_OF_KERNELS + _OF_BIASES)
+@_documented(without=_OF_KERNELS + _OF_BIASES)
 class BilinearAttention(description.BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
 
 
 @final
 @_registered
-@_documented.altered(without=_OF_KERNELS + _OF_BIASES)
+@_documented(without=_OF_KERNELS + _OF_BIASES)
 class GaussianAttention(description.GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
 
 @final
 @_registered
-@_documented
+@_documented()
 class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
 

@@ -191,13 +191,13 @@ class Attention(BaseAttention[Array], gluon.Block):  # type: ignore[misc]
 
 
 @final
-@_documented
+@_documented()
 class DotProductAttention(description.DotProductLayer, Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
 
 @final
-@_documented
+@_documented()
 class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Array]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
@@ -207,18 +207,18 @@ class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Array
 
 
 @final
-@_documented
+@_documented()
 class BilinearAttention(description.BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
 
 
 @final
-@_documented
+@_documented()
 class GaussianAttention(description.GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
 
 @final
-@_documented
+@_documented()
 class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""

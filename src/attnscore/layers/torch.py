@@ -331,13 +331,13 @@ _CHECKED: BoundedCache[bool] = BoundedCache(256)
 
 
 @final
-@_documented.altered(without=("context_group", "device", "dtype"))
+@_documented(without=("context_group", "device", "dtype"))
 class DotProductAttention(description.DotProductLayer, Attention):
     """Pooling by the dot product of queries and keys, softmax(q . k / sqrt(dim)) v."""
 
 
 @final
-@_documented.altered(without=("context_group",))
+@_documented(without=("context_group",))
 class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Tensor]):
     """Pooling by the additive score w_v . tanh(W_q q + W_k k)."""
 
@@ -351,7 +351,7 @@ class AdditiveAttention(description.AdditiveLayer, Attention, PreparesKeys[Tenso
 
 
 @final
-@_documented.altered(without=("context_group",))
+@_documented(without=("context_group",))
 class BilinearAttention(description.BilinearLayer, Attention):
     """Pooling by the bilinear score q . W k."""
 
@@ -359,7 +359,7 @@ class BilinearAttention(description.BilinearLayer, Attention):
 
 
 @final
-@_documented.altered(without=("context_group",))
+@_documented(without=("context_group",))
 class GaussianAttention(description.GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
@@ -371,7 +371,7 @@ Rotary: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @final
-@_documented
+@_documented()
 class MultiHeadAttention(description.MultiHeadLayer, Attention):
     """Pooling in several heads, W_o concat_h(pool_h)."""
 

@@ -30,7 +30,5 @@ __all__ = [
 
 tensor, ones, zeros, normal = np.array, np.ones, np.zeros, np.random.normal
 rand, arange, eye, reshape = np.random.rand, np.arange, np.eye, np.reshape
-AdditiveAttention = of_both_editions(layers.AdditiveAttention, __name__, "num_hiddens", "dropout")
-MultiHeadAttention = of_both_editions(
-    layers.MultiHeadAttention, __name__, "num_hiddens", "num_heads", "dropout", "bias"
-)
+AdditiveAttention = of_both_editions(layers.AdditiveAttention, __name__)
+MultiHeadAttention = of_both_editions(layers.MultiHeadAttention, __name__)

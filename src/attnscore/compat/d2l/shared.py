@@ -10,12 +10,14 @@ from attnscore import backends
 Layer = TypeVar("Layer")
 
 
-def of_both_editions(layer: Callable[..., Layer], module: str, *names: str) -> Callable[..., Layer]:
-    """Return `module`'s constructor of a layer, whose positional arguments are `names`.
+def of_both_editions(layer: Callable[..., Layer], module: str) -> Callable[..., Layer]:
+    """Return `module`'s constructor of a layer.
 
-    More of them are in the order of the earlier edition.
+    Positional arguments are those of the later edition, which infers the sizes; more of them are in the order of the
+    earlier edition.
     """
     older: tuple[str, ...] = layer._older_order  # type: ignore[attr-defined]  # of these layers
+    names = [name for name in older if not name.endswith("_size")]
 
     def construct(*arguments: Any, **options: Any) -> Layer:
         order = names if len(arguments) <= len(names) else older

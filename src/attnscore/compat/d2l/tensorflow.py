@@ -31,7 +31,5 @@ __all__ = [
 
 tensor, ones, zeros, normal = tf.constant, tf.ones, tf.zeros, tf.random.normal
 rand, randn, arange, eye, reshape = tf.random.uniform, tf.random.normal, tf.range, tf.eye, tf.reshape
-AdditiveAttention = of_both_editions(layers.AdditiveAttention, __name__, "num_hiddens", "dropout")
-MultiHeadAttention = of_both_editions(
-    layers.MultiHeadAttention, __name__, "num_hiddens", "num_heads", "dropout", "bias"
-)
+AdditiveAttention = of_both_editions(layers.AdditiveAttention, __name__)
+MultiHeadAttention = of_both_editions(layers.MultiHeadAttention, __name__)

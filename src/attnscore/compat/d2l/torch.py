@@ -31,7 +31,5 @@ __all__ = [
 
 tensor, ones, zeros, normal = torch.tensor, torch.ones, torch.zeros, torch.normal
 rand, randn, arange, eye, reshape = torch.rand, torch.randn, torch.arange, torch.eye, torch.reshape
-AdditiveAttention = of_both_editions(layers.AdditiveAttention, __name__, "num_hiddens", "dropout")
-MultiHeadAttention = of_both_editions(
-    layers.MultiHeadAttention, __name__, "num_hiddens", "num_heads", "dropout", "bias"
-)
+AdditiveAttention = of_both_editions(layers.AdditiveAttention, __name__)
+MultiHeadAttention = of_both_editions(layers.MultiHeadAttention, __name__)
