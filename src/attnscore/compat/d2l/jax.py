@@ -9,30 +9,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import attnscore as ats
-from attnscore.analysis.functional import masked_softmax
-from attnscore.compat.d2l.shared import check_shape, sequence_mask
-from attnscore.plotting.heatmaps import show_heatmaps
-
-__all__ = [
-    "masked_softmax",
-    "sequence_mask",
-    "DotProductAttention",
-    "AdditiveAttention",
-    "MultiHeadAttention",
-    "show_heatmaps",
-    "check_shape",
-    "get_key",
-    "tensor",
-    "ones",
-    "zeros",
-    "normal",
-    "arange",
-    "eye",
-    "reshape",
-]
+from attnscore.analysis import functional
+from attnscore.compat.d2l import shared
+from attnscore.plotting import heatmaps
 
 tensor, ones, zeros, normal = jnp.array, jnp.ones, jnp.zeros, jax.random.normal
 arange, eye, reshape = jnp.arange, jnp.eye, jnp.reshape
+masked_softmax, show_heatmaps = functional.masked_softmax, heatmaps.show_heatmaps
+sequence_mask, check_shape = shared.sequence_mask, shared.check_shape
 _keys = iter(range(2**31))
 
 
