@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,50 +19,36 @@ import pytest
 import attnscore as ats
 from attnscore import backends
 
-OLDER: dict[str, tuple[Callable[..., Any], str]] = {
-    "additive": (
-        lambda layers, **more: layers.AdditiveAttention(2, 20, 8, 0.1, **more),
-        "AdditiveAttention: expected at most 2 positional arguments (num_hiddens, dropout), got 4. "
-        "Hint: AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1)",
-    ),
-    "additive, the last by name": (
-        lambda layers, **more: layers.AdditiveAttention(2, 20, 8, dropout=0.1, **more),
-        "AdditiveAttention: expected at most 2 positional arguments (num_hiddens, dropout), got 3, "
-        "and dropout by name. Hint: AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1)",
-    ),
-    "additive, two by name": (
-        lambda layers, **more: layers.AdditiveAttention(2, 20, num_hiddens=8, dropout=0.1, **more),
-        "got 2, and num_hiddens by name, and dropout by name. "
-        "Hint: AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1)",
-    ),
-    "additive, in no known order": (
-        lambda layers, **more: layers.AdditiveAttention(8, 0.1, 2, **more),
-        "got 3. Hint: num_hiddens, dropout, key_size, query_size, ",
-    ),
-    "multi-head": (
-        lambda layers, **more: layers.MultiHeadAttention(100, 90, 80, 100, 5, 0.5, **more),
-        "MultiHeadAttention: expected at most 3 positional arguments (num_hiddens, num_heads, dropout), got 6. "
-        "Hint: MultiHeadAttention(key_size=100, query_size=90, value_size=80, num_hiddens=100, num_heads=5, "
-        "dropout=0.5)",
-    ),
-    "multi-head with bias": (
-        lambda layers, **more: layers.MultiHeadAttention(100, 90, 80, 100, 5, 0.5, True, **more),
-        "num_heads=5, dropout=0.5, bias=True)",
-    ),
-    "multi-head, bias of the newer edition": (
-        lambda layers, **more: layers.MultiHeadAttention(100, 5, 0.5, True, **more),
-        "got 4. Hint: num_hiddens, num_heads, dropout, bias, score, ",
-    ),
-}
-every_older_call = pytest.mark.parametrize("name", OLDER)
 
-
-def check_older_call(name: str, layers: Any, **more: Any) -> None:
-    """Check that the error of a call of an older edition names the keywords to use."""
-    call, words = OLDER[name]
+@contextmanager
+def _refused(words: str) -> Iterator[None]:
+    """Check that an argument is refused with these words, in a short text."""
     with pytest.raises(ats.ArgumentError, match=re.escape(words)) as found:
-        call(layers, **more)
+        yield
     assert len(str(found.value)) < 500
+
+
+def check_older_calls(layers: Any, **more: Any) -> None:
+    """Check that the errors of calls of older editions name the keywords to use."""
+    additive, heads = (partial(kind, **more) for kind in (layers.AdditiveAttention, layers.MultiHeadAttention))
+    expected = "AdditiveAttention: expected at most 2 positional arguments (num_hiddens, dropout), "
+    hint = "Hint: AdditiveAttention(key_size=2, query_size=20, num_hiddens=8, dropout=0.1)"
+    with _refused(f"{expected}got 4. {hint}"):
+        additive(2, 20, 8, 0.1)
+    with _refused(f"{expected}got 3, and dropout by name. {hint}"):
+        additive(2, 20, 8, dropout=0.1)
+    with _refused(f"got 2, and num_hiddens by name, and dropout by name. {hint}"):
+        additive(2, 20, num_hiddens=8, dropout=0.1)
+    with _refused("got 3. Hint: num_hiddens, dropout, key_size, query_size, "):
+        additive(8, 0.1, 2)
+    expected = "MultiHeadAttention: expected at most 3 positional arguments (num_hiddens, num_heads, dropout), got 6. "
+    hint = "Hint: MultiHeadAttention(key_size=100, query_size=90, value_size=80, num_hiddens=100, num_heads=5, "
+    with _refused(f"{expected}{hint}dropout=0.5)"):
+        heads(100, 90, 80, 100, 5, 0.5)
+    with _refused("num_heads=5, dropout=0.5, bias=True)"):
+        heads(100, 90, 80, 100, 5, 0.5, True)
+    with _refused("got 4. Hint: num_hiddens, num_heads, dropout, bias, score, "):
+        heads(100, 5, 0.5, True)
 
 
 def check_constructors(layers: Any, **more: Any) -> None:

@@ -15,7 +15,7 @@ from attnscore.layers.torch import (
     DotProductAttention,
     MultiHeadAttention,
 )
-from constructor_cases import check_constructors, check_older_call, check_wrong_calls, every_older_call
+from constructor_cases import check_constructors, check_older_calls, check_wrong_calls
 
 X = torch.randn(2, 3, 6)
 
@@ -88,9 +88,8 @@ def test_errors_that_all_frameworks_share() -> None:
     check_wrong_calls(layers, X)
 
 
-@every_older_call
-def test_calls_of_older_editions(name: str) -> None:
-    check_older_call(name, layers)
+def test_calls_of_older_editions() -> None:
+    check_older_calls(layers)
 
 
 def test_constructors() -> None:

@@ -22,7 +22,7 @@ from attnscore.layers.flax import (
     GaussianAttention,
     MultiHeadAttention,
 )
-from constructor_cases import check_constructors, check_older_call, check_textbook_numbers, every_older_call
+from constructor_cases import check_constructors, check_older_calls, check_textbook_numbers
 from flax_cases import (
     ALIKE,
     QUICK,
@@ -548,9 +548,8 @@ def test_parameters_of_a_module_of_the_users_own(jit: bool) -> None:
         np.testing.assert_allclose(grads[name][...], grad, rtol=1e-4, atol=1e-5)
 
 
-@every_older_call
-def test_calls_of_older_editions(name: str) -> None:
-    check_older_call(name, layers, rngs=nnx.Rngs(0))
+def test_calls_of_older_editions() -> None:
+    check_older_calls(layers, rngs=nnx.Rngs(0))
 
 
 def test_constructors() -> None:

@@ -25,10 +25,9 @@ from attnscore.layers.mxnet import (
 )
 from constructor_cases import (
     check_constructors,
-    check_older_call,
+    check_older_calls,
     check_textbook_numbers,
     check_wrong_calls,
-    every_older_call,
 )
 
 pytestmark = pytest.mark.usefixtures("numpy_semantics")
@@ -472,9 +471,8 @@ def test_legacy_semantics_are_told() -> None:
         made("dot")(*inputs())
 
 
-@every_older_call
-def test_calls_of_older_editions(name: str) -> None:
-    check_older_call(name, layers)
+def test_calls_of_older_editions() -> None:
+    check_older_calls(layers)
 
 
 def test_constructors() -> None:
