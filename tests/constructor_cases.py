@@ -68,11 +68,12 @@ def check_constructors(layers: Any, **more: Any) -> None:
         layers.AdditiveAttention(**more)
 
 
-def _called(layer: Any, *arrays: Any) -> Any:
-    """MXNet's layers are initialised first."""
-    if hasattr(layer, "initialize"):
-        layer.initialize()
-    return layer(*arrays)
+def _ready(layer: Any) -> Any:
+    """Initialise a layer of MXNet, and turn dropout off."""
+    for name in ("initialize", "eval"):
+        if hasattr(layer, name):
+            getattr(layer, name)()
+    return layer
 
 
 def check_textbook_numbers(layers: Any, array: Callable[[Any], Any], **more: Any) -> None:
@@ -85,14 +86,37 @@ def check_textbook_numbers(layers: Any, array: Callable[[Any], Any], **more: Any
         (layers.BilinearAttention(key_size=2, query_size=20, **more), 20),
         (layers.DotProductAttention(dropout=0.5), 2),
     ):
-        if hasattr(layer, "eval"):
-            layer.eval()
         queries = array(np.random.default_rng(0).standard_normal((2, 1, size)).astype("float32"))
-        out = _called(layer, queries, keys, values, lens)
+        out = _ready(layer)(queries, keys, values, lens)
         assert tuple(out.shape) == (2, 1, 4)
         np.testing.assert_allclose(backends.host(out)[:, 0], [[2, 3, 4, 5], [10, 11, 12, 13]], rtol=4e-6)
         weights = backends.host(layer.attention_weights)[:, 0]
         np.testing.assert_allclose(weights, valid / valid.sum(-1, keepdims=True), rtol=4e-6)
+
+
+def check_weights_not_kept(layers: Any, x: Any, where: str = "") -> None:
+    """Check the errors of weights before a call, and of a layer that keeps none; `where` are the calls that count."""
+    layer = layers.DotProductAttention(keep_last=False)
+    layer(x, x, x)
+    with pytest.raises(ats.AttnscoreError, match=r"attention_weights: .*got keep_last=False"):
+        _ = layer.attention_weights
+    layer.keep_last = True
+    with pytest.raises(ats.AttnscoreError, match=f"a call of the layer first, got none {where}since"):
+        _ = layer.attention_weights
+    layer(x, x, x)
+    assert tuple(layer.attention_weights.shape) == (2, 3, 3)
+
+
+def check_masks_of_heads(layers: Any, x: Any, array: Callable[[Any], Any], **more: Any) -> None:
+    """Check that an array (batch, query, key) is not read as (head, query, key), with two of both."""
+    layer = _ready(layers.MultiHeadAttention(8, 2, **more))
+    mask = np.stack([np.eye(3, dtype=bool), np.tri(3, dtype=bool)])
+    for given in (array(mask), ats.Dense(array(mask)), mask, mask.tolist()):
+        layer(x, x, x, mask=given)
+        shown = backends.host(layer.attention_weights) > 0
+        np.testing.assert_array_equal(shown, mask[:, None].repeat(2, 1))
+    layer(x, x, x, mask=ats.Dense(array(mask[None])) & ats.Causal())
+    np.testing.assert_array_equal(backends.host(layer.attention_weights) > 0, mask[None].repeat(2, 0))
 
 
 def check_wrong_calls(layers: Any, x: Any, **more: Any) -> None:
@@ -151,8 +175,8 @@ def check_wrong_calls(layers: Any, x: Any, **more: Any) -> None:
     with pytest.raises(ats.ShapeError, match=r"\(6\) for the scaled dot .*got 4"):
         dot(x, x[..., :4], x)
     with pytest.raises(ats.ShapeError, match="queries: expected vectors of length 5, which W_q takes, got 6"):
-        _called(layers.AdditiveAttention(8, key_size=6, query_size=5, **more), x, x, x)
+        _ready(layers.AdditiveAttention(8, key_size=6, query_size=5, **more))(x, x, x)
     with pytest.raises(ats.ShapeError, match="values: expected vectors of length 5, which W_v takes, got 6"):
-        _called(heads(value_size=5), x, x, x)
+        _ready(heads(value_size=5))(x, x, x)
     with pytest.raises(ats.MaskError, match=r"valid_lens: .*from 0 to 3, got 7"):
         dot(x, x, x, [1, 7])

@@ -27,7 +27,7 @@ from attnscore.layers.flax import (
     GaussianAttention,
     MultiHeadAttention,
 )
-from constructor_cases import check_wrong_calls
+from constructor_cases import check_masks_of_heads, check_weights_not_kept, check_wrong_calls
 from flax_cases import ALIKE, called, inputs, make, to_jax, to_torch, two_layers
 from layer_cases import LAYERS, Case, TextbookAdditive, TextbookMultiHead, close
 
@@ -102,15 +102,7 @@ class TestAttentionWeights:
         assert jnp.array_equal(layer.attention_weights, wanted)
 
     def test_before_a_call_and_when_nothing_is_kept(self) -> None:
-        layer = DotProductAttention(keep_last=False)
-        layer(X, X, X)
-        with pytest.raises(ats.AttnscoreError, match=r"attention_weights: .*got keep_last=False"):
-            _ = layer.attention_weights
-        layer.keep_last = True
-        with pytest.raises(ats.AttnscoreError, match="a call of the layer first, got none outside jit, grad"):
-            _ = layer.attention_weights
-        layer(X, X, X)
-        assert layer.attention_weights.shape == (2, 3, 3)
+        check_weights_not_kept(flax, X, "outside jit, grad and vmap ")
 
     @pytest.mark.usefixtures("few")
     @pytest.mark.slow_rows("inputs")
@@ -250,21 +242,8 @@ class TestLoadTorch:
         assert layer.W_q.kernel.shape == (3, 4) and (layer.W_q.kernel[...] == 1).all()
 
 
-class TestMultiHeadMasks:
-    """Two rows in the batch and two heads: an array (batch, query, key) must not be read as (head, query, key)."""
-
-    mask = np.stack([np.eye(3, dtype=bool), np.tril(np.ones((3, 3), bool))])
-
-    @pytest.mark.parametrize("wrap", [jnp.asarray, lambda x: ats.Dense(jnp.asarray(x)), lambda x: x, np.ndarray.tolist])
-    def test_three_axes_hold_for_all_heads(self, wrap: Callable[[Any], Any]) -> None:
-        layer = MultiHeadAttention(8, 2, rngs=nnx.Rngs(0))
-        layer(X, X, X, mask=wrap(self.mask))
-        assert jnp.array_equal(layer.attention_weights > 0, np.broadcast_to(self.mask[:, None], (2, 2, 3, 3)))
-
-    def test_four_axes_are_per_head(self) -> None:
-        layer = MultiHeadAttention(8, 2, rngs=nnx.Rngs(0))
-        layer(X, X, X, mask=ats.Dense(self.mask[None]) & ats.Causal())
-        assert jnp.array_equal(layer.attention_weights > 0, np.broadcast_to(self.mask[None], (2, 2, 3, 3)))
+def test_masks_of_heads() -> None:
+    check_masks_of_heads(flax, X, jnp.asarray, rngs=nnx.Rngs(0))
 
 
 def test_errors() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import attnscore as ats
+from attnscore.layers import torch as layers
 from attnscore.layers.torch import DotProductAttention, MultiHeadAttention
+from constructor_cases import check_masks_of_heads, check_weights_not_kept
 from layer_cases import BATCH, Case, close, every_layer
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
@@ -91,16 +90,7 @@ class TestAttentionWeights:
             torch.testing.assert_close(got, wanted)
 
     def test_before_a_call_and_when_nothing_is_kept(self) -> None:
-        layer = DotProductAttention(keep_last=False)
-        x = torch.randn(1, 3, 2)
-        layer(x, x, x)
-        with pytest.raises(ats.AttnscoreError, match=r"attention_weights: .*got keep_last=False"):
-            _ = layer.attention_weights
-        layer.keep_last = True
-        with pytest.raises(ats.AttnscoreError, match="a call of the layer first, got none since"):
-            _ = layer.attention_weights
-        layer(x, x, x)
-        assert layer.attention_weights.shape == (1, 3, 3)
+        check_weights_not_kept(layers, torch.randn(2, 3, 2))
 
     def test_inputs_that_changed_in_place_are_noticed(self) -> None:
         layer, x = DotProductAttention(), torch.randn(1, 3, 2)
@@ -145,22 +135,10 @@ class TestAttentionWeights:
 
 
 class TestMultiHeadMasks:
-    """Two rows in the batch and two heads: an array (batch, query, key) must not be read as (head, query, key)."""
-
     layer_inputs = torch.randn(2, 4, 6)
 
-    @pytest.mark.parametrize("wrap", [lambda x: x, ats.Dense, lambda x: x.numpy(), lambda x: x.tolist()])
-    def test_three_axes_hold_for_all_heads(self, wrap: Callable[[Tensor], Any]) -> None:
-        layer, x = MultiHeadAttention(8, 2), self.layer_inputs
-        mask = torch.stack([torch.eye(4).bool(), torch.ones(4, 4).tril().bool()])
-        layer(x, x, x, mask=wrap(mask))
-        assert torch.equal(layer.attention_weights > 0, mask[:, None].expand(2, 2, 4, 4))
-
-    def test_four_axes_are_per_head(self) -> None:
-        layer, x = MultiHeadAttention(8, 2), self.layer_inputs
-        mask = torch.stack([torch.eye(4).bool(), torch.ones(4, 4).tril().bool()])[None]
-        layer(x, x, x, mask=ats.Dense(mask) & ats.Causal())
-        assert torch.equal(layer.attention_weights > 0, mask.expand(2, 2, 4, 4))
+    def test_axes(self) -> None:
+        check_masks_of_heads(layers, self.layer_inputs[:, :3], torch.from_numpy)
 
     def test_what_does_not_fit(self) -> None:
         layer, x = MultiHeadAttention(8, 2), self.layer_inputs

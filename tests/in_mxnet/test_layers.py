@@ -25,8 +25,10 @@ from attnscore.layers.mxnet import (
 )
 from constructor_cases import (
     check_constructors,
+    check_masks_of_heads,
     check_older_calls,
     check_textbook_numbers,
+    check_weights_not_kept,
     check_wrong_calls,
 )
 
@@ -417,13 +419,11 @@ def test_few_weights_are_computed_in_the_pass(name: str, monkeypatch: pytest.Mon
 
 
 def test_weights_before_a_call_or_of_a_layer_that_keeps_none() -> None:
-    layer = DotProductAttention()
-    with pytest.raises(ats.AttnscoreError, match="a call of the layer first"):
-        _ = layer.attention_weights
-    quiet = DotProductAttention(keep_last=False)
-    quiet(*inputs())
-    with pytest.raises(ats.AttnscoreError, match="keep_last=False"):
-        _ = quiet.attention_weights
+    check_weights_not_kept(layers, random(2, 3, 6))
+
+
+def test_masks_of_heads() -> None:
+    check_masks_of_heads(layers, random(2, 3, 6), np.array)
 
 
 def test_a_copy_carries_no_activations() -> None:
