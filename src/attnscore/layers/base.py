@@ -15,7 +15,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.analysis.weights import attention_weights
 from attnscore.api import attend
-from attnscore.backends.base import Array, Backend, accumulator
+from attnscore.backends.base import Array, Backend, HostArray, accumulator
 from attnscore.base import thresholds
 from attnscore.base.arguments import check_flag, shown
 from attnscore.base.layout import may_equal
@@ -390,7 +390,7 @@ class LoadsTorch:
         ShapeError
             An array of another shape. No parameter has been changed then.
         """
-        arrays: dict[str, shared.HostArray] = {}
+        arrays: dict[str, HostArray] = {}
         for name, x in state.items():
             if (array := backends.of({name: x}).host(x)) is None:
                 expected = "an array whose numbers can be seen"
@@ -399,5 +399,5 @@ class LoadsTorch:
         self._load(arrays)
 
     @abstractmethod
-    def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
+    def _load(self, arrays: Mapping[str, HostArray]) -> None:
         """Assign a checkpoint, and make the parameters that were not sized yet."""

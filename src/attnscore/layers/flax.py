@@ -23,6 +23,7 @@ from flax import nnx
 from jax import lax
 
 from attnscore import backends
+from attnscore.backends.base import HostArray
 from attnscore.backends.jax.tracers import trace_state
 from attnscore.base.arguments import hides_unknown, reject_unknown
 from attnscore.errors import ArgumentError, message
@@ -237,7 +238,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
             setattr(self, part.name, attribute)
         return attribute
 
-    def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
+    def _load(self, arrays: Mapping[str, HostArray]) -> None:
         sizes = self._layer.sizes_in(arrays)
         parts = {part.name: getattr(self, part.name) for part in self._layer.parts}
         made = {name: part.made(sizes) for name, part in parts.items() if isinstance(part, Unsized)}
@@ -246,7 +247,7 @@ class Attention(BaseAttention[jax.Array], LoadsTorch, nnx.Module):
             setattr(self, name, part)
 
 
-def _assign(parameter: Any, array: shared.HostArray) -> None:
+def _assign(parameter: Any, array: HostArray) -> None:
     parameter[...] = jnp.asarray(array, parameter.dtype)
 
 

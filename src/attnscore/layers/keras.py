@@ -17,7 +17,7 @@ from typing import Any, final
 import keras
 import numpy as np
 
-from attnscore.backends.base import HALF_PRECISION, Array
+from attnscore.backends.base import HALF_PRECISION, Array, HostArray
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.kv_cache import KeyValueCache
 from attnscore.layers import description, shared
@@ -318,7 +318,7 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         objects = {} if rotary is None else {"rotary": keras.saving.deserialize_keras_object(rotary)}
         return super().from_config({**config, **Layer.from_config(config), **objects})
 
-    def _load(self, arrays: Mapping[str, shared.HostArray]) -> None:
+    def _load(self, arrays: Mapping[str, HostArray]) -> None:
         if not self.built:
             # A layer that is built has sizes: names that do not fit must not set them.
             shared.check_names(arrays, [name for part in self._layer.parts for name in part.torch_names])

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import FLOATING, Backend
+from attnscore.backends.base import FLOATING, Backend, HostArray
 from attnscore.base.arguments import is_whole, reject_unknown, shown
 from attnscore.base.layout import is_unknown, may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message
@@ -22,8 +22,6 @@ from attnscore.masks.base import map_atoms
 from attnscore.masks.shape_spec import shape_of
 from attnscore.scores import arrays_of
 
-Shape = tuple[int, ...]
-HostArray = np.ndarray[Any, Any]
 Class = TypeVar("Class", bound=type)
 
 
@@ -109,7 +107,7 @@ def check_size(name: str, size: Any, *, optional: bool = False) -> Any:
     return int(size)
 
 
-def check_axes(shapes: Mapping[str, Shape]) -> None:
+def check_axes(shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ShapeError unless queries, keys, values are (batch, length, features) and belong together."""
     for name, shape in shapes.items():
         if len(shape) != 3:

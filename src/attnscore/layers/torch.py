@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Never, Self, TypeAlias, final
+from collections.abc import Mapping, Sequence
+from typing import Any, Never, Self, final
 
 import numpy as np
 import torch
@@ -364,10 +364,6 @@ class GaussianAttention(description.GaussianLayer, Attention):
     """Pooling by the Gaussian kernel -|q - k|^2 / (2 bandwidth^2)."""
 
     log_bandwidth: nn.Parameter | None
-
-
-Rotary: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Turns queries and keys (batch, length, head, dim) by their positions (batch or 1, length)."""
 
 
 @final
