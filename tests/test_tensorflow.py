@@ -72,6 +72,7 @@ def test_graphs_of_rolled_loops(score: str, mask: str) -> None:
 # The others in tiles of their usual size: a graph of many small tiles takes seconds to make.
 
 
+@pytest.mark.slow
 @some(
     "score,dtype",
     [
@@ -81,9 +82,6 @@ def test_graphs_of_rolled_loops(score: str, mask: str) -> None:
         ("own-tile_gradient", "float16"),
     ],
     [(score.name, dtype) for score in SOME_SCORES for dtype in DTYPES],
-)
-@pytest.mark.slow_rows(
-    "gaussian-*", "additive-gelu-heads-bfloat16", "scaled_dot-heads-float64", "own-tile_gradient-float16"
 )
 def test_graphs(score: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()

@@ -93,12 +93,8 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
 # ------------------------------------------------------------------ that they run
 
 
-@some("score,mask,dtype,extras", TURNS[3::80], TURNS, slow=TURNS[43::80])
-@pytest.mark.slow_rows(
-    "combination-mixed-and-arrays-float64",
-    "additive-tanh-bias-not-float64",
-    "scaled_dot-by-name-Causal-bottom_right-tall-float64",
-)
+@pytest.mark.slow
+@some("score,mask,dtype,extras", TURNS[3::40], TURNS)
 def test_the_table_in_graphs(score: str, mask: str, dtype: str, extras: str) -> None:
     call = make_call(score, mask, dtype, extras)
     call.check(call.tensorflow(tf.function))
