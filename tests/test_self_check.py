@@ -16,7 +16,7 @@ import pytest
 import attnscore as ats
 from attnscore import kernels, masks, scores, testing
 from attnscore.backends import native
-from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiled import Streaming
 from attnscore.problem.results import Result
 
 

@@ -11,7 +11,7 @@ from attnscore.kernels.formula import FewKeys, OneTile
 from attnscore.kernels.fused import Fused
 from attnscore.kernels.gather import Gather
 from attnscore.kernels.native.kernel import Native
-from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiled import Streaming
 from attnscore.kernels.triton.kernel import Triton
 from attnscore.problem.problem import Problem
 

@@ -39,7 +39,7 @@ class Kernel(ABC):
     """Facts without which the kernel has `reasons_against` any problem, so that "auto" need not ask for them."""
     is_sometimes_slower: ClassVar[bool] = False
     """Whether the kernel may have `reasons_not_automatic`."""
-    has_vjp: bool
+    has_vjp: bool = True
     """Whether ``backward`` computes the gradient; otherwise the framework's autodiff differentiates ``forward``."""
     matrix_is_second_pass: bool = False
     """Whether ``forward`` computes all scores for the output, and once more for `Problem.matrix`."""

@@ -24,7 +24,7 @@ from attnscore.base import thresholds
 from attnscore.base.layout import is_unknown
 from attnscore.kernels import tiled, tiling
 from attnscore.kernels.base import Kernel
-from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiled import Streaming
 from attnscore.kernels.tiling import TilePlan
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import NEG_INF
@@ -41,7 +41,6 @@ class _Formula(Kernel):
     """Base of both kernels. A gradient of the weights without one of the output is rare: it goes to tiled attention."""
 
     needs = frozenset(("staged",))
-    has_vjp = True
 
     @property
     def differentiable(self) -> Kernel:

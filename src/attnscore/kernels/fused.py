@@ -17,7 +17,7 @@ import numpy as np
 from attnscore.backends.base import HALF_PRECISION, Array
 from attnscore.kernels import tiled
 from attnscore.kernels.base import Kernel
-from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiled import Streaming
 from attnscore.kernels.tiling import TilePlan
 from attnscore.kernels.triton.kernel import missing_package
 from attnscore.problem.normalizers import ONLY_SOFTMAX
@@ -44,7 +44,6 @@ class Fused(Kernel):
 
     name = "fused"
     summary = "PyTorch's scaled_dot_product_attention, for plain 16-bit products on a GPU"
-    has_vjp = True
 
     @property
     def differentiable(self) -> Kernel:

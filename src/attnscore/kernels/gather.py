@@ -31,7 +31,7 @@ from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.native.kernel import Native
 from attnscore.kernels.native.marshalling import allocate_aligned
-from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiled import Streaming
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import CachedMask, Dense, Mask, Neighbours, parts_of
 from attnscore.masks.base import all_of
@@ -53,7 +53,6 @@ class Gather(Kernel):
     name = "gather"
     summary = "gathered neighbours, O(edges) time and memory"
     needs = frozenset(("masked",))
-    has_vjp = True
     block_kernels: tuple[Kernel, ...] = (Native(), Streaming())
     """Kernels from which each block takes one, in the order of preference; the last runs any block."""
 

@@ -5,8 +5,8 @@
 - The forward saves `row_max` and `log_denom` (and the entropy) of every query; the backward recomputes the weights.
 - Only buffers that are made here are written to, so that a framework can differentiate the loops once more.
 
-It reads from top to bottom: one score tile, the forward, the backward, then the loops over tiles, the isolation of
-non-finite inputs, and slices.
+It reads from top to bottom: the kernel, one score tile, the forward, the backward, then the loops over tiles, the
+isolation of non-finite inputs, and slices.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, final
 
 from attnscore.backends.base import HALF_PRECISION, Array, Backend, sum_to
 from attnscore.base.layout import Span, entries_of, is_unknown
+from attnscore.kernels.base import Kernel
 from attnscore.kernels.tiling import DynamicSegment, Segment, TilePlan
 from attnscore.masks.shape_spec import ShapeSpec
 from attnscore.problem import online_softmax, relative
@@ -28,6 +29,32 @@ from attnscore.problem.results import Result, RowGradients
 from attnscore.problem.statistics import TABLE
 from attnscore.scores.base import nonfinite_rows
 from attnscore.scores.forms import FormPullback, Role, times
+
+
+@final
+class Streaming(Kernel):
+    """Tiled attention in the framework's operations, for any score, mask and framework."""
+
+    name = "streaming"
+    summary = "tiles in the framework's own operations, O(n) memory"
+    matrix_is_second_pass = True
+
+    def reasons_against(self, problem: Problem) -> tuple[str, ...]:
+        return ()
+
+    def notes(self, problem: Problem, tiles: TilePlan) -> tuple[str, ...]:
+        if problem.normalizer is None or problem.normalizer.threshold_slope == 0:
+            return ()
+        return ("the scores are computed about 10 times, to find the threshold of each query",)
+
+    def forward(self, problem: Problem, tiles: TilePlan) -> Result:
+        return forward(problem, tiles)
+
+    def backward(
+        self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
+    ) -> dict[str, Array]:
+        return backward(problem, tiles, result, grads)
+
 
 # One tile of scores
 

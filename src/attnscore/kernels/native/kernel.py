@@ -29,7 +29,7 @@ from attnscore.kernels.native.chunked_masks import Program
 from attnscore.kernels.native.in_memory import InMemory
 from attnscore.kernels.native.xla_call import XlaCall
 from attnscore.kernels.native.xla_callback import HostCallback
-from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiled import Streaming
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import lowering
 from attnscore.masks.base import all_of
@@ -47,7 +47,6 @@ class Native(Kernel):
 
     name = "native"
     summary = "C++ on the CPU, O(n) memory"
-    has_vjp = True
     saves_scores: bool = False
 
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:

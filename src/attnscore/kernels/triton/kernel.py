@@ -18,7 +18,7 @@ from typing import Any, final
 from attnscore.backends.base import Array, SeedHalves
 from attnscore.kernels import tiled
 from attnscore.kernels.base import Kernel, Plan
-from attnscore.kernels.streaming import Streaming
+from attnscore.kernels.tiled import Streaming
 from attnscore.kernels.tiling import TilePlan
 from attnscore.kernels.triton import is_interpreted
 from attnscore.problem.dropout import PairDropout
@@ -57,7 +57,6 @@ class Triton(Kernel):
 
     name = "triton"
     summary = "Triton on a GPU, O(n) memory"
-    has_vjp = True
 
     @property
     def differentiable(self) -> Kernel:
