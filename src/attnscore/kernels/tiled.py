@@ -264,7 +264,7 @@ def _normalized_query_tile(
 
 
 @dataclass(frozen=True, eq=False)
-class _RowContext:
+class RowContext:
     """Saved numbers and gradients of every query, as all tiles of the backward read them."""
 
     result: Result
@@ -292,18 +292,18 @@ class _RowContext:
         return grad - minus_grad_of_entropy * _slice(ops, self.grads.entropy, -2, rows)
 
 
-def _row_context(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> _RowContext:
+def _row_context(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> RowContext:
     """Return saved numbers, gradients and delta of every query, for the tiles of the backward."""
     problem, ops = inputs.problem, inputs.problem.ops
     if grads.out is None:
         grads = dataclasses.replace(grads, out=ops.zeros(ops.shape(result.out), result.out))
     delta_of = _delta_of_softmax if problem.normalizer is None else _delta_of_threshold
     skips_nan_isolation = (problem.mask is None and problem.bias is None) or ops.known_finite(grads.out)
-    return _RowContext(result, grads, skips_nan_isolation, delta_of(inputs, tiles, result, grads))
+    return RowContext(result, grads, skips_nan_isolation, delta_of(inputs, tiles, result, grads))
 
 
 def _delta_of_softmax(inputs: _Inputs, tiles: TilePlan, result: Result, grads: RowGradients) -> Array:
-    """Return `_RowContext.delta` of every query."""
+    """Return `RowContext.delta` of every query."""
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
     pairs = [(result.out, grads.out)]
     if problem.matrix == "weights" and grads.matrix is not None:
@@ -392,7 +392,7 @@ def _matrix_gradient(problem: Problem, grad: Array, rows: Span, cols: Span) -> A
 
 
 def _tile_gradients(
-    inputs: _Inputs, tiles: TilePlan, context: _RowContext, rows: Span, cols: Span, partial: bool
+    inputs: _Inputs, tiles: TilePlan, context: RowContext, rows: Span, cols: Span, partial: bool
 ) -> dict[str, Array]:
     """Return one tile's gradient of every operand but the sink, not yet summed over broadcast axes."""
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
@@ -496,10 +496,10 @@ def backward(problem: Problem, tiles: TilePlan, result: Result, grads: RowGradie
         for axis, length in enumerate(ops.shape(problem.bias)):
             if is_unknown(length):
                 buffers["bias"] = ops.sum_to_length(buffers["bias"], axis, length)
-    return buffers if problem.sink is None else buffers | {"sink": _sink_gradient(problem, problem.sink, context)}
+    return buffers if problem.sink is None else buffers | {"sink": sink_gradient(problem, problem.sink, context)}
 
 
-def _sink_gradient(problem: Problem, sink: Array, context: _RowContext) -> Array:
+def sink_gradient(problem: Problem, sink: Array, context: RowContext) -> Array:
     """Return the gradient of the sink, a score whose value vector is 0: grad_p = dout . value = 0."""
     ops, shape = problem.ops, tuple(sink.shape)
     sink = ops.astype(ops.reshape(sink, (*shape, 1, 1)), problem.accumulator)

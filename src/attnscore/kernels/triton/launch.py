@@ -13,6 +13,7 @@ import torch
 import triton
 
 from attnscore.backends.base import Array, sum_to
+from attnscore.kernels import tiled
 from attnscore.kernels.tiling import TilePlan
 from attnscore.kernels.triton import additive_gradients, is_interpreted, ranges
 from attnscore.kernels.triton import backward as backward_kernels
@@ -33,7 +34,6 @@ from attnscore.kernels.triton.operands import (
 from attnscore.kernels.triton.tiles import FORMS, KernelName, Tile, padded_dim, tile_of
 from attnscore.masks import IntervalSet, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
-from attnscore.problem import online_softmax
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
 from attnscore.problem.statistics import TABLE
@@ -414,6 +414,7 @@ class _Backward:
         self, problem: Problem, operands: Operands, result: Result, grads: RowGradients, requested: frozenset[str]
     ) -> None:
         self.problem, self.operands, self.requested = problem, operands, requested
+        self.result, self.grads = result, grads
         self.arrays = problem.operands()
         self.score_constants: dict[str, Any] = {
             "DERIVATIVE": None if operands.custom is None else operands.custom.tile.gradient,
@@ -608,15 +609,9 @@ class _Backward:
         self.gradients["bias"] = partial_sums.sum(axes, keepdim=True) if axes else partial_sums
 
     def d_sink(self, sink: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the sink: the score of a key whose value vector is 0, so ds = p (0 - delta)."""
-        rows = self.rows
-        sink_score = sink.float().reshape(*sink.shape, 1, 1)
-        log_p = online_softmax.log_weights(self.problem.ops, sink_score, rows.row_max, rows.log_denom)
-        p = log_p.exp()
-        grad = p * rows.minus_delta
-        if rows.grad_entropy is not None:
-            grad = grad - p * (torch.where(p == 0, 0.0, log_p) + rows.entropy) * rows.grad_entropy
-        grad_sink: torch.Tensor = sum_to(self.problem.ops, grad, (*sink.shape, 1, 1)).reshape(sink.shape)
+        """Return the gradient of the sink."""
+        context = tiled.RowContext(self.result, self.grads, skips_nan_isolation=True, delta=-self.rows.minus_delta)
+        grad_sink: torch.Tensor = tiled.sink_gradient(self.problem, sink, context)
         return grad_sink
 
 
