@@ -110,15 +110,6 @@ class Input(NamedTuple):
     """Whether it is an array of NumPy in C order, after the axes are swapped."""
 
 
-class Gradient(NamedTuple):
-    """Gradient of an operand."""
-
-    position: int | None
-    """Index in `Backward.filled`; None where it is not requested."""
-    unfinished: Operand | None
-    """The operand, where the filled array is not yet the gradient."""
-
-
 class Backward(NamedTuple):
     """Plan of a backward."""
 
@@ -126,8 +117,9 @@ class Backward(NamedTuple):
     inputs: tuple[Input, ...]
     filled: tuple[tuple[int, ...], ...]
     """Shape of each gradient that the module fills."""
-    gradients: tuple[Gradient, ...]
-    """Gradient of each operand."""
+    gradients: tuple[tuple[int | None, Operand | None], ...]
+    """For each operand the index of its gradient in `filled`, None where it is not requested, and the operand itself
+    where the filled array is not yet its gradient."""
 
 
 class Operand(NamedTuple):
@@ -534,15 +526,11 @@ class NativePlan(Plan):
             for name in BACKWARD_INPUTS
             if name in reads
         ]
-        gradients: list[Gradient] = []
+        gradients: list[tuple[int | None, Operand | None]] = []
         for operand, is_requested in zip(self.operands, requested, strict=True):
             is_finished = operand.is_final and not operand.is_summed and operand.name != "scale"
-            gradients.append(
-                Gradient(
-                    position=names.index(operand.name) if is_requested else None,
-                    unfinished=operand if is_requested and not is_finished else None,
-                )
-            )
+            position = names.index(operand.name) if is_requested else None
+            gradients.append((position, operand if is_requested and not is_finished else None))
         return Backward(plan, tuple(inputs), tuple(operands[name].filled for name in names), tuple(gradients))
 
     def operand_gradient(self, grad: Array, operand: Operand, x: Array) -> Array:
