@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -20,17 +21,7 @@ from attnscore.kernels.triton import backward as backward_kernels
 from attnscore.kernels.triton import forward as forward_kernels
 from attnscore.kernels.triton.additive import AdditiveSides, sides_of
 from attnscore.kernels.triton.custom import Custom, custom_of, parameter_gradient
-from attnscore.kernels.triton.operands import (
-    Dropout,
-    Inputs,
-    Masking,
-    Operand,
-    RowGrads,
-    Rows,
-    Sizes,
-    as_int32,
-    operand,
-)
+from attnscore.kernels.triton.operands import Dropout, Inputs, Masking, Operand, RowGrads, Rows, Sizes, operand
 from attnscore.kernels.triton.tiles import FORMS, KernelName, Tile, padded_dim, tile_of
 from attnscore.masks import IntervalSet, lowering
 from attnscore.masks.dynamic_intervals import traced_visibility
@@ -291,9 +282,11 @@ def _dropout(problem: Problem) -> Dropout | None:
     """Return the dropout of the weights as the kernels take it."""
     if problem.dropout is None:
         return None
-    probability, (low, high) = problem.dropout.probability, problem.dropout.words
-    threshold = min(round(probability * 2**32), 2**32 - 1)
-    return Dropout(as_int32(low), as_int32(high), as_int32(threshold), 1 / (1 - probability))
+    probability = problem.dropout.probability
+    words = (*problem.dropout.words, min(round(probability * 2**32), 2**32 - 1))
+    # As signed numbers: Triton would take a larger one for 64 bits.
+    low, high, threshold = (ctypes.c_int32(bits).value for bits in words)
+    return Dropout(low, high, threshold, 1 / (1 - probability))
 
 
 _ON_DEVICE: WeakKeyDictionary[IntervalSet, dict[Hashable, DeviceIntervals]] = WeakKeyDictionary()

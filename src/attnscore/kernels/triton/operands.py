@@ -127,8 +127,3 @@ def operand(x: torch.Tensor, lead: Sequence[int], heads: int, groups: int, row: 
 def as_strided_operand(x: torch.Tensor) -> Operand:
     """Return an array (batch, head, group, row, column) as an `Operand`; an axis of size 1 is broadcast."""
     return Operand(x, *(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)))
-
-
-def as_int32(bits: int) -> int:
-    """Return the 32 bits as a signed number: Triton would take a larger one for 64 bits."""
-    return bits - 2**32 if bits >= 2**31 else bits
