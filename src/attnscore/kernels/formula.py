@@ -41,10 +41,7 @@ class _Formula(Kernel):
     """Base of both kernels. A gradient of the weights without one of the output is rare: it goes to tiled attention."""
 
     needs = frozenset(("staged",))
-
-    @property
-    def differentiable(self) -> Kernel:
-        return Streaming()
+    differentiable = Streaming()
 
 
 def _can_use_formula(problem: Problem) -> bool:

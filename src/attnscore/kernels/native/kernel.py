@@ -47,14 +47,11 @@ class Native(Kernel):
 
     name = "native"
     summary = "C++ on the CPU, O(n) memory"
+    differentiable = Streaming()
     saves_scores: bool = False
 
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
         return native_plan.reusable_plan(self, problem, tiles, arrays) or super().prepare(problem, tiles, arrays)
-
-    @property
-    def differentiable(self) -> Kernel:
-        return Streaming()
 
     def missing(self) -> str | None:
         return _MISSING

@@ -57,10 +57,7 @@ class Triton(Kernel):
 
     name = "triton"
     summary = "Triton on a GPU, O(n) memory"
-
-    @property
-    def differentiable(self) -> Kernel:
-        return Streaming()
+    differentiable = Streaming()
 
     def prepare(self, problem: Problem, tiles: TilePlan, arrays: Mapping[str, Array]) -> Plan:
         from attnscore.kernels.triton.plan import reusable_plan

@@ -43,6 +43,9 @@ class TritonPlan(Plan, DifferentiableOp):
     compile_constants: dict[str, Any]
     """Compile-time constants of the forward."""
 
+    differentiable_count = 2  # output and log-denominator
+    saved_count = 3  # the maximum of each query too
+
     def __repr__(self) -> str:
         return f"TritonPlan({self.op!r}, {self.tile})"
 
@@ -51,14 +54,6 @@ class TritonPlan(Plan, DifferentiableOp):
         # A unit is about 2 KB; the intervals of a mask count as 32 bytes for each query.
         intervals = self.operands.intervals
         return 1 if intervals is None else 1 + intervals.start.numel() // 64
-
-    @property
-    def differentiable_count(self) -> int:
-        return 2  # output and log-denominator
-
-    @property
-    def saved_count(self) -> int:
-        return 3  # the maximum of each query too
 
     def run(self, arguments: CallArguments) -> Any:
         output, *_ = self.op.problem.ops.differentiable(self, arguments[:3])  # query, key, value
