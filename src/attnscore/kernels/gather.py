@@ -439,7 +439,9 @@ class _GatheredCall:
 
     def _reader(self, x: Array, indices_of: Callable[[_Block], HostArray]) -> Callable[[_Block], Array]:
         """Return a function that gives the entries of `x` at ``indices_of(block)``: (batch, *lead, entry, width)."""
-        ops, rows, (*lead, _, width) = self.ops, _rows_first(self.ops, x), x.shape
+        ops, (*lead, _, width) = self.ops, x.shape
+        # A view of arrays (length, head, dim).
+        rows = ops.in_c_order(_flatten_entries(ops, ops.expand_dims(x, 0)))
 
         def read(block: _Block) -> Array:
             indices = indices_of(block)
@@ -567,15 +569,8 @@ def _flatten_entries(ops: Backend, x: Array) -> Array:
     return ops.reshape(rows, (batch * entries, math.prod(lead) * dim))
 
 
-def _rows_first(ops: Backend, x: Array) -> Array:
-    """Return (*lead, length, dim) as (length, lead * dim) in C order: a view of arrays (length, head, dim)."""
-    lead, length, dim = math.prod(x.shape[:-2]), x.shape[-2], x.shape[-1]
-    rows = ops.swap_axes(ops.reshape(x, (lead, length, dim)), 0, 1)
-    return ops.in_c_order(ops.reshape(rows, (length, lead * dim)))
-
-
 def _rows_back(ops: Backend, rows: Array, lead: tuple[int, ...], dim: int) -> Array:
-    """Return (length, lead * dim) as (*lead, length, dim): the inverse of `_rows_first`."""
+    """Return (length, lead * dim) as (*lead, length, dim)."""
     x = ops.swap_axes(ops.reshape(rows, (rows.shape[0], math.prod(lead), dim)), 0, 1)
     return ops.reshape(x, (*lead, rows.shape[0], dim))
 
