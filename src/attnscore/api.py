@@ -117,7 +117,7 @@ def attend(
     signature = plans.signature(arguments, options)
     if signature is None:
         # Neither variables nor ragged arrays have a signature.
-        arguments = plans.with_variable_values(arguments)
+        arguments = plans.change_arrays(arguments, backends.variable_value)
         signature, (query, key, value, *_) = plans.signature(arguments, options), arguments
         ops = backends.of({"query": query})
         if ops.ragged(query) is not None:

@@ -218,11 +218,6 @@ def plan_for(
     return plan_for(None, arguments, options, has_value=has_value) if is_detached else (plan, arguments)
 
 
-def with_variable_values(arguments: CallArguments) -> CallArguments:
-    """Return the arguments of a call with the values of variables in place of the variables."""
-    return _with_arrays(arguments, backends.variable_value)
-
-
 def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:
     """Return the arguments of a call with detached arrays, where its score would compute from arrays on a tape.
 
@@ -238,10 +233,10 @@ def _without_gradients(ops: Backend, arguments: CallArguments) -> CallArguments:
     # An array of another framework stays, for the checks of the call to name it in their message.
     if any(backends.of_type(type(x)) is not ops for x in arrays) or not ops.needs_grad(*arrays):
         return arguments
-    return _with_arrays(arguments, lambda x: ops.stop_gradient(x) if backends.of_type(type(x)) is ops else x)
+    return change_arrays(arguments, lambda x: ops.stop_gradient(x) if backends.of_type(type(x)) is ops else x)
 
 
-def _with_arrays(arguments: CallArguments, change: Callable[[Any], Any]) -> CallArguments:
+def change_arrays(arguments: CallArguments, change: Callable[[Any], Any]) -> CallArguments:
     """Return the arguments with ``change(x)`` for each array, the score's too; the same object if nothing changes."""
     query, key, value, score, mask, valid_lens, bias, sink, seed = arguments
     query, key, value, mask, valid_lens, bias, sink = map(change, (query, key, value, mask, valid_lens, bias, sink))
