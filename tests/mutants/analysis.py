@@ -7,9 +7,9 @@ from mutants.fault import Fault
 FAULTS: list[Fault] = [
     Fault(
         "blocks-mask-of-the-block",
-        "src/attnscore/analysis/weights.py",
-        "SlicedMask.visible",
-        "self.score_shape",
+        "src/attnscore/masks/sharded.py",
+        "Sharded.part_shape",
+        "dataclasses.replace(score_shape, query_len=A, key_len=B)",
         "score_shape",
         "tests/test_blocks.py -k under_every_mask",
         "the mask of a block is judged by the lengths of the block",
@@ -34,12 +34,21 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "blocks-intervals-of-the-whole",
-        "src/attnscore/analysis/weights.py",
-        "SlicedMask.interval_set",
-        "np.clip(A - B, 0, C)",
-        "np.clip(A, 0, C)",
+        "src/attnscore/masks/sharded.py",
+        "Sharded.interval_set",
+        "np.searchsorted(A, B)",
+        "B",
         "tests/test_maps.py -k 'many_keys'",
         "the intervals of keys side by side start at the first key of the whole",
+    ),
+    Fault(
+        "blocks-intervals-of-falling-keys",
+        "src/attnscore/masks/sharded.py",
+        "Sharded.keeps_intervals",
+        "A is None or B",
+        "True",
+        "tests/test_blocks.py -k under_every_mask",
+        "keys in any order have the intervals of keys that rise",
     ),
     Fault(
         "merge-empty-part-spreads",

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Never, final
+from typing import Any, Never
 
 import numpy as np
 
 from attnscore import backends, kernels
-from attnscore.backends.base import FLOATING, Array, Backend, HostArray
+from attnscore.backends.base import FLOATING, Array, HostArray
 from attnscore.base.arguments import CallArguments, hides_unknown, is_number, is_whole, reject_unknown, shown
-from attnscore.base.layout import ScoreShape
+from attnscore.base.layout import is_unknown
 from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
-from attnscore.masks import IntervalSet, Mask
-from attnscore.masks.base import IntervalSetMask
-from attnscore.masks.intervals import normalize
+from attnscore.masks import Sharded
 from attnscore.plans import plan as plans
 from attnscore.plans.prepared import PreparedKeys
 from attnscore.problem.online_softmax import NEG_INF, log_weights
@@ -177,11 +173,14 @@ def slice_problem(problem: Problem, query_index: Any, key_index: Any) -> Problem
         indices = index.get(role)
         return x if indices is None else ops.take(x, indices, -2)
 
+    lengths = score_shape.query_len, score_shape.key_len
+    query, key = (
+        ops.positions(0, n, like) if is_unknown(n) else np.arange(n) if x is None else x
+        for x, n in zip((rows, cols), lengths, strict=True)
+    )
     bias = problem.bias
-    if bias is not None and problem.has_relative_bias and (rows is not None or cols is not None):
+    if bias is not None and problem.has_relative_bias:
         # The block is small: each pair gets its own entry.
-        key = np.arange(score_shape.key_len) if cols is None else cols
-        query = np.arange(score_shape.query_len) if rows is None else rows
         offsets = key - query[:, None] + (score_shape.query_len - 1)
         pairs = ops.take(bias, ops.asarray(offsets.reshape(-1), like), -1)
         bias = ops.reshape(pairs, (*bias.shape[:-2], *offsets.shape))
@@ -201,53 +200,9 @@ def slice_problem(problem: Problem, query_index: Any, key_index: Any) -> Problem
         key=take(problem.key, "key"),
         value=take(problem.value, "key"),
         form=problem.form.part(take),
-        mask=None if problem.mask is None else SlicedMask(problem.mask, score_shape, rows, cols),
+        mask=None if problem.mask is None else Sharded(problem.mask, query, key, *lengths),
         bias=bias,
     )
-
-
-@final
-@dataclass(frozen=True, eq=False, repr=False)
-class SlicedMask(IntervalSetMask):
-    """A mask at some queries and keys."""
-
-    mask: Mask
-    score_shape: ScoreShape
-    rows: HostArray | None
-    cols: HostArray | None
-
-    def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
-        if self.rows is not None:
-            rows = ops.reshape(ops.take(ops.asarray(self.rows, rows), ops.reshape(rows, (-1,)), 0), (-1, 1))
-        if self.cols is not None:
-            cols = ops.reshape(ops.take(ops.asarray(self.cols, cols), ops.reshape(cols, (-1,)), 0), (1, -1))
-        return self.mask.visible(ops, self.score_shape, rows, cols)
-
-    def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        lengths = self.score_shape.query_len, self.score_shape.key_len
-        if self.rows is None:
-            intervals = self.mask.interval_set(*lengths, batch)
-        else:  # of these queries alone: a long context is sliced many times
-            intervals = self.mask.interval_set_at(self.rows, *lengths, batch)
-        if intervals is None or (intervals.count > 1 and self.mask.is_array):
-            return None
-        if self.cols is None:
-            return intervals
-        first = int(self.cols[0]) if len(self.cols) else 0
-        if not np.array_equal(self.cols, np.arange(first, first + key_len)):
-            return None  # keys that are not side by side
-        start, stop = (np.clip(x - first, 0, key_len) for x in (intervals.start, intervals.stop))
-        return normalize(start, stop, key_len)
-
-    def check(self, ops: Backend, score_shape: ScoreShape) -> None:
-        self.mask.check(ops, self.score_shape)
-
-    def part_shape(self, score_shape: ScoreShape) -> ScoreShape:
-        return self.score_shape
-
-    def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
-        # The indices are concrete while a program is traced.
-        return dataclasses.replace(self, mask=self.mask.map_leaves(change))
 
 
 def _positions_of_index(name: str, index: Any, length: int) -> HostArray | None:

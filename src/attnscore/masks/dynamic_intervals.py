@@ -61,7 +61,7 @@ def _max_intervals(mask: Mask) -> int | None:
     if isinstance(mask, (And, Or)):
         first, second = _max_intervals(mask.first), _max_intervals(mask.second)
         return None if first is None or second is None else first + second - isinstance(mask, And)
-    if isinstance(mask, Sharded):
+    if isinstance(mask, Sharded) and mask.keeps_intervals:
         return 1 if mask.mask is None else _max_intervals(mask.mask)
     return 1 if isinstance(mask, IntervalMask) else None
 
@@ -122,7 +122,7 @@ class _Tracer:
             if isinstance(mask, And):
                 return self.intersection(first, second)
             return None if first.holes or second.holes else self._union(first.ends, second.ends)
-        if isinstance(mask, Sharded):
+        if isinstance(mask, Sharded) and mask.keeps_intervals:
             return self._trace_sharded(mask)
         return self._trace_ends(mask) if isinstance(mask, IntervalMask) else None
 

@@ -1,6 +1,7 @@
 """A mask of a whole sequence, for some of its queries and keys.
 
-- Queries and keys are given by their global positions in rising order, so that an interval of keys stays an interval.
+- Queries and keys are given by their global positions. An interval of keys stays an interval where those of the keys
+  rise, as traced ones do.
 - The positions may be traced: each device of a program takes its own from a table. Then they are padded to one size.
 """
 
@@ -37,6 +38,12 @@ class Sharded(CompoundMask, IntervalSetMask):
     key_len: int
     padded: bool = False
 
+    @property
+    def keeps_intervals(self) -> bool:
+        """Whether an interval of keys of the whole sequence is one here too."""
+        cols = backends.host(self.cols)
+        return cols is None or bool((cols[:-1] <= cols[1:]).all())
+
     def part_shape(self, score_shape: ScoreShape) -> ScoreShape:
         """Return the shape of the scores of the whole sequence."""
         return dataclasses.replace(score_shape, query_len=self.query_len, key_len=self.key_len)
@@ -56,7 +63,7 @@ class Sharded(CompoundMask, IntervalSetMask):
 
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
         rows, cols = backends.host(self.rows), backends.host(self.cols)
-        if rows is None or cols is None:
+        if rows is None or cols is None or not self.keeps_intervals:
             return None
         if self.mask is None or not self.query_len:  # without queries all rows are padding
             zero = np.zeros((1, 1, len(rows)), np.int64)
