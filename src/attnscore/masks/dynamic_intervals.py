@@ -22,13 +22,8 @@ from attnscore.masks.index_values import by_row
 from attnscore.masks.intervals import MAX_INTERVALS, IntervalSet
 from attnscore.masks.sharded import Sharded
 
-
-@dataclass(frozen=True)
-class _IntervalWithHoles:
-    """Start and stop of the interval of each query, (batch or 1, query or 1) each, and of the holes in it."""
-
-    ends: Ends
-    holes: tuple[Ends, ...] = ()
+_IntervalWithHoles = list[Ends]
+"""Start and stop of the interval of each query, (batch or 1, query or 1) each, then those of each hole in it."""
 
 
 def without_interval_parts(
@@ -107,21 +102,20 @@ class _Tracer:
         intervals = mask.interval_set(score_shape.query_len, score_shape.key_len, score_shape.batch)
         if intervals is not None:
             if intervals.single is not None:
-                return _IntervalWithHoles(self._constant(intervals.single))
+                return [self._constant(intervals.single)]
             if mask.is_array:  # kernels read the array in less time
                 return None
-            ends, *holes = (self._constant(pair) for pair in zip(*intervals.with_holes, strict=True))
-            return _IntervalWithHoles(ends, tuple(holes))
+            return [self._constant(pair) for pair in zip(*intervals.with_holes, strict=True)]
         if isinstance(mask, Not):
             inner = self.trace(mask.mask)
-            return None if inner is None or inner.holes else _IntervalWithHoles(self._all_keys(), (inner.ends,))
+            return None if inner is None or len(inner) > 1 else [self._all_keys(), *inner]
         if isinstance(mask, (And, Or)):
             first, second = self.trace(mask.first), self.trace(mask.second)
             if first is None or second is None:
                 return None
             if isinstance(mask, And):
                 return self.intersection(first, second)
-            return None if first.holes or second.holes else self._union(first.ends, second.ends)
+            return self._union(*first, *second) if len(first) == len(second) == 1 else None
         if isinstance(mask, Sharded) and mask.keeps_intervals:
             return self._trace_sharded(mask)
         return self._trace_ends(mask) if isinstance(mask, IntervalMask) else None
@@ -131,9 +125,7 @@ class _Tracer:
         ops = self.ops
         rows, cols = (ops.astype(ops.asarray(x, self.like), "int64") for x in (mask.rows, mask.cols))
         tracer = _Tracer(ops, mask.part_shape(self.score_shape), self.like)
-        intervals = _IntervalWithHoles(tracer._all_keys()) if mask.mask is None else tracer.trace(mask.mask)
-        if intervals is None:
-            return None
+        intervals = [tracer._all_keys()] if mask.mask is None else tracer.trace(mask.mask)
 
         def to_shard(ends: Ends) -> Ends:
             start, stop = (end if end.shape[-1] == 1 else ops.take(end, rows, -1) for end in tracer._clamp(ends))
@@ -143,13 +135,12 @@ class _Tracer:
             )
             return start, ops.where(ops.reshape(rows, (1, -1)) < mask.query_len, stop, 0) if mask.padded else stop
 
-        return _IntervalWithHoles(to_shard(intervals.ends), tuple(to_shard(hole) for hole in intervals.holes))
+        return None if intervals is None else [to_shard(ends) for ends in intervals]
 
     def intersection(self, first: _IntervalWithHoles, second: _IntervalWithHoles) -> _IntervalWithHoles:
         """Return the interval that both have in common, with the holes of both."""
-        (start, stop), (other_start, other_stop) = first.ends, second.ends
-        ends = self.ops.maximum(start, other_start), self.ops.minimum(stop, other_stop)
-        return _IntervalWithHoles(ends, first.holes + second.holes)
+        (start, stop), (other_start, other_stop) = first[0], second[0]
+        return [(self.ops.maximum(start, other_start), self.ops.minimum(stop, other_stop)), *first[1:], *second[1:]]
 
     def _union(self, first: Ends, second: Ends) -> _IntervalWithHoles:
         """Return the interval around two, with the hole between them."""
@@ -162,17 +153,17 @@ class _Tracer:
             ops.where(other_start < other_stop, other_stop, stop),
         )  # fmt: skip
         around = ops.minimum(start, other_start), ops.maximum(stop, other_stop)
-        return _IntervalWithHoles(around, ((ops.minimum(stop, other_stop), ops.maximum(start, other_start)),))
+        return [around, (ops.minimum(stop, other_stop), ops.maximum(start, other_start))]
 
     def stack(self, intervals: _IntervalWithHoles) -> Ends:
         """Return start and stop, (batch or 1, query); with holes, stacked: the interval and then its holes."""
         ops = self.ops
-        pairs = [self._clamp(pair) for pair in (intervals.ends, *intervals.holes)]
+        pairs = [self._clamp(pair) for pair in intervals]
         batches = {end.shape[0] for pair in pairs for end in pair}
         # An axis of length 1 broadcasts to an empty batch too.
         shape = (0 if 0 in batches else max(batches), self.score_shape.query_len)
         start, stop = ([ops.broadcast_to(pair[i], shape) for pair in pairs] for i in (0, 1))
-        if not intervals.holes:
+        if len(pairs) == 1:
             return start[0], stop[0]
         start, stop = ([ops.expand_dims(x, 0) for x in ends] for ends in (start, stop))
         return ops.concat(start, 0), ops.concat(stop, 0)
@@ -186,7 +177,7 @@ class _Tracer:
             bound if end is None else end if getattr(end, "shape", ()) else bound * 0 + end
             for end, bound in zip(ends, self._all_keys(), strict=True)
         )
-        return _IntervalWithHoles((start, stop))
+        return [(start, stop)]
 
     def _all_keys(self) -> Ends:
         """Return the interval of all keys."""
