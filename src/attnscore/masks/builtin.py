@@ -286,18 +286,13 @@ class Documents(Mask):
         query_ids, key_ids = map(host_ints, self.ids)
         if query_ids is None or key_ids is None:
             return None
-        query_ids, key_ids = np.atleast_2d(query_ids), np.atleast_2d(key_ids)
-        if len(query_ids) == 0 or len(key_ids) == 0:  # an empty batch
-            empty = np.zeros((0, query_len), np.int64)
-            return empty, empty
-        rows = []
-        for b in range(max(len(query_ids), len(key_ids))):
-            # The remainder is 0 for ids that all batch rows share.
-            row = document_intervals(query_ids[b % len(query_ids)], key_ids[b % len(key_ids)])
-            if row is None:
+        ids = np.atleast_2d(query_ids), np.atleast_2d(key_ids)
+        (rows,) = np.broadcast_shapes(*(x.shape[:1] for x in ids))
+        start, stop = np.zeros((2, rows, query_len), np.int64)
+        for i, of_row in enumerate(zip(*(np.broadcast_to(x, (rows, x.shape[1])) for x in ids), strict=True)):
+            if (row := document_intervals(*of_row)) is None:
                 return None
-            rows.append(row)
-        start, stop = map(np.stack, zip(*rows, strict=True))
+            start[i], stop[i] = row
         return start, stop
 
     def shapes(self, score_shape: ScoreShape) -> list[ShapeSpec]:

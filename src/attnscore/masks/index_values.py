@@ -51,16 +51,16 @@ def document_intervals(query_ids: HostArray, key_ids: HostArray) -> tuple[HostAr
     It is empty for ids without keys, and for negative ids: padding.
     """
     ids, inverse = np.unique(query_ids, return_inverse=True)
-    start, stop = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
-    unique_key_ids, key_start, count = np.unique(key_ids, return_index=True, return_counts=True)
-    key_stop = len(key_ids) - np.unique(key_ids[::-1], return_index=True)[1]
-    for i, (query_id, k) in enumerate(zip(ids, np.searchsorted(unique_key_ids, ids), strict=True)):
-        if query_id < 0 or k == len(unique_key_ids) or unique_key_ids[k] != query_id:
-            continue
-        if key_stop[k] - key_start[k] != count[k]:
-            return None
-        start[i], stop[i] = key_start[k], key_stop[k]
-    return start[inverse.reshape(-1)], stop[inverse.reshape(-1)]
+    order = np.argsort(key_ids, kind="stable")
+    sorted_key_ids = key_ids[order]
+    first, end = (np.searchsorted(sorted_key_ids, ids, side) for side in ("left", "right"))
+    is_empty = (first == end) | (ids < 0)
+    # `first` of an id above all others is the place behind the last key.
+    order = np.append(order, 0)
+    start, stop = order[first], order[end - 1] + 1
+    if (~is_empty & (stop - start != end - first)).any():
+        return None
+    return np.where(is_empty, 0, start)[inverse], np.where(is_empty, 0, stop)[inverse]
 
 
 def as_booleans(ops: Backend, x: Any, like: Array) -> Array:
