@@ -15,6 +15,7 @@ import argparse
 import datetime
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -368,31 +369,16 @@ def run(given: argparse.Namespace) -> None:
 def text_of(table: Table, origin: str, aliases: Mapping[int, int] | None = None) -> str:
     """Return the JSON document of a table, a line for each row of dimensions."""
     aliases = aliases or {}
-    rows: dict[str, Any] = {}
-    for entry, tile in sorted(table.items(), key=_order):
+    document: dict[str, Any] = {"origin": origin}
+    for entry, tile in table.items():
         if entry.architecture not in aliases:
-            row = rows
-            for key in (f"sm_{entry.architecture}", entry.kernel, entry.form):
+            row = document
+            for key in (f"sm_{entry.architecture}", entry.kernel, entry.form, entry.dtype):
                 row = row.setdefault(key, {})
-            row.setdefault(entry.dtype, {})[str(entry.dim)] = [*tile]
-
-    def written(x: Any, indent: str) -> str:
-        if any(isinstance(part, list) for part in x.values()):
-            return json.dumps(x)
-        inner = indent + "  "
-        parts = (f"{inner}{json.dumps(key)}: {written(part, inner)}" for key, part in x.items())
-        return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
-
-    document = [f'  "origin": {json.dumps(origin)}']
-    document += [f'  "{name}": {written(part, "  ")}' for name, part in rows.items()]
-    document += [f'  "sm_{name}": "sm_{of}"' for name, of in aliases.items()]
-    return "{\n" + ",\n".join(document) + "\n}\n"
-
-
-def _order(item: tuple[Entry, Tile]) -> tuple[int, ...]:
-    entry, _ = item
-    kernel = get_args(KernelName).index(entry.kernel)
-    return entry.architecture, kernel, FORMS.index(entry.form), DTYPES.index(entry.dtype), entry.dim
+            row[str(entry.dim)] = [*tile]
+    document |= {f"sm_{name}": f"sm_{of}" for name, of in aliases.items()}
+    text = json.dumps(document, indent=2)
+    return re.sub(r"(?<=: )\{[^{}]*\}", lambda row: json.dumps(json.loads(row[0])), text) + "\n"
 
 
 def checked_architecture(given: argparse.Namespace) -> int:
