@@ -145,7 +145,7 @@ def test_the_long_cases_are_asked_for() -> None:
     assert {case.name for case in cases.chosen((), full=False)} == {case.name for case in CASES} - MEMORY
     assert len(cases.chosen((), full=True)) == len(CASES)
     assert [case.name for case in cases.chosen(["memory-dot", "tiny"], full=False)] == ["tiny", "memory-dot"]
-    with pytest.raises(ArgumentError, match=r"--only: expected names among dot, .*, got 'dott'"):
+    with pytest.raises(ArgumentError, match=r"--only: expected one of dot, .*, got 'dott'. Hint: did you mean 'dot'"):
         cases.chosen(["dott"], full=False)
 
 
@@ -893,7 +893,7 @@ def test_help_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "dott"], "python benchmarks run: --only: expected names among dot, "),
+        (["--only", "dott"], "python benchmarks run: --only: expected one of dot, "),
         (["--threads", "0"], "python benchmarks run: --threads: expected numbers from 1 to"),
         (["--threads", "1,x"], "got '1,x'"),
         (["--device", "tpu"], "python benchmarks run: --device: expected one of cpu, cuda, got 'tpu'"),

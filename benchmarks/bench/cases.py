@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from attnscore.errors import ArgumentError, message
+from attnscore.base.arguments import check_choice
 
 Score = Literal["scaled_dot", "additive", "bilinear", "gaussian"]
 Mode = Literal["forward", "weights", "backward"]
@@ -347,10 +347,8 @@ def names() -> list[str]:
 
 def named(name: str) -> Case:
     """Return the case of that name."""
-    for case in CASES:
-        if case.name == name:
-            return case
-    raise ArgumentError(message("--only", "names among " + ", ".join(names()), repr(name)))
+    check_choice("--only", name, names())
+    return next(case for case in CASES if case.name == name)
 
 
 def chosen(only: Sequence[str], full: bool) -> list[Case]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,6 @@ from attnscore.base.arguments import check_choice, shown
 from attnscore.cli.console import console, error_console, table
 from attnscore.cli.versions import version
 from attnscore.errors import ArgumentError, AttnscoreError, FileError, FrameworkError, message
-from attnscore.io import replacing
 from bench import gpu, machine, reports, results
 from bench.cases import CASES, chosen
 from bench.runner import run, setting
@@ -96,8 +94,7 @@ def _on_gpu(quick: bool, path: Path) -> None:
     gpu.check_device("cuda")
     _make_folder(path.parent)
     document = gpu.run(quick, lambda text: error_console().print(Text(text)))
-    with replacing(path) as file:
-        file.write((json.dumps(document, indent=1) + "\n").encode())
+    results.write(document, path)
     rows = []
     for row in document["rows"]:
         measured = row.get("error") or f"{row['ratio']:.2f}"
