@@ -33,7 +33,7 @@ from attnscore.kernels.native.kernel import Native
 from attnscore.kernels.native.marshalling import allocate_aligned
 from attnscore.kernels.tiled import Streaming
 from attnscore.kernels.tiling import TilePlan
-from attnscore.masks import CachedMask, Dense, Mask, Neighbours, parts_of
+from attnscore.masks import CachedMask, Dense, IntervalSet, Mask, Neighbours, parts_of
 from attnscore.masks.base import all_of
 from attnscore.masks.neighbour_table import NeighbourTable
 from attnscore.problem import dropout as dropouts
@@ -371,7 +371,7 @@ class _GatheredCall:
         """Return the mask of a block: it masks the padding, and keys outside the intervals of the remaining mask."""
         if self.intervals is None:
             is_full = not block.start.any() and (block.stop == block.edges.shape[1]).all()
-            return None if is_full else CachedMask(block.start, block.stop, "the neighbours of each query")
+            return None if is_full else CachedMask(IntervalSet.of((block.start, block.stop)), "neighbours of a query")
         keys, unmasked = self._keys(block), np.zeros(1, bool)
         # With intervals the blocks are `_degree_blocks`, of one query a batch row.
         for ends in zip(self.intervals.start, self.intervals.stop, strict=True):

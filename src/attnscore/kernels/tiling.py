@@ -191,7 +191,7 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
         segments: tuple[tuple[Segment, ...], ...] = tuple(() if has_no_keys else (all_keys,) for _ in starts)
     else:
         find = _segments if interval_set.single is not None else _segments_of_intervals
-        start, stop = interval_set.ends
+        start, stop = interval_set.single or (interval_set.start, interval_set.stop)
         segments = tuple(
             find(start[..., i : i + query_tile], stop[..., i : i + query_tile], remaining is not None) for i in starts
         )

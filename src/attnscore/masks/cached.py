@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any, final
 
 import numpy as np
@@ -36,26 +36,21 @@ _FIELDS: dict[type[Mask], tuple[str, ...]] = {
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class CachedMask(IntervalSetMask):
-    """A mask by its intervals, (batch or 1, query), or (interval, batch or 1, query) for several a query."""
+    """A mask by its intervals."""
 
-    start: Any
-    stop: Any
+    unmasked: IntervalSet
     text: str
     """The repr of the caller's mask."""
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
         index, blocks = ops.reshape(rows, (1, -1)), []
-        for pair in zip(self._intervals.start, self._intervals.stop, strict=True):
+        for pair in zip(self.unmasked.start, self.unmasked.stop, strict=True):
             start, stop = (entries_of(ops, by_row(ops, score_shape, end, rows), index, -1) for end in pair)
             blocks.append(inside(ops, score_shape, (start, stop), cols))
         return reduce(ops.logical_or, blocks)
 
-    @cached_property
-    def _intervals(self) -> IntervalSet:
-        return IntervalSet(self.start, self.stop) if self.start.ndim == 3 else IntervalSet.of((self.start, self.stop))
-
     def interval_set(self, query_len: int, key_len: int, batch: int = 1) -> IntervalSet | None:
-        return self._intervals
+        return self.unmasked
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         """Do nothing: the mask was checked before it was cached."""
@@ -104,8 +99,7 @@ def intervals_of(mask: Mask, score_shape: ScoreShape) -> CachedMask | None:
     intervals, remaining_mask = split_intervals(mask, score_shape.query_len, score_shape.key_len, score_shape.batch)
     if intervals is None or remaining_mask is not None or intervals.start.size > _max_intervals(score_shape):
         return None
-    start, stop = intervals.ends
-    return CachedMask(np.array(start), np.array(stop), repr(mask))
+    return CachedMask(IntervalSet(np.array(intervals.start), np.array(intervals.stop)), repr(mask))
 
 
 def _max_intervals(score_shape: ScoreShape) -> int:

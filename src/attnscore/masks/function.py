@@ -160,7 +160,7 @@ class MaskFunction(IntervalSetMask, EvaluatedFunction):
 
         def search() -> CachedMask | None:
             interval_set = _search(evaluated, ops, heads, *lengths)
-            return None if interval_set is None else CachedMask(*interval_set.ends, text)
+            return None if interval_set is None else CachedMask(interval_set, text)
 
         # The text is part of the key, because the cached mask shows it.
         key = None if key is None else (ops.name, heads, *lengths, text, key)

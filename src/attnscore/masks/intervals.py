@@ -44,11 +44,6 @@ class IntervalSet:
         """The intervals, (batch or 1, query), where no query has more than one; otherwise None."""
         return (self.start[0], self.stop[0]) if self.count == 1 else None
 
-    @property
-    def ends(self) -> Intervals:
-        """Start and stop; without the axis of intervals where no query has more than one."""
-        return (self.start, self.stop) if self.single is None else self.single
-
     @cached_property
     def with_holes(self) -> Intervals:
         """The interval around all, then the holes in it, for the native kernel; without holes (batch or 1, query)."""

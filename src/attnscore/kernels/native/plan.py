@@ -44,6 +44,7 @@ from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import Mask, ValidLens, lowering
 from attnscore.masks.cached import CachedMask
 from attnscore.masks.index_values import lens_per_query
+from attnscore.masks.intervals import IntervalSet
 from attnscore.problem.problem import Problem, build_problem
 from attnscore.problem.statistics import DIFFERENTIABLE, KEYS, AttentionStats, in_returned_dtype
 from attnscore.scores import Additive
@@ -599,8 +600,7 @@ class NativeOp(DifferentiableOp):
         """Return the mask of the call as `build_problem` takes it."""
         computation = self.plan.computation
         if computation.lens_rows:
-            start, stop = self.mask
-            return CachedMask(start, stop, "ValidLens(...)")
+            return CachedMask(IntervalSet.of(self.mask), "ValidLens(...)")
         return self.mask if computation.reads_mask else computation.mask
 
     def _recompute_gradients(
