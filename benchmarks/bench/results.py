@@ -70,16 +70,10 @@ def check_same_setting(before: Mapping[str, Any], setting: Mapping[str, Any]) ->
 
     Both must have one schema, effort, threads, machine and packages; kernels may have been added since, not lost.
     """
-
-    def without_kernels(document: Mapping[str, Any], name: str) -> Any:
-        found = document[name]
-        return {key: value for key, value in found.items() if key != "kernels"} if name == "machine" else found
-
-    different = [
-        name
-        for name in ("schema", "quick", "threads", "machine")
-        if without_kernels(before, name) != without_kernels(setting, name)
-    ]
+    machines = [{**each["machine"], "kernels": None} for each in (before, setting)]
+    different = [name for name in ("schema", "quick", "threads") if before[name] != setting[name]]
+    if machines[0] != machines[1]:
+        different.append("machine")
     if not set(before["machine"]["kernels"]) <= set(setting["machine"]["kernels"]):
         different.append("list of kernels")
     if different:

@@ -193,27 +193,20 @@ def remedy_of(cause: str, fault: Fault) -> tuple[str, Change]:
         assert log_scale is not None
         training.after_step.append(lambda _: log_scale.data.clamp_(max=math.log(10)))
 
-    if cause == LARGE:
-        return "alarm", clip
-    if cause == SCORE:
-        return "alarm", bound_scale
-    if cause == LAYER_RATE:
-        return "start", lambda training: training.rates.update({module: 1.0})
-    if cause in (RATE, WARM_UP):
+    def warm_up(training: Training) -> None:
+        training.rates["all"] = 0.003 / training.setup.rate
+        training.warm_up = 20
 
-        def warm_up(training: Training) -> None:
-            training.rates["all"] = 0.003 / training.setup.rate
-            training.warm_up = 20
-
-        return "start", warm_up
-    if cause in (SCALE, TWICE):
-        return "alarm" if cause == TWICE else "start", _options(module, scale=None)
-    if cause in (NO_MASK, INVERTED):
-        return "alarm", _options(module, mask_edit=None)
-    if cause == LEAK:
-        return "alarm", _options(module, causal=True)
-    if cause in (NAN, NAN_LAYER):
-        return "checkpoint", lambda training: setattr(training, "skips_nan", True)
-    if cause == DTYPE:
-        return "checkpoint", _options(module, by_hand=False)
-    return "alarm", without_edits
+    remedies: dict[str, tuple[str, Change]] = {
+        LARGE: ("alarm", clip),
+        SCORE: ("alarm", bound_scale),
+        LAYER_RATE: ("start", lambda training: training.rates.update({module: 1.0})),
+        **dict.fromkeys((RATE, WARM_UP), ("start", warm_up)),
+        SCALE: ("start", _options(module, scale=None)),
+        TWICE: ("alarm", _options(module, scale=None)),
+        **dict.fromkeys((NO_MASK, INVERTED), ("alarm", _options(module, mask_edit=None))),
+        LEAK: ("alarm", _options(module, causal=True)),
+        **dict.fromkeys((NAN, NAN_LAYER), ("checkpoint", lambda training: setattr(training, "skips_nan", True))),
+        DTYPE: ("checkpoint", _options(module, by_hand=False)),
+    }
+    return remedies.get(cause, ("alarm", without_edits))
