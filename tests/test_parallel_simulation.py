@@ -114,7 +114,7 @@ def test_head_tail_balances_every_step_of_a_causal_ring() -> None:
     options = {"dim": 8, "mode": "ring"}
     whole = simulate(ats.Causal(), N, 8, FAST, **options)
     parts = simulate(ats.Causal(), N, 8, FAST, queries="contiguous", keys="contiguous", **options)
-    assert whole.efficiency > 0.99 and whole.imbalance < 0.01
+    assert whole.efficiency > 0.99 and whole.compute.max() < 1.01 * whole.compute.mean()
     assert 0.5 < parts.efficiency < 0.6
 
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from attnscore.errors import FileError
@@ -54,9 +54,9 @@ OVERVIEW = {
 def screen_tables(document: Row) -> Iterator[tuple[str, Cells, list[Cells]]]:
     """Yield (title, columns, rows) of every table for a screen."""
     speed = ("case", "against", "threads", "ours", "theirs", "ratio", "spread")
-    yield "Speed", speed, list(_speed(document))
+    yield "Speed", speed, list(_comparisons(document, "time", _speed))
     shapes = ("case", "against", "threads", "shapes", "modes", "mean", "worst")
-    yield "Many small shapes", shapes, list(_shapes(document))
+    yield "Many small shapes", shapes, list(_comparisons(document, "shapes", _shapes))
     limits = ("threads", "float32 products, GFLOP/s", "bfloat16 products, GFLOP/s", "reading, GB/s")
     yield "Limits of the machine", limits, list(_limits(document))
     rates = ("case", "threads", "kernel", "GFLOP/s in products", "G activations/s", "GB/s of arrays")
@@ -65,16 +65,18 @@ def screen_tables(document: Row) -> Iterator[tuple[str, Cells, list[Cells]]]:
     yield "Memory and growth", growth, list(_growth(document))
 
 
-def _speed(document: Row) -> Iterator[Cells]:
-    """Comparisons with baselines, and of options with the call without them."""
-    for row in rows_of_kind(document, "time"):
-        head = (row["case"], row["baseline"], str(row["threads"]))
-        if row["status"] != "measured":
-            yield (*head, "", "", "not run", row["reason"])
-            continue
-        times = seconds(row["ours"]["median"]), seconds(row["theirs"]["median"])
-        median, low, high = times_as_fast(row)
-        yield (*head, *times, f"{median:.2f}", f"{low:.2f} to {high:.2f}")
+def _comparisons(document: Row, kind: str, cells: Callable[[Row], Cells]) -> Iterator[Cells]:
+    """Yield the comparisons of a kind: what `cells` says of a measured one, or why another was not run."""
+    for row in rows_of_kind(document, kind):
+        result = cells(row) if row["status"] == "measured" else ("", "", "not run", row["reason"])
+        yield (row["case"], row["baseline"], str(row["threads"]), *result)
+
+
+def _speed(row: Row) -> Cells:
+    """Return the times of both sides, and the ratio with its spread."""
+    median, low, high = times_as_fast(row)
+    times = (seconds(row[side]["median"]) for side in ("ours", "theirs"))
+    return (*times, f"{median:.2f}", f"{low:.2f} to {high:.2f}")
 
 
 def times_as_fast(row: Row) -> tuple[float, float, float]:
@@ -84,17 +86,11 @@ def times_as_fast(row: Row) -> tuple[float, float, float]:
     return (1 / median, 1 / high, 1 / low) if row.get("at_most") else (median, low, high)
 
 
-def _shapes(document: Row) -> Iterator[Cells]:
-    """Cases of many shapes: their geometric mean, and the worst of them."""
-    for row in rows_of_kind(document, "shapes"):
-        head = (row["case"], row["baseline"], str(row["threads"]))
-        if row["status"] != "measured":
-            yield (*head, "", "", "not run", row["reason"])
-            continue
-        points, worst = row["points"], row["worst"]
-        counts = (str(len({point[name] for point in points})) for name in ("shape", "mode"))
-        mean = f"{row['geometric_mean']:.2f}"
-        yield (*head, *counts, mean, f"{worst['ratio']:.2f}: {worst['shape']}, {worst['mode']}")
+def _shapes(row: Row) -> Cells:
+    """Return the numbers of shapes and modes, the geometric mean, and the worst of the shapes."""
+    worst = row["worst"]
+    counts = (str(len({point[name] for point in row["points"]})) for name in ("shape", "mode"))
+    return (*counts, f"{row['geometric_mean']:.2f}", f"{worst['ratio']:.2f}: {worst['shape']}, {worst['mode']}")
 
 
 def _limits(document: Row) -> Iterator[Cells]:

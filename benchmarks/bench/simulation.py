@@ -66,12 +66,6 @@ class Simulation:
         """Mean computing time of the ranks as a part of `seconds`; 0.0 where `seconds` is 0."""
         return float(self.compute.mean()) / self.seconds if self.seconds else 0.0
 
-    @property
-    def imbalance(self) -> float:
-        """Largest computing time of a rank relative to the mean, minus 1."""
-        mean = float(self.compute.mean())
-        return max(0.0, float(self.compute.max()) / mean - 1) if mean else 0.0
-
 
 def simulate(
     mask: Mask | None,
