@@ -214,6 +214,7 @@ def test_paper_is_light(browser: Any, short: tuple[Inspection, Path]) -> None:
     opened.page.emulate_media(media="print")
     assert not opened.page.locator(".controls").is_visible()
     assert opened.page.locator("#grid button").first.is_visible()
+    opened.page.emulate_media(media="screen")
     opened.page.evaluate('dispatchEvent(new Event("afterprint"))')
     assert opened.page.evaluate(ground) == dark
     opened.page.close()

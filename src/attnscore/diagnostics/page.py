@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnscore.io import replacing
@@ -38,26 +39,20 @@ class Section(NamedTuple):
 
 def write_page(path: str | Path, title: str, facts: str, sections: Iterable[Section]) -> Path:
     """Write sections under a title and a line of facts, and return the path."""
+    parts = [*sections]
+    links = [f'<li><a href="#part-{number}">{_safe(part.title)}</a></li>' for number, part in enumerate(parts, 1)]
+    contents = "\n".join(["<nav><ol>", *links, "</ol></nav>"] if len(parts) > 1 else [])
+    return write_html(path, title, facts, contents, "\n".join(_section(*part) for part in enumerate(parts, 1)))
+
+
+def write_html(path: str | Path, title: str, facts: str, links: str, sections: str, style: str = "") -> Path:
+    """Write `links` and `sections`, which are HTML, with the frame of every page and `style` after its own."""
     from attnscore import __version__
 
-    folder, parts = resources.files("attnscore.diagnostics"), [*sections]
-    page, style = (folder.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css"))
-    links = [f'<li><a href="#part-{number}">{_safe(part.title)}</a></li>' for number, part in enumerate(parts, 1)]
-    pieces = {
-        "title": _safe(title),
-        "style": style,
-        "facts": _safe(facts),
-        "links": "\n".join(["<nav><ol>", *links, "</ol></nav>"] if len(parts) > 1 else []),
-        "sections": "\n".join(_section(number, part) for number, part in enumerate(parts, 1)),
-        "version": _safe(__version__),
-    }
-    return write_template(path, page, pieces)
-
-
-def write_template(path: str | Path, template: str, pieces: Mapping[str, str]) -> Path:
-    """Write a page in which each %%name%% of a template is one of the pieces, and return the path."""
-    parts = template.split("%%")
-    target, whole = Path(path), "".join(pieces[part] if place % 2 else part for place, part in enumerate(parts))
+    folder, target = resources.files("attnscore.diagnostics"), Path(path)
+    page, shared_style = (folder.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css"))
+    texts = {"title": _safe(title), "facts": _safe(facts), "version": _safe(__version__)}
+    whole = Template(page).substitute(texts, style=shared_style + style, links=links, sections=sections)
     with replacing(target) as file:
         file.write(whole.encode("utf-8"))
     return target

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import attnscore as ats
 from attnscore.diagnostics.inspection.head_metrics import SETTINGS, STATISTICS
-from attnscore.diagnostics.page import write_template
+from attnscore.diagnostics.page import write_html
 from attnscore.io import require
 
 if TYPE_CHECKING:
@@ -40,20 +40,18 @@ def write(inspection: Inspection, path: Path, megabytes: float) -> Path:
     """Write the report to `path`, whole or not at all."""
     offline = require("plotly.offline", "report", "pip install 'attnscore[inspect]'")
     folder = resources.files("attnscore.diagnostics.inspection")
-    page, style, script = (folder.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
+    sections, style, script = (folder.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
     # In the script that contains the data "</script" would end it, and "<!--" with "<script" keep its end tag from it.
     data = json.dumps(_data(inspection, megabytes), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
-    parts = {
-        "title": html.escape(f"Attention of {inspection.model}"),
-        "facts": html.escape(inspection.facts),
-        "text": html.escape(" ".join(inspection.tokens)),
-        "version": html.escape(ats.__version__),
-        "style": style,
-        "plotly": offline.get_plotlyjs(),
-        "data": data,
-        "script": script,
-    }
-    return write_template(path, page, parts)
+    text = html.escape(" ".join(inspection.tokens))
+    tokens = f'<details><summary>The text, as tokens</summary><p class="text">{text}</p></details>'
+    scripts = (
+        f"<script>{offline.get_plotlyjs()}</script>",
+        f'<script type="application/json" id="data">{data}</script>',
+        f"<script>{script}</script>",
+    )
+    title = f"Attention of {inspection.model}"
+    return write_html(path, title, inspection.facts, tokens, "\n".join([sections, *scripts]), style)
 
 
 def _data(inspection: Inspection, megabytes: float) -> dict[str, Any]:
