@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,8 @@ _PARAMETERS = """
 """
 
 
-class _ThreadState(threading.local):
-    """Callbacks that the innermost wrapped method of this thread has started; None outside of all."""
-
-    def __init__(self) -> None:
-        self.started: list[Watching] | None = None
-
-
-_THREAD = _ThreadState()
+# Callbacks that the innermost wrapped method of this thread has started; None outside of all.
+_STARTED: ContextVar[list[Watching] | None] = ContextVar("started", default=None)
 
 
 def stop_watches_at_the_end(owner: Any, name: str) -> None:
@@ -52,13 +46,12 @@ def stop_watches_at_the_end(owner: Any, name: str) -> None:
 
     @functools.wraps(method)
     def wrapped(*arguments: Any, **options: Any) -> Any:
-        outer = _THREAD.started
         started: list[Watching] = []
-        _THREAD.started = started
+        token = _STARTED.set(started)
         try:
             return method(*arguments, **options)
         finally:
-            _THREAD.started = outer
+            _STARTED.reset(token)
             for callback in started:
                 callback._end()
 
@@ -115,8 +108,8 @@ class Watching:
             self._end()
             self._seen = watch(model, on_step=self._write, **self._options)
             self._log.seen = self._seen
-        if not self._seen._running and _THREAD.started is not None:
-            _THREAD.started.append(self)
+        if not self._seen._running and (started := _STARTED.get()) is not None:
+            started.append(self)
         self._seen.resume()
         self._seen.start()
 
