@@ -117,13 +117,11 @@ def exponent(sizes: Sequence[float] | Array, values: Sequence[float] | Array) ->
     >>> print(exponent([1, 2, 4, 8], [3, 6, 12, 24]).value.__round__(6))
     1.0
     """
-    x, y = np.log(np.asarray(sizes, dtype=np.float64)), np.log(np.asarray(values, dtype=np.float64))
-    x, y = x - x.mean(), y - y.mean()
-    slope = float(x @ y / (x @ x))
+    x, y = (np.log(np.asarray(numbers, dtype=np.float64)) for numbers in (sizes, values))
     if x.size < 3:
-        return Estimate(slope, float("nan"))
-    residuals = y - slope * x
-    return Estimate(slope, _student(x.size - 2) * float(np.sqrt(residuals @ residuals / (x.size - 2) / (x @ x))))
+        return Estimate(float(np.polyfit(x, y, 1)[0]), float("nan"))
+    (slope, _), covariance = np.polyfit(x, y, 1, cov=True)
+    return Estimate(float(slope), _student(x.size - 2) * float(covariance[0, 0]) ** 0.5)
 
 
 def _student(freedom: int) -> float:

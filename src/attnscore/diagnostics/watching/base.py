@@ -15,7 +15,6 @@ from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from attnscore.base.arguments import is_whole, shown
@@ -102,9 +101,7 @@ class Watch(Records):
         """Begin to record."""
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop recording."""
         self.stop()
 
