@@ -180,15 +180,11 @@ def end(number: int, failed: bool = False) -> None:
         run = _RUNS.pop(number, None)
     if run is not None and not failed:
         for watch, step in run.steps:
-            step.sums = _named(step.sums)
+            # Numbers of calls have no gaps, also where a loop's body was traced twice.
+            counts: Counter[str] = Counter()
+            names = {call: next_name(counts, call[0]) for call in sorted(step.sums, key=lambda call: call[1:])}
+            step.sums = {names[call]: sums for call, sums in step.sums.items()}
             watch._finish(step)
-
-
-def _named(sums: dict[Any, dict[str, Array]]) -> dict[Any, dict[str, Array]]:
-    """Return the sums of a run by name; numbers of calls have no gaps, also where a loop's body was traced twice."""
-    counts: Counter[str] = Counter()
-    names = {call: next_name(counts, call[0]) for call in sorted(sums, key=lambda call: call[1:])}
-    return {names[call]: x for call, x in sums.items()}
 
 
 def _unrolled_sums(
@@ -197,19 +193,18 @@ def _unrolled_sums(
     """Return the sums of a call; a call with more axes in front than in the code is summed over its parts."""
     numbers = [np.asarray(x) for x in arrays.values()]
     lead = np.broadcast_shapes(*(x.shape[: x.ndim - axes] for x, axes in zip(numbers, axis_counts, strict=True)))
+    real = None if real is None or not 2 <= real.ndim <= len(lead) + 2 else real
+    lead = lead if real is None else np.broadcast_shapes(lead, real.shape[:-2])
 
-    def part(x: NDArray[Any], axes: int, place: tuple[int, ...]) -> NDArray[Any]:
-        """Return the last `axes` axes of x at a place in the axes of `lead`, to which its others broadcast."""
-        sizes = x.shape[: x.ndim - axes]
-        inner = place[len(place) - len(sizes) :]
-        return np.asarray(x[tuple(i if size > 1 else 0 for i, size in zip(inner, sizes, strict=True))])
+    def with_lead(x: NDArray[Any], axes: int) -> NDArray[Any]:
+        return np.broadcast_to(x, (*lead, *x.shape[x.ndim - axes :]))
 
+    numbers = [with_lead(x, axes) for x, axes in zip(numbers, axis_counts, strict=True)]
+    tokens = None if real is None else with_lead(real, 2)
     parts = []
     for place in np.ndindex(*lead):
-        values = [part(x, axes, place) for x, axes in zip(numbers, axis_counts, strict=True)]
-        call = build(dict(zip(arrays, values, strict=True)))
-        tokens = part(real, 2, place) if real is not None and 2 <= real.ndim <= len(lead) + 2 else None
-        parts.append(sums_of(call, tokens, weight))
+        call = build(dict(zip(arrays, (np.asarray(x[place]) for x in numbers), strict=True)))
+        parts.append(sums_of(call, None if tokens is None else tokens[place], weight))
     return merged(parts)
 
 
