@@ -64,7 +64,7 @@ class JaxValues(Values):
 
     def probe(self, tree: Any) -> Any:
         for x in jax.tree.leaves(tree):
-            if _is_number(x) and x.size:
+            if _has_numbers(x):
                 return x[(0,) * x.ndim]
         return jnp.int32(0)
 
@@ -74,7 +74,11 @@ class JaxValues(Values):
         def has_state(x: Any) -> bool:
             return any(c.__module__.startswith("flax.nnx") for c in type(x).__mro__)
 
-        return jax.tree.map(lambda x: _following(x, number), tree, is_leaf=has_state)
+        def selected(x: Any) -> Any:
+            # No compiler knows that `number` is never the impossible one.
+            return jnp.where(number == _IMPOSSIBLE, jnp.zeros_like(x), x) if _has_numbers(x) else x
+
+        return jax.tree.map(selected, tree, is_leaf=has_state)
 
     def send(self, function: Callable[..., Any], *arrays: Any) -> Any:
         return jax.pure_callback(function, _NUMBER, *map(lax.stop_gradient, arrays), vmap_method="expand_dims")
@@ -90,10 +94,5 @@ def _next(x: Any) -> Any:
     return x + 1
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def _following(x: Any, number: Any) -> Any:
-    """Return an array unchanged, but computed after `number`: no compiler knows that it is never the impossible one."""
-    return jnp.where(number == _IMPOSSIBLE, jnp.zeros_like(x), x) if _is_number(x) and x.size else x
+def _has_numbers(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 import attnscore as ats
 from attnscore import backends, scores
 from attnscore.backends.base import Backend, accumulator
+from attnscore.backends.numpy import detached
 from attnscore.base.arguments import largest_of
 from attnscore.errors import AttnscoreError
 from attnscore.plans.prepared import PreparedKeys
@@ -113,7 +114,16 @@ def sums_of(call: Call | Scores, real: Any, saturated_weight: float) -> dict[str
     `real` is (batch, token), True where there is a token, or None where padding is unknown; a query is saturated when
     its largest weight is at least `saturated_weight`.
     """
-    sums = merged([_block_sums(block, counted, real, saturated_weight) for block, counted in _in_blocks(call, real)])
+    parts = []
+    for block, counted in _in_blocks(call, real):
+        ops = backends.of({"query": block.query})
+        query, key = ops.stop_gradient(block.query), ops.stop_gradient(block.key)
+        # Attention over values that mark keys gives the weight on the marked keys.
+        marks = marks_of(ops, key, block.head_axis, real)
+        value = ops.broadcast_to(marks, (*key.shape[:-1], marks.shape[-1]))
+        marked, stats = ats.attend(query, key, value, **block.options, return_stats=NEEDED)
+        parts.append(query_sums(block, marked, stats, counted, saturated_weight))
+    sums = merged(parts)
     return sums | input_sums(call, len(sums["rows"]))
 
 
@@ -164,31 +174,16 @@ def _counted(real: Any, lengths: tuple[int, int], like: Any) -> Any:
     return real[:, None] if fits and lengths[0] == lengths[1] else None
 
 
-def _block_sums(call: Call, counted: Any, real: Any, saturated_weight: float) -> dict[str, Array]:
-    """Return the sums of a block; attention over values that mark keys gives the weight on the marked keys."""
-    ops = backends.of({"query": call.query})
-    query, key = ops.stop_gradient(call.query), ops.stop_gradient(call.key)
-    marks = marks_of(ops, key, call.head_axis, real)
-    value = ops.broadcast_to(marks, (*key.shape[:-1], marks.shape[-1]))
-    marked, stats = ats.attend(query, key, value, **call.options, return_stats=NEEDED)
-    return query_sums(call, marked, stats, counted, saturated_weight)
-
-
 def query_sums(call: Call, marked: Any, stats: Any, counted: Any, saturated_weight: float) -> dict[str, Array]:
     """Return the sums of a call over the queries that are `counted` (None: all), from its statistics.
 
     `marked` has the weights on the first key, and on padding where it is known.
     """
-    marks = to_numpy(as_float32(marked))
+    marks = np.asarray(detached(as_float32(marked)))
     # In NumPy from here on: on a few thousand queries its calls cost a fraction of PyTorch's.
-    statistics = [to_numpy(getattr(stats, name)) for name in NEEDED]
+    statistics = [np.asarray(detached(getattr(stats, name))) for name in NEEDED]
     numbers = [_by_head(x, call.head_axis, call.heads) for x in (*statistics, *np.moveaxis(marks, -1, 0))]
-    return _add_up(numbers, None if counted is None else to_numpy(counted), saturated_weight)
-
-
-def to_numpy(x: Any) -> NDArray[Any]:
-    """Return an array of NumPy or PyTorch as one of NumPy's."""
-    return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x)
+    return _add_up(numbers, None if counted is None else np.asarray(detached(counted)), saturated_weight)
 
 
 def _by_head(x: NDArray[Any], head_axis: int, heads: int | None) -> NDArray[Any]:
@@ -306,7 +301,7 @@ def _moments(x: Any, head_axis: int, heads: int) -> list[Array] | None:
         else:
             squares, total = ops.xp.linalg.vector_norm(x, dim=(-2, -1)) ** 2, x.sum(-2)
         square, of_mean = squares / length, ((total / length) ** 2).sum(-1)
-        moments = [to_numpy(square).astype(np.float64), np.maximum(to_numpy(square - of_mean).astype(np.float64), 0)]
+        moments = [np.asarray(detached(x), np.float64) for x in (square, (square - of_mean).clip(0))]
     return [np.repeat(moment, heads // array_heads, axis=-1) for moment in moments]
 
 
