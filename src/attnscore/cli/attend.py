@@ -49,7 +49,7 @@ def attend(
             raise ArgumentError("--out: expected a file for the result, or --explain for the plan alone")
     else:
         check_destination(out, several=weights or stats)
-        options.keep_inputs("--out", out)
+        options.keep_inputs(out)
     call = {"kernel": kernel, **options.read(("query", "key", "value"))}
     if explain:
         plan = ats.explain(**call, return_weights=weights, return_stats=stats)

@@ -37,7 +37,7 @@ def inspect(
     """
     check_writable(out)
     content = read_text(text)
-    keep_input("--out", out, text)
+    keep_input(out, text)
     if not content.strip():
         raise FileError(f"{text}: no text in it")
     # Imported here: they bring PyTorch, which --help does not need.

@@ -53,7 +53,7 @@ def look(
     """
     if out is not None:
         check_destination(out, several=True)
-        options.keep_inputs("--out", out)
+        options.keep_inputs(out)
     if plot is not None:
         if plot.suffix.lower() not in _PICTURES:
             raise FileError(f"{plot}: expected a name that ends in {', '.join(_PICTURES)}")

@@ -54,10 +54,10 @@ class AttendCommand(TyperCommand):
         return super().parse_args(ctx, whole)
 
 
-def keep_input(name: str, place: Path, path: Path) -> None:
-    """Refuse a destination, given as option `name`, that is an input file."""
-    if place.exists() and path.exists() and place.samefile(path):
-        raise ArgumentError(f"{name}: {place} is an input file; it would be overwritten")
+def keep_input(out: Path, path: Path) -> None:
+    """Refuse a destination that is an input file."""
+    if out.exists() and path.exists() and out.samefile(path):
+        raise ArgumentError(f"--out: {out} is an input file; it would be overwritten")
 
 
 def option(panel: str, text: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
@@ -128,13 +128,13 @@ class CallOptions:
         self._check_alignment(call["query"], call["key"])
         return call | {"head_axis": self.head_axis}
 
-    def keep_inputs(self, name: str, place: Path) -> None:
-        """Refuse, before anything is computed, a destination, given as option `name`, that is an input file."""
+    def keep_inputs(self, out: Path) -> None:
+        """Refuse, before anything is computed, a destination that is an input file."""
         texts = [self.valid_lens or "", self.sink or "", *(text.partition("=")[2] for text in self.param or [])]
         named = (Path(text) for text in texts if Path(text).suffix.lower() in SUFFIXES)
         for path in (self.inputs, *self._files().values(), *named):
             if path is not None:
-                keep_input(name, place, path)
+                keep_input(out, path)
 
     def _files(self) -> dict[str, Path | None]:
         """Return the files that hold one array each, by the name of the array."""
@@ -173,7 +173,8 @@ class CallOptions:
             raise ArgumentError(f"no {' and no '.join(missing)}: {there}")
         if self.valid_lens is not None:
             expected = "whole numbers with ',' between them"
-            lens = _value_or_array("--valid-lens", self.valid_lens, _whole_numbers, expected)
+            numbers = _value_or_array("--valid-lens", self.valid_lens, lambda x: [*map(int, x.split(","))], expected)
+            lens = np.asarray(numbers)
             # Two axes are one sequence without a batch: a single length is then a number.
             put("valid_lens", lens[0] if arrays["query"].ndim == 2 and lens.shape == (1,) else lens, "--valid-lens")
         return arrays
@@ -255,10 +256,6 @@ def _value_or_array(name: str, text: str, parse: Callable[[str], Any], expected:
         if Path(text).suffix.lower() not in SUFFIXES:
             raise ArgumentError(message(name, f"{expected}, or a file ({', '.join(SUFFIXES)})", repr(text))) from None
         return _single(Path(text))
-
-
-def _whole_numbers(text: str) -> Array:
-    return np.array([int(part) for part in text.split(",")])
 
 
 def _converted(array: Array, name: str, dtype: str) -> Array:

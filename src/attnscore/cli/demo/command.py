@@ -41,7 +41,9 @@ def demo(
     report = Report(out, console(), tour.STEPS + minilm.STEPS)
     if dropped:
         report.console.print(f"The text has more than {MOST_SENTENCES} sentences; the last {dropped} are left out.")
-    report.summary["versions"] = versions()
+    versions = {package: version(package) or "not installed" for package in _PACKAGES}
+    about = {"python": platform.python_version(), "attnscore": attnscore.__version__}
+    report.summary["versions"] = about | versions
     report.summary["sentences_left_out"] = dropped
     tour.run(report)
     minilm.run(report, sentences)
@@ -63,9 +65,3 @@ def read_sentences(path: Path | None) -> tuple[list[str], int]:
     if not sentences:
         raise FileError(f"{path}: no sentence in it; expected one per line")
     return sentences[:MOST_SENTENCES], max(0, len(sentences) - MOST_SENTENCES)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python, this library and the packages that the demo uses."""
-    found = {"python": platform.python_version(), "attnscore": attnscore.__version__}
-    return found | {package: version(package) or "not installed" for package in _PACKAGES}

@@ -99,7 +99,10 @@ def train(
             looks.append(_look(step, float(loss.detach()), model))
         optimiser.step()
         tell(step + 1)
-    return looks, _held_back_loss(model, held_back, settings)
+    batches.manual_seed(0)
+    with torch.no_grad():
+        losses = [_loss(model, _batch(held_back, settings, batches)) for _ in range(20)]
+    return looks, float(torch.stack(losses).mean())
 
 
 def _batch(text: Tensor, settings: Settings, batches: torch.Generator) -> Tensor:
@@ -110,12 +113,6 @@ def _batch(text: Tensor, settings: Settings, batches: torch.Generator) -> Tensor
 def _loss(model: LanguageModel, tokens: Tensor, look: bool = False) -> Tensor:
     logits = model(tokens[:, :-1], look)
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-@torch.no_grad()
-def _held_back_loss(model: LanguageModel, text: Tensor, settings: Settings) -> float:
-    batches = torch.Generator().manual_seed(0)
-    return float(torch.stack([_loss(model, _batch(text, settings, batches)) for _ in range(20)]).mean())
 
 
 def _look(step: int, loss: float, model: LanguageModel) -> Look:
