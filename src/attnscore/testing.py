@@ -616,17 +616,17 @@ def _vjp(ops: Backend, call: Callable[..., Array], leaves: Mapping[str, Array]) 
     return dict(zip(leaves, gradients, strict=True))
 
 
-def _attended(score: Any, arrays: Mapping[str, Array], **options: Any) -> Array:
-    """Return `attend` of arrays by name; the arrays of the score are among them."""
-    return attend(arrays["query"], arrays["key"], arrays["value"], score=_with_arrays(score, arrays), **options)
+def _attended(score: Any, arrays: Mapping[str, Array], function: Callable[..., Any] = attend, **options: Any) -> Any:
+    """Return `attend`, or `function`, of arrays by name; those of the score, or of a wrapped one, are among them."""
+    score = with_new_arrays(score, (arrays.get(name, x) for name, x in arrays_of(score).items()))
+    return function(arrays["query"], arrays["key"], arrays["value"], score=score, **options)
 
 
 def _numpy_gradients(
     score: Any, arrays: Mapping[str, Array], dtype: Any = np.float64, **options: Any
 ) -> dict[str, _HostArray]:
     """Return the gradient of sum(out * cos(position)) by `attend_vjp`, the cosines rounded to a dtype."""
-    vectors = (arrays[name] for name in ("query", "key", "value"))
-    out, pullback = attend_vjp(*vectors, score=_with_arrays(score, arrays), **options)
+    out, pullback = _attended(score, arrays, attend_vjp, **options)
     grads = pullback(_grad_out(out.shape).astype(dtype))
     return {"query": grads.query, "key": grads.key, "value": grads.value, **grads.score}
 
@@ -657,11 +657,6 @@ def _check_differences(
 def _grad_out(shape: tuple[int, ...]) -> _HostArray:
     """Return the gradient of all outputs in these checks, cos(position): all different, none zero."""
     return np.cos(np.arange(int(np.prod(shape)), dtype=np.float64)).reshape(shape)
-
-
-def _with_arrays(score: Any, arrays: Mapping[str, Array]) -> Any:
-    """Return `score` with the arrays that `arrays` names in place of the score's arrays, in a wrapped score too."""
-    return with_new_arrays(score, (arrays.get(name, x) for name, x in arrays_of(score).items()))
 
 
 def _native(ops: Backend, x: _HostArray, like: Array) -> Array:
