@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from attnscore.diagnostics import watch
-from attnscore.diagnostics.watching.health import FAILURES, SIGNS, Thresholds, clip_factor, loss_trouble
+from attnscore.diagnostics.watching.health import FAILURES, SIGNS, Thresholds, loss_trouble
 from attnscore.diagnostics.watching.records import Layer, Records
 from attnscore.errors import ArgumentError
 
@@ -372,7 +372,8 @@ def test_thresholds_can_be_set() -> None:
     assert said(sums(max_logit={0: 60.0}), thresholds=Thresholds(tau=50.0)) == [("large logits", 0, 0, False)]
     assert said(sums(first_key={0: 0.2}), thresholds=Thresholds(sink_mass=0.15)) == [("sink", 0, 0, False)]
     assert said(sums(**BAD), sums(), sums(**BAD), thresholds=Thresholds(window=1))[0] == ("saturated", 1, 20, True)
-    assert clip_factor(60.0, 50.0) == pytest.approx(50 / 60) and clip_factor(-3.0, 50.0) == 1.0
+    rows = recorded(sums(max_logit={0: 60.0, 1: -3.0, 2: -math.inf}), thresholds=Thresholds(tau=50.0)).rows()
+    assert [row["clip"] for row in rows] == [50 / 60, 1.0, 1.0, 1.0]
     for wrong in ({"tau": 0.0}, {"sink_mass": 1.5}, {"growth": 1.0}, {"collapse": math.nan}, {"window": 1.5}):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
             Thresholds(**wrong)

@@ -31,7 +31,7 @@ from attnscore.cli.demo import minilm
 from attnscore.diagnostics.inspection import pretrained
 from attnscore.diagnostics.watching import rebinding, records, torch_patches, torch_watch
 from attnscore.diagnostics.watching import sums as sums_module
-from attnscore.diagnostics.watching.health import Thresholds, clip_factor
+from attnscore.diagnostics.watching.health import Thresholds
 from attnscore.diagnostics.watching.sums import Call, Scores, sums_of
 from attnscore.diagnostics.watching.watch import watch
 from attnscore.errors import ArgumentError
@@ -1374,7 +1374,7 @@ def test_every_number_of_the_docs_is_in_every_output(some) -> None:
     for row, line in zip(some.last(), in_lines, strict=True):
         assert {name: row[name] for name in listed - {"padding"}} == {name: line[name] for name in listed - {"padding"}}
         values = some.history(row["layer"], "clip")[1][-1]
-        assert values[row["head"]] == row["clip"] == clip_factor(row["max_logit"], some.thresholds.tau)
+        assert values[row["head"]] == row["clip"] == min(1.0, some.thresholds.tau / row["max_logit"])
 
 
 def test_the_last_step_and_a_new_beginning() -> None:

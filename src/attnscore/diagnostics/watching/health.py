@@ -164,15 +164,6 @@ WITH_LOSS = ("sharp", "large logits", "growing logits", "collapsing entropy", "u
 SIGNS = (*FAILURES, *WITH_LOSS, "sink", "empty rows")
 
 
-def clip_factor(largest: float, tau: float) -> float:
-    """Return the factor min(1, tau / largest logit) by which QK-clip multiplies q.k.
-
-    >>> clip_factor(400.0, 100.0), clip_factor(7.0, 100.0)
-    (0.25, 1.0)
-    """
-    return min(1.0, tau / largest) if largest > 0 else 1.0
-
-
 def logit_size(numbers: Mapping[str, float]) -> float:
     """Return the largest logit of a head, or the standard deviation of its logits where none is above 0.
 

@@ -40,7 +40,6 @@ from attnscore.diagnostics.watching.health import (
     Period,
     Thresholds,
     Verdict,
-    clip_factor,
     loss_trouble,
 )
 from attnscore.diagnostics.watching.remedies import Framework, remedy_for
@@ -132,8 +131,8 @@ class Layer:
 def _column(sums: dict[str, Array], name: str, tau: float) -> Array:
     """Return a number of every head; NaN where a mean has no queries, or a factor of QK-clip has no q.k to multiply."""
     if name == "clip":
-        factors = np.array([clip_factor(largest, tau) for largest in sums["max_logit"].tolist()], dtype=np.float64)
-        return np.where(sums["other_score"] > 0, math.nan, factors)
+        # min(1, tau / largest logit), by which QK-clip multiplies q.k
+        return np.where(sums["other_score"] > 0, math.nan, tau / np.fmax(sums["max_logit"], tau))
     if name in (*_COUNTS, *LARGEST, *_MARKS):
         return sums[name]
     count = sums[_OVER.get(name, "rows")]
@@ -448,7 +447,8 @@ class Records:
         for step, layer, sums in sorted(steps, key=lambda entry: entry[0]):
             for row in layer.rows(sums, self.thresholds.tau):
                 shown = [x.sign for x in periods.get((layer.name, row["head"]), ()) if x.first <= step <= x.last]
-                yield line_of(step, row | {"verdicts": shown})
+                plain = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
+                yield json.dumps({"step": step, **plain, "verdicts": shown}, allow_nan=False)
 
     def table(self) -> Table:
         """Return a rich table: a line for each head, with its verdicts."""
@@ -566,15 +566,3 @@ def _of_heads(first: Verdict, heads: Iterable[int]) -> str:
     """Return the text of the same verdict on several heads, with the numbers of the first."""
     text = str(first).replace(f", head {first.head}:", f", heads {', '.join(map(str, heads))}:", 1)
     return text.removesuffix(")") + f"; head {first.head})"
-
-
-def line_of(step: int, row: Row) -> str:
-    """Format a row as one line of JSON.
-
-    >>> line_of(3, {"head": 0, "padding": float("nan")})
-    '{"step": 3, "head": 0, "padding": null}'
-    """
-    plain = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
-    }
-    return json.dumps({"step": step, **plain}, allow_nan=False)
