@@ -28,8 +28,6 @@ _WORST: dict[str, Callable[[Iterable[float]], float]] = {
 # MLflow takes letters, digits and these in names.
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]+")
 
-Writer = Callable[[dict[str, float], int], Any]
-
 
 class HeadLog:
     """Writes the numbers of each sampled step to logs: the `on_step` of a watch.
@@ -56,7 +54,11 @@ class HeadLog:
     def __init__(
         self, *writers: Any, csv: str | Path | None = None, per_head: bool = False, prefix: str = "attention"
     ) -> None:
-        self._writers = [_writer(writer) for writer in writers]
+        for writer in writers:
+            if not callable(writer) and not any(hasattr(writer, name) for name in ("add_scalar", "log_metrics", "log")):
+                expected = "objects with add_scalar, log_metrics or log, or functions of (numbers, step)"
+                raise ArgumentError(message("writers", expected, type(writer).__name__))
+        self._writers = writers
         self._path = None if csv is None else Path(csv)
         self._has_header = False
         self._per_head, self._prefix = per_head, prefix
@@ -75,8 +77,8 @@ class HeadLog:
             }
         # No log shows a number that is not finite in a useful way; `nan_rows` counts them.
         numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        for write in self._writers:
-            write(numbers, step)
+        for writer in self._writers:
+            _write(writer, numbers, step)
         if self._path is not None:
             self._append(self._path, step, rows, few)
 
@@ -103,23 +105,15 @@ class HeadLog:
             writer.writerows({"step": step, **row} for row in (rows if self._per_head else [few]))
 
 
-def _writer(writer: Any) -> Writer:
-    """Return the function (numbers, step) of a log's own writer."""
+def _write(writer: Any, numbers: dict[str, float], step: int) -> None:
+    """Write numbers by the log's own method."""
     if hasattr(writer, "add_scalar"):
-
-        def add_scalars(numbers: dict[str, float], step: int) -> None:
-            for name, value in numbers.items():
-                writer.add_scalar(name, value, step)
-
-        return add_scalars
-    if hasattr(writer, "log_metrics"):
-        return lambda numbers, step: writer.log_metrics(
-            {_NOT_IN_NAMES.sub("_", name): value for name, value in numbers.items()}, step=step
-        )
-    if hasattr(writer, "log"):
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+    elif hasattr(writer, "log_metrics"):
+        writer.log_metrics({_NOT_IN_NAMES.sub("_", name): value for name, value in numbers.items()}, step=step)
+    elif hasattr(writer, "log"):
         # Without a step, which W&B refuses where the training loop has written a later one.
-        return lambda numbers, step: writer.log({**numbers, "attention/step": step})
-    if callable(writer):
-        return writer  # type: ignore[no-any-return]
-    expected = "objects with add_scalar, log_metrics or log, or functions of (numbers, step)"
-    raise ArgumentError(message("writers", expected, type(writer).__name__))
+        writer.log({**numbers, "attention/step": step})
+    else:
+        writer(numbers, step)
