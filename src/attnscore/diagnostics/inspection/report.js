@@ -28,10 +28,7 @@
     return (i, j) => (bits[(i * count + j) >> 3] >> (7 - ((i * count + j) & 7))) & 1;
   };
 
-  const isDrawn = (layer, head) => {
-    const { query, weights } = data.layers[layer];
-    return head in (query ?? weights);
-  };
+  const isDrawn = (layer, head) => head in (data.layers[layer].query ?? data.layers[layer].weights);
 
   // The weights of one query on all keys.
   const rowOf = (layer, head, setting, i) => {
@@ -90,9 +87,8 @@
     ? `${written(edges[i])} (${edges[i]})`
     : `${written(edges[i])} … ${written(edges[i + 1] - 1)} (${edges[i]} to ${edges[i + 1] - 1})`;
 
-  const ink = () => getComputedStyle(document.documentElement);
   const colours = () => {
-    const style = ink(), value = (name) => style.getPropertyValue(name).trim();
+    const style = getComputedStyle(document.documentElement), value = (name) => style.getPropertyValue(name).trim();
     return { ground: value("--ground"), panel: value("--panel"), ink: value("--ink"), line: value("--line"), strong: value("--strong"), onStrong: value("--on-strong") };
   };
   const brush = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
@@ -245,10 +241,8 @@
   at("most").textContent = MOST;
   document.querySelectorAll("#block input").forEach((field) => { field.max = count - 1; });
   at("statistic").addEventListener("change", (event) => { shown.statistic = event.target.value; drawGrid(); });
-  at("layer").addEventListener("change", (event) => choose({ layer: +event.target.value }));
-  at("head").addEventListener("change", (event) => choose({ head: +event.target.value }));
-  at("setting").addEventListener("change", (event) => choose({ setting: event.target.value }));
-  at("scale").addEventListener("change", (event) => choose({ scale: event.target.value }));
+  for (const name of ["layer", "head"]) at(name).addEventListener("change", (event) => choose({ [name]: +event.target.value }));
+  for (const name of ["setting", "scale"]) at(name).addEventListener("change", (event) => choose({ [name]: event.target.value }));
   at("show").addEventListener("click", () => choose({ rows: block("query"), cols: block("key") }));
   at("whole").addEventListener("click", () => choose({ rows: [0, count], cols: [0, count] }));
   at("grid").addEventListener("click", (event) => {
@@ -263,7 +257,10 @@
     if (next) { next.focus(); event.preventDefault(); }
   });
 
-  const mapEdges = (moved) => {
+  // A box drawn on a binned map zooms to its tokens, which are exact where they are few enough.
+  const zoom = (moved) => {
+    const isBinned = shown.rows[1] - shown.rows[0] > MOST || shown.cols[1] - shown.cols[0] > MOST;
+    if (!isBinned || !Object.keys(moved).some((name) => name.includes(".range["))) return;
     const side = (axis, [from, to]) => {
       const ends = [moved[`${axis}.range[0]`], moved[`${axis}.range[1]`]];
       if (ends.includes(undefined)) return [from, to];
@@ -271,13 +268,7 @@
       const [low, high] = [Math.min(...ends) + 0.5, Math.max(...ends) + 0.5];
       return [edge(Math.floor(low)), Math.max(edge(Math.floor(low)) + 1, edge(Math.ceil(high)))];
     };
-    const isBinned = shown.rows[1] - shown.rows[0] > MOST || shown.cols[1] - shown.cols[0] > MOST;
-    return isBinned && Object.keys(moved).some((name) => name.includes(".range[")) ? { rows: side("yaxis", shown.rows), cols: side("xaxis", shown.cols) } : null;
-  };
-  // A box drawn on a binned map zooms to its tokens, which are exact where they are few enough.
-  const zoom = (moved) => {
-    const found = mapEdges(moved);
-    if (found) choose(found);
+    choose({ rows: side("yaxis", shown.rows), cols: side("xaxis", shown.cols) });
   };
   // Paper is light, whatever the screen is.
   const paper = (on) => { document.documentElement.classList.toggle("paper", on); drawGrid(); drawHead(); };
