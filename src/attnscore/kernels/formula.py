@@ -57,12 +57,6 @@ def _can_use_formula(problem: Problem) -> bool:
     return problem.mask is None or all(spec.is_known for spec in problem.mask.shapes(problem.score_shape))
 
 
-def _max_and_log_denom(ops: Backend, scores: Array) -> tuple[Array, Array]:
-    """Return the largest score of each row and the log of its denominator; a program that uses neither drops them."""
-    row_max = online_softmax.safe_max(ops, ops.max(scores, axis=-1, keepdims=True))
-    return row_max, ops.log(ops.sum(ops.exp(scores - row_max), axis=-1, keepdims=True))
-
-
 # One tile
 
 
@@ -121,10 +115,10 @@ class OneTile(_Formula):
 
         if (condition := _needs_recomputing(ops, tile, out)) is not None:
             outputs = ops.cond_rarely(condition, recompute, outputs)
-        # No backward reads these: tiled attention computes its own, as the branch may have replaced these scores.
-        row_max, log_denom = _max_and_log_denom(ops, tile.scores)
+        # In place of row_max and log_denom: no statistic is requested, and the backward reads neither.
+        zeros = ops.zeros((*problem.score_shape.rows, 1), tile.scores)
         weights = outputs[1] if problem.matrix is not None else None
-        return Result(outputs[0], row_max, log_denom, statistics={}, matrix=weights)
+        return Result(outputs[0], zeros, zeros, statistics={}, matrix=weights)
 
     def backward(
         self, problem: Problem, tiles: TilePlan, result: Result, grads: RowGradients, requested: frozenset[str]
@@ -161,7 +155,7 @@ class OneTile(_Formula):
         def recompute(_: Any) -> dict[str, Array]:
             if expands_square:
                 return OneTile(may_expand_squares=False).backward(problem, tiles, result, grads, requested)
-            # `result` has the formula's row_max and log_denom, which may not be finite: tiles need their own.
+            # `result` has no row_max and log_denom, which tiles need.
             return tiled.backward(problem, tiles, tiled.forward(problem, tiles), grads)
 
         condition = _needs_recomputing(ops, tile, grad_weights)
@@ -329,6 +323,12 @@ class FewKeys(_Formula):
                 by_query = ops.reshape(gradients[name], (-1, query_len, *gradients[name].shape[1:]))
                 gradients[name] = ops.sum(by_query, axis=1)
         return {name: ops.reshape(gradients[name], x.shape) for name, x in problem.operands().items()}
+
+
+def _max_and_log_denom(ops: Backend, scores: Array) -> tuple[Array, Array]:
+    """Return the largest score of each row and the log of its denominator; a program that uses neither drops them."""
+    row_max = online_softmax.safe_max(ops, ops.max(scores, axis=-1, keepdims=True))
+    return row_max, ops.log(ops.sum(ops.exp(scores - row_max), axis=-1, keepdims=True))
 
 
 def _has_few_keys(problem: Problem) -> bool:
