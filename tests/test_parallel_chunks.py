@@ -212,6 +212,7 @@ def test_no_keys() -> None:
 BAD = {
     "chunk": ({"chunk": 0}, ArgumentError, "chunk: expected a whole number of keys, 1 or more, got 0"),
     "key": ({"key": [1.0]}, FrameworkError, "key: expected an array or a file of one"),
+    "list": ({"bias": [[0.5]]}, FrameworkError, "bias: expected an array or a file of one"),
     "value": ({"value": VALUE[:, :, 1:]}, ShapeError, r"value: expected as many positions as key \(53\), got 52"),
     "mask": ({"mask": ats.Causal()}, MaskError, "Causal"),
     "bias": ({"bias": np.zeros((N, 7))}, ShapeError, "bias: expected a shape that broadcasts"),

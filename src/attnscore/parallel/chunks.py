@@ -66,7 +66,7 @@ def attend_chunks(
     progress : function of (keys done, keys in all), optional
         Called after each chunk.
     score, mask, valid_lens, bias, sink, head_axis, kernel, return_stats
-        As in `attend`. The last axis of a bias is sliced by chunks too, so it may be a file.
+        As in `attend`. The last axis of a bias is sliced by chunks too, so it may be a file; no other array may.
 
     Returns
     -------
@@ -92,7 +92,8 @@ def attend_chunks(
     reject_unknown(attend_chunks, unknown)
     ops = backends.of({"query": query})
     files = {"key": key, "value": value}
-    for name, x in files.items():
+    sliced = files if bias is None or is_number(bias) else {**files, "bias": bias}
+    for name, x in sliced.items():
         if not all(hasattr(x, attribute) for attribute in ("shape", "dtype", "__getitem__")):
             expected = "an array or a file of one, with a shape, a dtype and slices"
             raise FrameworkError(message(name, expected, shown(x)))
