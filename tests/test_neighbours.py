@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 
 import attnscore as ats
@@ -141,6 +142,23 @@ def test_a_traced_graph_runs_in_another_kernel() -> None:
     run = jax.jit(lambda indptr, indices: ats.attend(*map(jnp.asarray, arrays), mask=ats.Neighbours(indptr, indices)))
     found = run(jnp.asarray(mask.indptr), jnp.asarray(mask.indices))
     np.testing.assert_allclose(found, ats.attend(*arrays, mask=mask), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("indices", "said"),
+    [([0, 1, 2], "indptr: expected a last entry of 3, the number of indices, got 2"), ([0, -1], "indices: .* got -1")],
+)
+def test_a_graph_is_checked_where_the_number_of_keys_is_unknown(indices: list[int], said: str) -> None:
+    mask = ats.Neighbours([0, 1, 1, 1, 2], indices)
+    attend = tf.function(lambda x: ats.attend(x, x, x, mask=mask), input_signature=[tf.TensorSpec([None, 2])])
+    with pytest.raises(ats.MaskError, match=said):
+        attend.get_concrete_function()
+
+
+def test_the_number_of_traced_neighbours_is_checked() -> None:
+    x = jnp.ones((4, 2))
+    with pytest.raises(ats.MaskError, match="indptr: expected a last entry of 3"):
+        jax.jit(lambda indices: ats.attend(x, x, x, mask=ats.Neighbours([0, 1, 1, 1, 2], indices)))(jnp.arange(3))
 
 
 def test_when_it_is_taken() -> None:

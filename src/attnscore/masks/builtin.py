@@ -36,7 +36,7 @@ from attnscore.masks.index_values import (
     window_ends,
 )
 from attnscore.masks.intervals import MAX_INTERVALS, Intervals, IntervalSet, runs_of
-from attnscore.masks.neighbour_table import NeighbourTable
+from attnscore.masks.neighbour_table import NeighbourTable, check_graph
 from attnscore.masks.shape_spec import ShapeSpec, shape_of, sizes_of
 
 
@@ -507,8 +507,7 @@ class Neighbours(Mask):
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:
         check_shapes(self, score_shape)
         if is_unknown(score_shape.key_len):
-            check_cumulative("indptr", self.indptr, None)
-            check_whole("indices", self.indices)
+            check_graph(self.indptr, self.indices, score_shape.key_len)
         else:
             self.table(score_shape.key_len)  # checks the arrays
 

@@ -11,9 +11,24 @@ import numpy as np
 from attnscore import backends
 from attnscore.base import thresholds
 from attnscore.base.cache import BoundedCache
+from attnscore.base.layout import is_unknown
 from attnscore.errors import MaskError, message
 from attnscore.masks.index_values import check_cumulative, check_whole
 from attnscore.masks.intervals import HostArray
+from attnscore.masks.shape_spec import sizes_of
+
+
+def check_graph(indptr: Any, indices: Any, key_len: Any) -> None:
+    """Raise MaskError where the arrays, as far as they are known here, are no graph; twice a key is not looked for."""
+    ends, keys, count = check_cumulative("indptr", indptr, None), check_whole("indices", indices), sizes_of(indices)[0]
+    if ends is not None and not is_unknown(count) and ends[-1] != count:
+        raise MaskError(message("indptr", f"a last entry of {count}, the number of indices", ends[-1]))
+    if keys is None or not keys.size:
+        return
+    is_above = not is_unknown(key_len) and keys.max() >= key_len
+    if keys.min() < 0 or is_above:
+        expected = "keys from 0" if is_unknown(key_len) else f"keys from 0 to {key_len - 1}"
+        raise MaskError(message("indices", expected, keys.min() if keys.min() < 0 else keys.max()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +65,7 @@ class NeighbourTable:
         """Return the table, or None where the host cannot read the arrays; raise MaskError where they are no graph."""
         ends, keys = backends.host(indptr), backends.host(indices)
         if ends is None or keys is None:
-            check_cumulative("indptr", indptr, None)
-            check_whole("indices", indices)
+            check_graph(indptr, indices, key_len)
             return None
         table = _TABLES.get(_Graph((ends, keys), key_len))
         if table is None:
@@ -63,13 +77,7 @@ class NeighbourTable:
     @classmethod
     def _checked_copy(cls, ends: HostArray, keys: HostArray, key_len: int) -> NeighbourTable:
         """Return the table over copies of the arrays; raise MaskError where they are no graph."""
-        check_cumulative("indptr", ends, None)
-        check_whole("indices", keys)
-        if ends[-1] != len(keys):
-            raise MaskError(message("indptr", f"a last entry of {len(keys)}, the number of indices", ends[-1]))
-        if keys.size and not (keys.min() >= 0 and keys.max() < key_len):
-            out_of_range = keys.min() if keys.min() < 0 else keys.max()
-            raise MaskError(message("indices", f"keys from 0 to {key_len - 1}", out_of_range))
+        check_graph(ends, keys, key_len)
         copies = np.array(ends), np.array(keys)
         for x in copies:
             x.flags.writeable = False
