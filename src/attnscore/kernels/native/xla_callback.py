@@ -137,7 +137,6 @@ class _Plans:
         if seed is None:
             low, high = remaining
             seed = int(low) | int(high) << 32
-        seed %= 2**63
         if not inputs:
             outputs, saved = plan.forward(operands, bounds, seed, saves=True)
             filled = dict(zip((*computation.returned, *computation.saved), (*outputs, *saved), strict=True))
