@@ -204,8 +204,8 @@ class AdditiveScores {
     // one micro-panel to the next: 0 where as many terms as allowed share everywhere.
     int64_t plan_shared_divisions(const Query& query, const Keys& keys, bool by_tanh_addition, int64_t first,
                                   int64_t end) const {
-        // Numerators are sums of as many products, times a sum of both operands in silu: terms there may be large, and
-        // each that joins a fraction rounds all of it once more.
+        // Numerators are sums of as many products, times a sum of both operands in silu. Its denominators are up to
+        // 1 + exp(reach): in floats two of them exceed `max_product` above a reach of 40, four above 20.
         const T reach = query.largest + keys.largest;
         const bool silu = form_.activation == Activation::silu;
         const T max_product = std::numeric_limits<T>::max() / 32 / (silu ? std::max(T(1), reach) : T(1));

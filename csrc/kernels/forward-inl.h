@@ -184,7 +184,7 @@ struct ForwardTasks {
         // Heads of a group are joined to share key tiles, except with additive scores, whose tables of a key tile
         // depend on the w_v of the head.
         const bool join = problem.form != Form::additive;
-        const int64_t min_rows = join ? 48 : 96;  // of a tile that is cut small for the threads
+        const int64_t min_rows = join ? 48 : 96;  // of a tile cut for threads: 1 or 2 steps; 96: TUNING.md, query tiles
         const auto parts = static_cast<int64_t>(join ? problem.groups.size() : problem.heads.size());
         for (const Group& group : problem.groups) {
             const auto heads = static_cast<int64_t>(group.heads.size()), joined = join ? heads : 1;
@@ -207,7 +207,7 @@ struct ForwardTasks {
    private:
     static constexpr int64_t kThreads = 16;         // few tasks are cut so that as many threads stay busy to the end
     static constexpr int64_t kMostRows = 384;       // of a query tile, which reads key tiles from the third-level cache
-    static constexpr int64_t kMinRangeKeys = 1024;  // of a range of keys
+    static constexpr int64_t kMinRangeKeys = 1024;  // of a range, so that merging it takes about 1/1000 of its work
 
     // Cut the `total` rows of joined heads, one of `parts` such parts of the call, into query tiles of about one size:
     // with a small last tile, its thread would wait for the others. For the same reason few tiles are a multiple of the

@@ -79,7 +79,7 @@ struct RowStates {
 template <class T>
 struct OnlineSoftmax {
     static constexpr int L = Vector<T>::lanes;
-    static constexpr T kMaxWeightSum = 256;  // by lane, of a tile; above it the lazy maximum is raised
+    static constexpr T kMaxWeightSum = 256;  // of a tile by lane, else the lazy maximum is raised; of 2^31 keys: 2^39
     // The lazy maximum before the first unmasked score: masked scores, which are -inf, stay below it.
     static constexpr T kUnset = std::numeric_limits<T>::lowest();
     T *lazy_max, *denom, *out;
