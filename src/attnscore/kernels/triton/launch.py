@@ -397,7 +397,7 @@ def backward(
 
 
 RELATIVE_SHARES = 16
-"""Programs for each matrix of a relative bias, with a line of sums each."""
+"""Programs for each matrix of a relative bias, with a line of float32 sums each: together 1 MB for 8192 tokens."""
 
 
 class _Backward:

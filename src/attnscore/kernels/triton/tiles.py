@@ -164,7 +164,8 @@ def tile_from_numbers(entry: Entry, numbers: Any) -> Tile:
     if not isinstance(numbers, list) or len(numbers) != 4 or not all(type(x) is int for x in numbers):
         raise ValueError(message(str(entry), "four whole numbers: queries, keys, warps, stages", repr(numbers)))
     tile = Tile(*numbers)
-    # Matrix units take 16 or more; a table of an additive score has `TABLE_SLACK` positions after the last.
+    # Matrix units take 16 or more; a table of an additive score has `TABLE_SLACK` positions after the last. 256 x 256
+    # scores fill the 65,536 registers of a multiprocessor.
     low, high = 16, TABLE_SLACK if entry.form == "additive" else 256
     if not all(low <= n <= high and n & (n - 1) == 0 for n in tile[:2]):
         raise ValueError(message(str(entry), f"as queries and keys powers of 2 from {low} to {high}", repr(numbers)))
