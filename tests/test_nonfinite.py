@@ -351,6 +351,24 @@ def test_a_visible_nan_in_the_bias_reaches_its_row(framework: str) -> None:
     np.testing.assert_array_equal(np.isnan(out).all(-1), reached)
 
 
+@pairs(
+    name=("query", "key"), infinity=(np.inf, -np.inf), kernel=("dense", "streaming"),
+    normalizer=("softmax", "sigmoid", "entmax15"),
+)  # fmt: skip
+def test_the_score_of_an_infinite_vector(name: str, infinity: float, kernel: str, normalizer: str) -> None:
+    """It is the infinite product in a plain call, and NaN in every unmasked pair beside a mask."""
+    rng = np.random.default_rng(0)
+    vectors, value = {"query": rng.random((4, 3)), "key": rng.random((6, 3))}, rng.random((6, 2))
+    vectors[name][2, 1] = infinity
+    options: dict[str, Any] = {"value": value, "normalizer": normalizer}
+    out = ats.attend(**vectors, **options, score="dot", kernel=kernel)
+    scores = vectors["query"] @ vectors["key"].T
+    wanted = ats.attend(np.zeros((4, 1)), np.zeros((6, 1)), **options, bias=scores, kernel="dense")
+    np.testing.assert_allclose(out, wanted, atol=1e-12)
+    masked = ats.attend(**vectors, **options, score="dot", kernel=kernel, valid_lens=5)
+    np.testing.assert_array_equal(np.isnan(masked).any(-1), [name == "key" or row == 2 for row in range(4)])
+
+
 # ---------------------------------------------- infinity in additive scores
 
 KERNELS = ("auto", "streaming", "dense")

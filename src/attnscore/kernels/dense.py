@@ -158,7 +158,8 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
             bias = relative.of_pairs(ops, bias, score_shape.query_len, score_shape.key_len)
         visible = ops.logical_and(visible, bias != NEG_INF)
     is_nonfinite = None
-    if not (ops.known_finite(query) and ops.known_finite(key)):
+    may_mask = problem.mask is not None or problem.bias is not None
+    if may_mask and not (ops.known_finite(query) and ops.known_finite(key)):
         # 0 * NaN in the gradient would propagate masked values: such rows become zeros, and below, their scores NaN.
         # A row with an infinity for which the form has finite scores stays, unless it is masked in every pair.
         bad_query, bad_key = (nonfinite_rows(ops, x, problem.form.keeps_infinity) for x in (query, key))
