@@ -104,9 +104,6 @@ def tile_gradients(
         dp = tl.dot(grad_out.to(value.dtype), value, input_precision=PRECISION)
     uncapped = function_scores(raw, inputs.shared, m, FORM, FUNCTION)
     s, _ = capped(uncapped, CAPS)
-    if FUNCTION is None and not FULL:
-        # As in the forward (`_mask_scores`).
-        s = tl.where(s == NEG_INF, float("nan"), s)
     s, attends = with_bias(s, attends, inputs.bias, m, i, j, sizes, RELATIVE)
     # A custom function may be NaN for the zeros that stand past the last query.
     MASKED: tl.constexpr = not FULL or inputs.bias is not None or FUNCTION is not None

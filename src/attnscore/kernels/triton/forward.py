@@ -100,18 +100,12 @@ def with_nonfinite(
 
 
 @triton.jit
-def _mask_scores(
-    s, inputs, interval, m, queries, keys, sizes, FUNCTION: tl.constexpr, RELATIVE: tl.constexpr, FULL: tl.constexpr
-):
+def _mask_scores(s, inputs, interval, m, queries, keys, sizes, RELATIVE: tl.constexpr, FULL: tl.constexpr):
     """Return the scores with the bias, -inf where masked, and the pairs that attend; `FULL`: the mask leaves all."""
     if FULL:
         attends = queries.live & keys.live
     else:
         attends = unmasked_in_interval(inputs.masking, interval, m, queries.at, keys.at, sizes)
-        if FUNCTION is None:
-            # A product or distance with an infinity counts as NaN, as on the CPU. An additive score keeps it, and
-            # `function_scores` sees to custom functions.
-            s = tl.where(s == NEG_INF, float("nan"), s)
     s, attends = with_bias(s, attends, inputs.bias, m, queries.at, keys.at, sizes, RELATIVE)
     if not FULL or inputs.bias is not None:
         s = tl.where(attends, s, NEG_INF)
@@ -324,7 +318,7 @@ def forward(
                 keys = side_tile(key_side, c[None, :], d[:, None], sizes.n_k, sizes.dim, FORM, full)
                 s = pair_scores(queries, keys, inputs, m, sizes, scale, slope, FORM, FUNCTION, PRECISION)
                 s, _ = capped(function_scores(s, inputs.shared, m, FORM, FUNCTION), CAPS)
-                s, attends = _mask_scores(s, inputs, interval, m, queries, keys, sizes, FUNCTION, RELATIVE, full)
+                s, attends = _mask_scores(s, inputs, interval, m, queries, keys, sizes, RELATIVE, full)
                 softmax, p, alpha = _with_tile(softmax, s, attends, keys.at, rows, step, full and inputs.bias is None)
                 if inputs.dropout is not None:
                     p = tl.where(keeps_by_dropout(inputs.dropout, m.z, queries.at, keys.at, sizes.n_q), p, 0.0)
