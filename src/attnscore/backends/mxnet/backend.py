@@ -155,7 +155,8 @@ class MxnetBackend(Backend):
         return mx.np.matmul(a, b)
 
     def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
-        # With a number on one side, where() gives the array on the other side the wrong gradient (seen in 1.9.1).
+        # With a number on one side, where() gives the array on the other side the wrong gradient (seen in 1.9.1). The
+        # gradient of cosine scores, among others, fails ("Shape is unknown") if only the number has the shape ().
         like = next((x for x in (a, b) if hasattr(x, "shape")), None)
         number_shape = () if like is None or not like.shape else (1,)
         a, b = (x if hasattr(x, "shape") or like is None else self.full(number_shape, x, like) for x in (a, b))
