@@ -2,7 +2,7 @@
 
 - A function of a product or a squared distance is applied to a tile of products or distances, before the caps.
 - A function of channels is summed one channel after the other, as a distance is.
-- A row with a NaN or an infinity has scores of NaN, as in the streaming kernel, whatever the function returns.
+- A row with a NaN or an infinity has scores of NaN, as under a mask in the streaming kernel, whatever the function.
 """
 
 from __future__ import annotations

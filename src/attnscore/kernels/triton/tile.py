@@ -358,7 +358,7 @@ def function_scores(s, shared, m, FORM: tl.constexpr, FUNCTION: tl.constexpr):
         tl.static_assert(
             s.shape == x.shape, "value of a custom score has to return one number for each of its argument"
         )
-        # A product with an infinity counts as NaN, as on the CPU, even if the function maps it to a finite score.
+        # A product with an infinity counts as NaN, as under a mask on the CPU, even where the function makes it finite.
         s = tl.where(x - x == 0, s, float("nan")).to(tl.float32)
     return s
 
