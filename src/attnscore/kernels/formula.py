@@ -296,7 +296,10 @@ class FewKeys(_Formula):
         ops, rows = problem.ops, problem.score_shape.rows
         scores, unmasked, weights, _ = _weights(problem, tiles)
         out = _weighted_sum(ops, unmasked, weights, _by_rows(problem, problem.value, "key"))
-        outputs = (ops.astype(out, problem.dtype), *_max_and_log_denom(ops, scores), weights)
+        # A program that reads neither of these two drops them.
+        row_max = online_softmax.safe_max(ops, ops.max(scores, axis=-1, keepdims=True))
+        log_denom = ops.log(ops.sum(ops.exp(scores - row_max), axis=-1, keepdims=True))
+        outputs = (ops.astype(out, problem.dtype), row_max, log_denom, weights)
         out, row_max, log_denom, matrix = (ops.reshape(x, (*rows, x.shape[-1])) for x in outputs)
         return Result(out, row_max, log_denom, {}, None if problem.matrix is None else matrix)
 
@@ -323,12 +326,6 @@ class FewKeys(_Formula):
                 by_query = ops.reshape(gradients[name], (-1, query_len, *gradients[name].shape[1:]))
                 gradients[name] = ops.sum(by_query, axis=1)
         return {name: ops.reshape(gradients[name], x.shape) for name, x in problem.operands().items()}
-
-
-def _max_and_log_denom(ops: Backend, scores: Array) -> tuple[Array, Array]:
-    """Return the largest score of each row and the log of its denominator; a program that uses neither drops them."""
-    row_max = online_softmax.safe_max(ops, ops.max(scores, axis=-1, keepdims=True))
-    return row_max, ops.log(ops.sum(ops.exp(scores - row_max), axis=-1, keepdims=True))
 
 
 def _has_few_keys(problem: Problem) -> bool:
