@@ -138,7 +138,7 @@ def test_a_part_of_the_gradients() -> None:
 
 
 def test_parts_of_a_call_with_statistics_run_on_another_kernel() -> None:
-    """A part is planned without the log-sum-exp of the call, which its own sums give: PyTorch's function has none."""
+    """Also where they are the log-sum-exp alone, of which PyTorch's function has none."""
     import torch.distributed as dist
 
     from attnscore.parallel.torch import attend
@@ -147,7 +147,7 @@ def test_parts_of_a_call_with_statistics_run_on_another_kernel() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         out, stats = attend(*tensors, group=None, mode="gather", return_stats=("log_sum_exp",))
-        with pytest.raises(KernelUnavailable, match=r"got statistics: entropy, log_sum_exp\. Hint"):
+        with pytest.raises(KernelUnavailable, match=r"got statistics: log_sum_exp, entropy\. Hint"):
             attend(*tensors, group=None, mode="gather", kernel="fused", return_stats=("log_sum_exp", "entropy"))
     finally:
         dist.destroy_process_group()

@@ -44,18 +44,16 @@ class DeviceCall(parts.Call):
     def device(self) -> Any:
         return lax.axis_index(self.axis_name)
 
-    def part(
-        self, keys: DeviceRows, cols: Any, operands: Arrays, statistics: tuple[str, ...] | None = None
-    ) -> SinglePlan:
+    def part(self, keys: DeviceRows, cols: Any, operands: Arrays) -> SinglePlan:
         """Return the plan of the device's queries and the keys at `cols`, among `keys` of all devices.
 
-        `operands` may have a bias, of all keys, and a sink; `statistics` None: the call's statistics.
+        `operands` may have a bias, of all keys, and a sink.
         """
         rows = self.queries.of_device(self.device)
         padded = not (self.queries.is_full and keys.is_full)
         mask = shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length, padded=padded)
         bias = self.bias_of(operands["bias"], keys, rows, jnp.asarray(cols)) if "bias" in operands else None
-        return self.plan_of(operands, rows, cols, mask=mask, bias=bias, statistics=statistics)
+        return self.plan_of(operands, rows, cols, mask=mask, bias=bias)
 
     def bias_of(self, bias: Array, keys: DeviceRows, rows: Array, cols: Array) -> Array:
         """Return the bias of the queries at `rows` and the keys at `cols`; clipped for padding, which is masked."""
@@ -191,18 +189,15 @@ class Ring(DeviceCall):
         # Arguments, as a function with a VJP of its own must not close over traced arrays.
         constants = [jnp.asarray(x) for x in (*(() if mask is None else mask.leaves()), *seed_halves)]
 
-        @jax.custom_vjp
-        def ring(operands: Arrays, constants: Sequence[Array]) -> dict[str, Array]:
-            return self._with_constants(constants)._forward(operands)
-
         def forward(operands: Arrays, constants: Sequence[Array]) -> Any:
             outputs = self._with_constants(constants)._forward(operands)
-            return outputs, (operands, constants, {name: outputs[name] for name in ("out", *self._differentiable)})
+            return outputs, (operands, constants, outputs)
 
         def backward(saved: Any, grads: Arrays) -> Any:
             operands, constants, outputs = saved
             return self._with_constants(constants)._backward(operands, outputs, grads), None
 
+        ring = jax.custom_vjp(lambda operands, constants: forward(operands, constants)[0])
         ring.defvjp(forward, backward)
         outputs = ring(operands, constants)
         return parts.result_of({**outputs, "out": outputs["out"].astype(self.problem.value.dtype)})
@@ -217,9 +212,9 @@ class Ring(DeviceCall):
         return dataclasses.replace(self, problem=dataclasses.replace(problem, mask=mask, dropout=dropout))
 
     @property
-    def _differentiable(self) -> tuple[str, ...]:
-        """Statistics with a gradient; the log-sum-exp, by which parts are merged, also where the caller has none."""
-        return ("log_sum_exp", *(("entropy",) if "entropy" in self.problem.statistics else ()))
+    def part_statistics(self) -> tuple[str, ...]:
+        # A kernel that is chosen without the log-sum-exp may have no gradient of it.
+        return statistics_to_join(("log_sum_exp", *self.problem.statistics))
 
     @property
     def _sum_dtype(self) -> Any:
@@ -231,73 +226,62 @@ class Ring(DeviceCall):
         pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
         return {name: lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
 
-    def _part(self, step: int, operands: Arrays, statistics: tuple[str, ...]) -> tuple[SinglePlan, Array]:
+    def _part(self, step: int, operands: Arrays) -> tuple[SinglePlan, Array]:
         """Return the plan over the keys that the device has at a step, and their positions."""
         cols = self.keys.of_device((self.device - step) % self.plan.ranks)
         # The parts are merged in the dtype of sums.
         operands = {**operands, "value": operands["value"].astype(self._sum_dtype)}
-        return self.part(self.keys, cols, operands, statistics), cols
+        return self.part(self.keys, cols, operands), cols
 
     def _forward(self, operands: Arrays) -> dict[str, Array]:
-        """Return output, row_max, log_denom and statistics over the keys of all devices."""
-        ops, statistics = self.problem.ops, statistics_to_join(self.problem.statistics)
+        """Return the arrays of the result over the keys of all devices."""
+        ops, statistics = self.problem.ops, self.problem.statistics
         key_arrays = {name: x for name, x in operands.items() if name != "sink"}
         state = None
         for step in range(self.plan.ranks):
             if step:
                 key_arrays |= self._from_previous_device({name: key_arrays[name] for name in self.operands("key")})
-            new = parts.state_of_part(*self._part(step, key_arrays, statistics))
+            new = parts.state_of_part(*self._part(step, key_arrays))
             state = new if state is None else online_softmax.merge(ops, state, new)
-        result = parts.finish(ops, cast(RowState, state), operands.get("sink"), self.problem.statistics)
-        return {**parts.arrays_of(result), "log_sum_exp": result.log_sum_exp}
+        return parts.arrays_of(parts.finish(ops, cast(RowState, state), operands.get("sink"), statistics))
 
     def _backward(self, operands: Arrays, outputs: Arrays, grads: Arrays) -> dict[str, Array]:
         """Return the gradients of the operands; key gradients travel around the ring with the keys."""
+
+        def gradients_at(step: int, keys: Arrays) -> dict[str, Array]:
+            shares, vjp = jax.vjp(functools.partial(self._share_of_part, step, outputs), {**operands, **keys})
+            (gradients,) = vjp({name: grads[name] for name in shares})
+            return {name: x.astype(self._sum_dtype) for name, x in gradients.items()}
+
         keys = {name: operands[name] for name in self.operands("key")}
-        totals = {name: jnp.zeros_like(x, self._sum_dtype) for name, x in operands.items()}
-        key_gradients = {name: totals.pop(name) for name in keys}
+        totals = gradients_at(0, keys)
+        # Gradients of the device's own keys stay; sums for the keys of other devices start at 0.
+        returning = {name: jnp.zeros_like(totals[name]) for name in keys}
+        for step in range(1, self.plan.ranks):
+            keys = self._from_previous_device(keys)
+            gradients = gradients_at(step, keys)
+            # After the last step the gradients are at the owners of the keys.
+            returning = self._from_previous_device({name: x + gradients.pop(name) for name, x in returning.items()})
+            totals |= {name: totals[name] + x for name, x in gradients.items()}
+        return {name: (totals[name] + returning.get(name, 0)).astype(x.dtype) for name, x in operands.items()}
 
-        def attend_at(step: int, operands: Arrays) -> dict[str, Array]:
-            # The sink belongs to the first step.
-            operands = {name: x for name, x in operands.items() if name != "sink" or step == 0}
-            result = self._part(step, operands, self._differentiable)[0]()
-            return {"out": result.out, **{name: result.statistics[name] for name in self._differentiable}}
+    def _share_of_part(self, step: int, outputs: Arrays, operands: Arrays) -> dict[str, Array]:
+        """Return functions of a step's part with the derivatives, at this point, of the merged `outputs`.
 
-        for step in range(self.plan.ranks):
-            if step:
-                keys = self._from_previous_device(keys)
-            outputs_of_step, vjp = jax.vjp(functools.partial(attend_at, step), {**operands, **keys})
-            (grad,) = vjp(_gradients_of_part(outputs_of_step, outputs, grads))
-            totals = {name: x + grad[name].astype(x.dtype) for name, x in totals.items()}
-            key_gradients = {name: x + grad[name].astype(x.dtype) for name, x in key_gradients.items()}
-            if step == 0:
-                # Gradients of the device's own keys stay; sums for the keys of other devices start at 0.
-                local_gradients = key_gradients
-                key_gradients = {name: jnp.zeros_like(x) for name, x in key_gradients.items()}
-            else:
-                # After the last step the gradients are at the owners of the keys.
-                key_gradients = self._from_previous_device(key_gradients)
-        totals |= {name: x + key_gradients[name] for name, x in local_gradients.items()}
-        return {name: totals[name].astype(x.dtype) for name, x in operands.items()}
-
-
-def _gradients_of_part(part: Arrays, outputs: Arrays, grads: Arrays) -> dict[str, Array]:
-    """Return the gradients of a part's output and statistics, given the gradients of the merged ones.
-
-    With w = exp(lse_part - lse): out = sum w out_part, and the entropy H = sum w (H_part - log w). All w depend on
-    lse_part, which gives the differences from out and H.
-    """
-    total = outputs["log_sum_exp"]
-    log = part["log_sum_exp"] - jnp.where(jnp.isneginf(total), 0, total)
-    w = jnp.exp(log)
-    grad_out = grads["out"].astype(w.dtype)
-    grad_total = (grad_out * (part["out"] - outputs["out"])).sum(-1, keepdims=True) + grads["log_sum_exp"]
-    gradients = {"out": (w * grad_out).astype(part["out"].dtype)}
-    if "entropy" in part:
-        # w log w is 0 where w is 0.
-        grad_total = grad_total + grads["entropy"] * (part["entropy"] - jnp.where(w == 0, 0, log) - outputs["entropy"])
-        gradients["entropy"] = w * grads["entropy"]
-    return {**gradients, "log_sum_exp": w * grad_total}
+        With w = exp(lse_part - lse): out = sum w out_part, and the entropy H = sum w (H_part - log w). All w depend on
+        lse_part, through lse too: `out` and H, which are constants here like lse, are therefore subtracted.
+        """
+        # The sink belongs to the first step.
+        operands = {name: x for name, x in operands.items() if name != "sink" or step == 0}
+        part, total = self._part(step, operands)[0](), outputs["row_max"] + outputs["log_denom"]
+        log = part.log_sum_exp - jnp.where(jnp.isneginf(total), 0, total)
+        w = jnp.exp(log)
+        # As everywhere, log_denom has the gradient of the log-sum-exp.
+        shares = {"out": w * (part.out - outputs["out"]), "log_denom": w}
+        if "entropy" in part.statistics:
+            # w log w is 0 where w is 0; its derivative is (1 + log w) dw.
+            shares["entropy"] = w * (part.statistics["entropy"] + 1 - jnp.where(w == 0, 0, log) - outputs["entropy"])
+        return shares
 
 
 MODE_CLASSES: Final[dict[str, type[DeviceCall]]] = {"gather": Gather, "ring": Ring, "heads": Heads}

@@ -18,7 +18,7 @@ from attnscore import kernels
 from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape
 from attnscore.errors import KernelUnavailable, message
-from attnscore.kernels import SinglePlan, tiling
+from attnscore.kernels import SinglePlan
 from attnscore.masks import Mask
 from attnscore.parallel.plan import Exchange, heads_attend_differently
 from attnscore.parallel.shard import Shard
@@ -57,6 +57,11 @@ class Call(ABC):
     def compute(self) -> Result:
         """Return the result of the rank's queries, with its gradient."""
 
+    @property
+    def part_statistics(self) -> tuple[str, ...]:
+        """The statistics of each part."""
+        return self.problem.statistics
+
     def operands(self, *roles: str) -> dict[str, Array]:
         """Return the operands of some roles: "query", "key" (the value too), "shared" (no rows), "bias", "sink"."""
         own_roles = {"value": "key", "bias": "bias", "sink": "sink"}
@@ -65,13 +70,12 @@ class Call(ABC):
 
     def plan_of(
         self, arrays: Mapping[str, Array], rows: Shard | Array, cols: Shard | Array, *, mask: Mask | None,
-        bias: Array | None, statistics: tuple[str, ...] | None = None,
-        own_heads: Callable[[Array], Array] | None = None,
+        bias: Array | None, own_heads: Callable[[Array], Array] | None = None,
     ) -> SinglePlan:  # fmt: skip
         """Return the plan of a part over `arrays`, operands of the queries and keys at positions `rows` and `cols`.
 
-        `statistics` None: the call's statistics. `own_heads` selects the part's heads from an array of all heads.
-        Raises KernelUnavailable for the dense kernel, which evaluates a score itself, not its lowered form.
+        `own_heads` selects the part's heads from an array of all heads. Raises KernelUnavailable for the dense kernel,
+        which evaluates a score itself, not its lowered form.
         """
         problem, ops, like = self.problem, self.problem.ops, self.problem.value
         heads = self.sequence_shape.heads // (1 if own_heads is None else self.plan.ranks)
@@ -87,16 +91,12 @@ class Call(ABC):
         part = dataclasses.replace(
             problem, layout=dataclasses.replace(problem.layout, score_shape=shape), query=form.query, key=form.key,
             value=arrays["value"], form=form, mask=mask, bias=bias, dropout=dropout, sink=arrays.get("sink"),
-            statistics=problem.statistics if statistics is None else statistics,
+            statistics=self.part_statistics,
         )  # fmt: skip
-        # With the call's statistics, as not every kernel returns the log-sum-exp: that of a part follows from it. The
-        # part itself where it has them: a copy would compute the intervals of its mask again.
-        names = tuple(dict.fromkeys((*part.statistics, *problem.statistics)))
-        asked = part if names == part.statistics else dataclasses.replace(part, statistics=names)
-        kernel = kernels.choose(self.kernel, asked)
-        if not kernel.has_vjp:
+        plan = kernels.single_plan(part, self.kernel)
+        if not plan.kernel.has_vjp:
             raise KernelUnavailable(message("kernel", "one that takes lowered keys", repr(self.kernel)))
-        return SinglePlan(kernel, part, tiling.plan(part))
+        return plan
 
 
 class HeadsCall(Call):
@@ -154,14 +154,16 @@ def run_part(plan: SinglePlan, cols: Shard | Array) -> Result:
 
 
 def arrays_of(result: Result) -> dict[str, Array]:
-    """Return the arrays of a result by name."""
-    return {"out": result.out, "log_denom": result.log_denom, "row_max": result.row_max, **result.statistics}
+    """Return the arrays of a result by name, but the log-sum-exp, which follows from two of them."""
+    statistics = {name: x for name, x in result.statistics.items() if name != "log_sum_exp"}
+    return {"out": result.out, "log_denom": result.log_denom, "row_max": result.row_max, **statistics}
 
 
 def result_of(arrays: Mapping[str, Array]) -> Result:
-    """Return the result of these arrays: the inverse of `arrays_of`."""
+    """Return the result of these arrays, with the log-sum-exp: the inverse of `arrays_of`."""
     statistics = {**arrays}
-    return Result(statistics.pop("out"), statistics.pop("row_max"), statistics.pop("log_denom"), statistics)
+    out, row_max, log_denom = (statistics.pop(name) for name in ("out", "row_max", "log_denom"))
+    return Result(out, row_max, log_denom, {**statistics, "log_sum_exp": row_max + log_denom})
 
 
 # ---- merging
@@ -196,7 +198,8 @@ def key_counts(part: Problem) -> Array:
 
 
 def finish(ops: Backend, state: RowState, sink: Array | None, statistics: tuple[str, ...]) -> Result:
-    """Return the result of the queries from the state after all keys, with these statistics; `sink`: (head, group)."""
+    """Return the result from the state after all keys, with the log-sum-exp and `statistics`; `sink`: (head, group)."""
     if sink is not None:
         sink = ops.astype(ops.reshape(sink, (*ops.shape(sink), 1, 1)), ops.dtype(state.total))
-    return Result(*online_softmax.finish(ops, state, sink, statistics))
+    out, row_max, log_denom, rows = online_softmax.finish(ops, state, sink, statistics)
+    return Result(out, row_max, log_denom, {**rows, "log_sum_exp": row_max + log_denom})

@@ -113,10 +113,7 @@ class ShardedCall(RankCall):
         outputs = Differentiated.apply(self, *operands.values())  # type: ignore[no-untyped-call]  # torch's own
         # In the order of `parts.arrays_of`.
         names = ("out", "log_denom", "row_max", *(x for x in self.problem.statistics if x != "log_sum_exp"))
-        result = parts.result_of(dict(zip(names, outputs, strict=True)))
-        if "log_sum_exp" in self.problem.statistics:
-            result.statistics["log_sum_exp"] = result.log_sum_exp
-        return result
+        return parts.result_of(dict(zip(names, outputs, strict=True)))
 
     @abstractmethod
     def forward(self, operands: Arrays) -> tuple[Result, dict[str, Tensor]]:
@@ -134,11 +131,6 @@ class ShardedCall(RankCall):
         return self.problem.bias is not None and self.sequence_shape.is_relative(tuple(self.problem.bias.shape))
 
     @property
-    def statistics(self) -> tuple[str, ...]:
-        """Statistics of the parts, but the log-sum-exp, which follows from two arrays of any result."""
-        return tuple(name for name in self.problem.statistics if name != "log_sum_exp")
-
-    @property
     def sum_dtype(self) -> torch.dtype:
         return torch.promote_types(self.problem.value.dtype, torch.float32)
 
@@ -150,7 +142,7 @@ class ShardedCall(RankCall):
         arrays = {name: slice_ranges(x, ranges) if name in self.names["query"] else x for name, x in arrays.items()}
         bias = None if self.problem.bias is None else self._bias_of_part(arrays["bias"], rows, cols)
         mask = self.mask_of(rows, cols)
-        return self.plan_of(arrays, rows, cols, mask=mask, bias=bias, statistics=self.statistics)
+        return self.plan_of(arrays, rows, cols, mask=mask, bias=bias)
 
     def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
         """Return the mask of a part."""
@@ -234,8 +226,8 @@ class MergedCall(ShardedCall):
         return tuple(reasons)
 
     @property
-    def statistics(self) -> tuple[str, ...]:
-        return statistics_to_join(super().statistics)
+    def part_statistics(self) -> tuple[str, ...]:
+        return statistics_to_join(self.problem.statistics)
 
     def make_part(self, rows: Shard, cols: Shard, arrays: Arrays) -> SinglePlan:
         # The values, and so the output, are in the dtype of sums.
@@ -245,7 +237,7 @@ class MergedCall(ShardedCall):
         """Return the result of the rank's queries, merged from blocks of disjoint keys, then with the sink."""
         ops, value = self.problem.ops, operands["value"]
         shape = self.problem.score_shape.rows, self.problem.layout.value_dim
-        state = online_softmax.start(ops, *shape, value, accumulator(self.problem.dtype), self.statistics)
+        state = online_softmax.start(ops, *shape, value, accumulator(self.problem.dtype), self.part_statistics)
         for rows, cols, arrays in blocks:
             part = self.make_part(rows, cols, {name: x for name, x in arrays.items() if name != "sink"})
             state_of_keys = parts.state_of_part(part, cols)
