@@ -76,6 +76,7 @@ def test_statistics_are_merged(name: str, sink: float | None) -> None:
     close(out, expected_out)
     for field in TABLE:
         close(getattr(stats, field), getattr(expected, field))
+        assert getattr(stats, field).dtype == getattr(expected, field).dtype
 
 
 @pytest.mark.parametrize("wanted", [(name,) for name in TABLE])

@@ -29,7 +29,7 @@ from attnscore.parallel.shard import Shard
 from attnscore.problem import online_softmax
 from attnscore.problem.online_softmax import RowState
 from attnscore.problem.problem import build_problem, check_arrays, check_extra, requested_statistics
-from attnscore.problem.statistics import AttentionStats, statistics_to_join
+from attnscore.problem.statistics import AttentionStats, in_returned_dtype, statistics_to_join
 
 
 @hides_unknown
@@ -136,8 +136,8 @@ def attend_chunks(
         out = layout.from_canonical(ops, ops.astype(result.out, dtype))
         if not statistics:
             return out
-        rows = {"log_sum_exp": result.log_sum_exp, **result.statistics}
-        return out, AttentionStats(**{name: layout.rows_from_canonical(ops, rows[name][..., 0]) for name in statistics})
+        rows = {name: in_returned_dtype(ops, name, result.statistics[name][..., 0]) for name in statistics}
+        return out, AttentionStats(**{name: layout.rows_from_canonical(ops, x) for name, x in rows.items()})
 
 
 def _attended_chunks(mask: Mask | None, shape: ScoreShape, chunk: int | None, files: dict[str, Any]) -> list[Range]:
