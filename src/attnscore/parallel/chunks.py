@@ -21,8 +21,8 @@ from attnscore.base import thresholds
 from attnscore.base.arguments import check_count, hides_unknown, is_number, reject_unknown, shown
 from attnscore.base.layout import AxisLayout, ScoreShape, check_bias_shape
 from attnscore.errors import ArgumentError, FrameworkError, message
-from attnscore.masks import Mask, as_mask
-from attnscore.parallel.mask import shard_mask, with_batch_axis
+from attnscore.masks import Mask
+from attnscore.parallel.mask import sequence_mask, shard_mask
 from attnscore.parallel.pairs import Pairs, Range
 from attnscore.parallel.parts import finish, state_of_part
 from attnscore.parallel.shard import Shard
@@ -100,10 +100,7 @@ def attend_chunks(
     # By shapes alone: nothing is read.
     shapes = {name: np.broadcast_to(np.float32(0), tuple(x.shape)) for name, x in {"query": query, **files}.items()}
     layout = check_arrays(backends.load("numpy"), shapes, head_axis)
-    sequence_mask = as_mask(mask, valid_lens, layout.score_shape)
-    if sequence_mask is not None:
-        sequence_mask.check(ops, layout.score_shape)
-        sequence_mask = with_batch_axis(sequence_mask, layout.score_shape)
+    mask = sequence_mask(ops, mask, valid_lens, layout.score_shape)
     if is_number(bias):
         bias = ops.reshape(check_extra(ops, "bias", bias, query), (1, 1))
     if bias is not None:
@@ -117,7 +114,7 @@ def attend_chunks(
         rows, cols = Shard.whole(shape.query_len), Shard((key_range,), shape.key_len)
         problem, _ = build_problem(
             query, keys, values, score=score, sink=sink, head_axis=head_axis,
-            mask=shard_mask(sequence_mask, rows, cols, shape.query_len, shape.key_len),
+            mask=shard_mask(mask, rows, cols, shape.query_len, shape.key_len),
             bias=None if bias is None else _bias_of_chunk(ops, bias, shape, key_range, query),
             statistics=statistics_to_join(statistics),
         )  # fmt: skip
@@ -125,7 +122,7 @@ def attend_chunks(
         return state_of_part(plan, cols), problem.sink
 
     with ops.numeric_scope():
-        ranges = _attended_chunks(sequence_mask, shape, chunk, files)
+        ranges = _attended_chunks(mask, shape, chunk, files)
         for key_range, keys, values in _chunks(ops, query, key, value, layout, ranges):
             new, sink_of_heads = compute_chunk(key_range, keys, values)
             state = new if state is None else online_softmax.merge(ops, state, new)

@@ -22,6 +22,7 @@ from attnscore.errors import ArgumentError, message
 from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.jax_modes import MODE_CLASSES, lax
 from attnscore.parallel.jax_rows import join_rows, rows_of_devices, split_rows
+from attnscore.parallel.mask import sequence_mask
 from attnscore.parallel.options import Options
 from attnscore.parallel.parts import Call
 from attnscore.parallel.plan import exchange
@@ -183,7 +184,7 @@ def _plan_call(
     queries = rows_of_devices("queries", options.queries, shape.query_len, axis_name)
     keys = rows_of_devices("keys", options.queries if options.keys is None else options.keys, shape.key_len, axis_name)
     sequence_shape = dataclasses.replace(shape, query_len=queries.length, key_len=keys.length)
-    mask = options.sequence_mask(problem, sequence_shape)
+    mask = sequence_mask(problem.ops, options.mask, options.valid_lens, sequence_shape)
     bias = None if options.bias is None else _check_bias(problem, options.bias, query, sequence_shape)
     problem = dataclasses.replace(problem, mask=mask, bias=bias)
     plan = exchange(mask, queries.shards, keys.shards, batch=sequence_shape.batch)

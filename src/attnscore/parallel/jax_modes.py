@@ -137,10 +137,9 @@ class Gather(DeviceCall):
         """Return the indices, in rows at `positions`, of the rows that each device needs; any index for padding."""
         indices = []
         for rows, device_positions in zip(needed.positions, positions, strict=True):
-            order = np.argsort(device_positions, kind="stable")
-            last = max(0, int(np.count_nonzero(device_positions < self.keys.length)) - 1)
-            index = np.minimum(np.searchsorted(device_positions[order], rows), last)
-            indices.append(order[index] if len(order) else index)
+            index = np.zeros(1 + max(rows.max(initial=0), device_positions.max(initial=0)), np.int64)
+            index[device_positions] = np.arange(len(device_positions))
+            indices.append(index[rows])
         return np.stack(indices)
 
 

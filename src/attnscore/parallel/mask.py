@@ -8,27 +8,33 @@ from typing import Any
 import numpy as np
 
 from attnscore import backends
-from attnscore.backends.base import Array
+from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape
-from attnscore.masks import Dense, Documents, KeyPadding, Mask, Neighbours, Sharded
+from attnscore.masks import Dense, Documents, KeyPadding, Mask, Neighbours, Sharded, as_mask
 from attnscore.masks.base import all_of, map_atoms
 from attnscore.masks.shape_spec import shape_of
 from attnscore.parallel.pairs import edges_of
 from attnscore.parallel.shard import Shard
 
 
-def with_batch_axis(mask: Mask, sequence_shape: ScoreShape) -> Mask:
-    """Return a mask of the whole sequence whose arrays (head, query, key) have an axis of batch elements in front.
+def sequence_mask(ops: Backend, mask: Any, valid_lens: Any, sequence_shape: ScoreShape) -> Mask | None:
+    """Return `mask` and `valid_lens` as one mask, checked against the scores of the whole sequence.
 
-    Three axes would be read as (batch, query, key).
+    Its arrays (head, query, key) have an axis of batch elements in front: three axes would be read as (batch, query,
+    key).
     """
+    combined = as_mask(mask, valid_lens, sequence_shape)
+    if combined is None:
+        return None
+    backends.check_dense(ops, combined.arrays())
+    combined.check(ops, sequence_shape)
 
     def widen(atom: Mask) -> Mask:
         if not (isinstance(atom, Dense) and sequence_shape.has_heads and len(shape_of(atom.array)) == 3):
             return atom
         return Dense((atom.array if hasattr(atom.array, "shape") else np.asarray(atom.array))[None])
 
-    return map_atoms(mask, widen)
+    return map_atoms(combined.for_call(ops, sequence_shape), widen)
 
 
 def shard_mask(

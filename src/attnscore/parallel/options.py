@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnscore import backends, kernels
+from attnscore import kernels
 from attnscore.base.arguments import check_choice, reject_unknown
 from attnscore.base.layout import ScoreShape
-from attnscore.masks import Mask, as_mask
 from attnscore.parallel.explanation import ParallelExplanation, RowBytes, choose
-from attnscore.parallel.mask import with_batch_axis
 from attnscore.parallel.plan import Exchange
 from attnscore.parallel.schedule import MODES
 from attnscore.parallel.shard import Shard
@@ -69,15 +67,6 @@ class Options:
             head_axis=self.head_axis, normalizer=self.normalizer, statistics=self.return_stats,
         )  # fmt: skip
         return problem
-
-    def sequence_mask(self, problem: Problem, sequence_shape: ScoreShape) -> Mask | None:
-        """Return `mask` and `valid_lens` as one mask, checked against the scores of the whole sequence."""
-        mask = as_mask(self.mask, self.valid_lens, sequence_shape)
-        if mask is None:
-            return None
-        backends.check_dense(problem.ops, mask.arrays())
-        mask.check(problem.ops, sequence_shape)
-        return with_batch_axis(mask.for_call(problem.ops, sequence_shape), sequence_shape)
 
     def choose(
         self, problem: Problem, sequence_shape: ScoreShape, plan: Exchange, modes: Mapping[str, Any], gradient: str

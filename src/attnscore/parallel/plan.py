@@ -15,11 +15,10 @@ from attnscore.base.arguments import shown
 from attnscore.base.cache import BoundedCache
 from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, message
-from attnscore.masks import Dense, EvaluatedFunction, Mask
+from attnscore.masks import EvaluatedFunction, Mask
 from attnscore.masks.base import atoms_of
 from attnscore.masks.cached import arguments_signature
 from attnscore.masks.intervals import HostArray
-from attnscore.masks.shape_spec import shape_of
 from attnscore.parallel.pairs import Pairs, Range, check_batch
 from attnscore.parallel.shard import Shard, check_shards
 
@@ -191,18 +190,10 @@ def _exchange(mask: Mask | None, queries: tuple[Shard, ...], keys: tuple[Shard, 
 
 def heads_attend_differently(mask: Mask | None, sequence_shape: ScoreShape) -> bool:
     """Return whether heads may attend different keys, so that a rank cannot compute some heads by themselves."""
-    return mask is not None and any(_distinguishes_heads(part, sequence_shape) for part in atoms_of(mask))
-
-
-def _distinguishes_heads(mask: Mask, sequence_shape: ScoreShape) -> bool:
-    """Return whether a single mask (no combination) may differ between heads."""
-    if isinstance(mask, Dense):
-        shape = shape_of(mask.array)
-        return sequence_shape.has_heads and len(shape) > 2 and shape[-3] > 1
-    if isinstance(mask, EvaluatedFunction):
-        # It may read the index of the head.
-        return sequence_shape.has_heads
-    return mask.heads > 1
+    if mask is None or not sequence_shape.has_heads:
+        return False
+    # A function may read the index of the head.
+    return any(atom.heads > 1 or isinstance(atom, EvaluatedFunction) for atom in atoms_of(mask))
 
 
 def in_blocks(shard: Shard, size: int) -> Shard:

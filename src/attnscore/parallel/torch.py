@@ -32,6 +32,7 @@ from attnscore.base.layout import ScoreShape, check_bias_shape
 from attnscore.errors import ArgumentError, FrameworkError, ShapeError, message
 from attnscore.masks import Mask
 from attnscore.parallel.explanation import ParallelExplanation
+from attnscore.parallel.mask import sequence_mask
 from attnscore.parallel.options import Options
 from attnscore.parallel.parts import Call
 from attnscore.parallel.plan import Exchange, Movement, exchange
@@ -230,7 +231,7 @@ def _plan_call(
             expected = f"{count} positions for rank {ranks.rank}, which has as many"
             raise ArgumentError(message(name, expected, len(shards[ranks.rank])))
     sequence_shape = dataclasses.replace(problem.score_shape, query_len=queries[0].length, key_len=keys[0].length)
-    mask = options.sequence_mask(problem, sequence_shape)
+    mask = sequence_mask(problem.ops, options.mask, options.valid_lens, sequence_shape)
     if mask is not None:
         backends.check_devices(problem.ops, query, mask.arrays(), host_passes=True)
     problem = dataclasses.replace(problem, mask=mask)
