@@ -291,13 +291,13 @@ def as_on_one_device() -> dict[str, bool]:
     return found
 
 
-def bias_of_keys(length: int, axes: int) -> list[np.ndarray]:
-    """Gradients of a bias of all keys, with this many axes: of a rank, and of one device."""
+def shared_bias(length: int, shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Gradients of a bias of this shape, which all queries share: of a rank, and of one device."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rng = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, length, 4, generator=rng, dtype=torch.float64) for _ in range(3))
     shards = shards_of("contiguous", length, ranks)
-    own, alone = (torch.zeros((1,) * (axes - 1) + (length,), dtype=torch.float64, requires_grad=True) for _ in range(2))
+    own, alone = (torch.zeros(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
     arrays = [shards[rank].take(x) for x in (query, key, value)]
     out = attend(*arrays, group=None, queries=shards, bias=own)
     wanted = ats.attend(query, key, value, bias=alone)

@@ -263,15 +263,19 @@ def test_an_error_of_one_rank_is_raised_on_all(name: str, kind: str, text: str) 
     assert error.messages[0] == others + error.messages[1]
 
 
-@pytest.mark.parametrize(("length", "axes"), [(2, 1), (4, 1), (4, 2), (3, 4)])
-def test_a_bias_of_keys_alone_has_the_gradient_of_all_queries(length: int, axes: int) -> None:
-    for found, wanted in group_of(2).run("parallel_torch_calls.bias_of_keys", length, axes):
+@pytest.mark.parametrize(
+    ("length", "shape"), [(2, (2,)), (4, (4,)), (4, (1, 4)), (3, (1, 1, 1, 3)), (8, (1, 15))], ids=repr
+)
+def test_a_bias_of_keys_or_relative_positions_has_the_gradient_of_all_queries(
+    length: int, shape: tuple[int, ...]
+) -> None:
+    for found, wanted in group_of(2).run("parallel_torch_calls.shared_bias", length, shape):
         np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_one_row_of_a_bias_is_that_of_the_only_query_of_a_rank() -> None:
     """Where each rank has one: the ranks together have the gradient of a bias that all share."""
-    results = group_of(2).run("parallel_torch_calls.bias_of_keys", 2, 2)
+    results = group_of(2).run("parallel_torch_calls.shared_bias", 2, (1, 2))
     np.testing.assert_allclose(sum(found for found, _ in results), results[0][1], rtol=1e-12, atol=1e-12)
     assert not np.allclose(results[0][0], results[0][1])
 

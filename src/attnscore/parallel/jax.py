@@ -114,7 +114,7 @@ def attend(
         return_stats=return_stats,
     )  # fmt: skip
     call, _ = _plan_call(query, key, value, axis_name, options)
-    return present(dataclasses.replace(call.problem, bias=None), call.compute())
+    return present(call.problem, call.compute())
 
 
 def explain(query: Array, key: Any, value: Array, *, axis_name: Any, **options: Any) -> ParallelExplanation:

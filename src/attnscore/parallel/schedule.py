@@ -41,11 +41,11 @@ class Step(NamedTuple):
 class Phase(NamedTuple):
     """A forward or a backward. A rank sends and holds 1 / `share` of the heads of each row."""
 
-    before: tuple[Step, ...]
-    """Messages before the kernels run, or while they run."""
-    after: tuple[Step, ...]
     held: tuple[tuple[tuple[str, ...], HostArray], ...]
     """Rows of arrays that a rank holds apart from its own, (ranks,)."""
+    before: tuple[Step, ...] = ()
+    """Messages before the kernels run, or while they run."""
+    after: tuple[Step, ...] = ()
     share: int = 1
 
 
@@ -56,21 +56,19 @@ def schedule(counts: Counts, mode: str, gradient: str) -> tuple[Phase, ...]:
         query_arrays = ("query", "out", "row")
         plan = cast(Exchange, counts.plan)
         blocks, passed = plan.fetched_blocks.counts, plan.passed.counts
-        forward = Phase(before=(Step(("key",), blocks),), after=(), held=((("key",), blocks.sum(0)),))
-        backward = Phase(before=(Step(query_arrays, passed),), after=(), held=((query_arrays, passed.sum(0)),))
+        forward = Phase(held=((("key",), blocks.sum(0)),), before=(Step(("key",), blocks),))
+        backward = Phase(held=((query_arrays, passed.sum(0)),), before=(Step(query_arrays, passed),))
     elif mode == "gather":
         fetched = np.where(sent(counts.fetched.T) > 0, counts.fetched.sum(0), 0)
-        forward = Phase(before=(Step(("key",), counts.fetched),), after=(), held=((("key",), fetched),))
-        backward = Phase(
-            before=(), after=(Step(("key_gradient",), counts.fetched.T),), held=((("key_gradient",), fetched),)
-        )
+        forward = Phase(held=((("key",), fetched),), before=(Step(("key",), counts.fetched),))
+        backward = Phase(held=((("key_gradient",), fetched),), after=(Step(("key_gradient",), counts.fetched.T),))
     elif mode == "ring":
         to_next, two_shares = np.roll(np.eye(ranks, dtype=np.int64), 1, 1), 2 * keys.max(keepdims=True)
         # A rank passes on all keys but the next rank's own; backward, the gradients of all keys but its own.
         around = Step(("key",), to_next * (keys.sum() - np.roll(keys, -1))[:, None])
         returned = Step(("key_gradient",), to_next * (keys.sum() - keys)[:, None])
-        forward = Phase(before=(around,), after=(), held=((("key",), two_shares),))
-        backward = Phase(before=(around,), after=(returned,), held=((("key_gradient",), two_shares),))
+        forward = Phase(held=((("key",), two_shares),), before=(around,))
+        backward = Phase(held=((("key_gradient",), two_shares),), before=(around,), after=(returned,))
     else:
         ones = np.ones_like(counts.fetched)
         to_heads = Step(("query",), ones * queries[:, None]), Step(("key",), ones * keys[:, None])

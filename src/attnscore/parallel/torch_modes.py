@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final, final
@@ -38,7 +38,6 @@ from attnscore.parallel.torch_ranks import (
     add_rows,
     copy_rows,
     move_rows,
-    row_pairs,
     slice_ranges,
 )
 from attnscore.problem import online_softmax
@@ -140,37 +139,26 @@ class ShardedCall(RankCall):
         """Return the plan of some queries and keys over `arrays`: operands of the rank's queries and of `cols`."""
         ranges = self.queries.locate(rows)
         arrays = {name: slice_ranges(x, ranges) if name in self.names["query"] else x for name, x in arrays.items()}
-        bias = None if self.problem.bias is None else self._bias_of_part(arrays["bias"], rows, cols)
-        mask = self.mask_of(rows, cols)
-        return self.plan_of(arrays, rows, cols, mask=mask, bias=bias)
+        bias = arrays.get("bias")
+        bias = None if bias is None else bias[self._bias_index(bias, rows, cols)]
+        return self.plan_of(arrays, rows, cols, mask=self.mask_of(rows, cols), bias=bias)
 
     def mask_of(self, rows: Shard, cols: Shard) -> Mask | None:
         """Return the mask of a part."""
         return shard_mask(self.problem.mask, rows, cols, self.queries.length, self.keys.length)
 
-    def _bias_of_part(self, bias: Tensor, rows: Shard, cols: Shard) -> Tensor:
-        """Return the bias of a part, sliced from the bias of the rank's queries and all keys."""
-        for axis, ranges in self._bias_ranges(bias, rows, cols):
-            bias = slice_ranges(bias, ranges, axis)
-        return bias
-
-    def _add_bias(self, total: Tensor, rows: Shard, cols: Shard, grad: Tensor) -> None:
-        """Add the gradient of a part's bias to `total`, the gradient of the bias of all keys."""
-        blocks = [(total, grad)]
-        for axis, ranges in self._bias_ranges(total, rows, cols):
-            blocks = [block for x, y in blocks for block in row_pairs(x, ranges, y, axis=axis)]
-        for x, y in blocks:
-            x.add_(y)
-
-    def _bias_ranges(self, bias: Tensor, rows: Shard, cols: Shard) -> list[tuple[int, tuple[Range, ...]]]:
-        """Return the axes on which a part slices a bias, each with the ranges of the slice."""
-        if self.sequence_shape.is_relative(tuple(bias.shape)):
+    def _bias_index(self, bias: Tensor, rows: Shard, cols: Shard) -> tuple[Any, ...]:
+        """Return the index of a part's entries in `bias`, of the rank's queries and all keys."""
+        if self.has_relative_bias:
             # One number for each relative offset, key minus query, in rising order.
             ((start, stop),), ((first, last),) = rows.ranges or ((0, 1),), cols.ranges or ((0, 0),)
             begin = first - stop + self.sequence_shape.query_len
-            return [(-1, ((begin, begin + last - first + stop - start - 1),))]
-        query_ranges = [(-2, self.queries.locate(rows))] if self.bias_has_queries else []
-        return query_ranges + ([(-1, cols.ranges)] if bias.shape[-1] > 1 else [])
+            return ..., slice(begin, begin + last - first + stop - start - 1)
+        query_index = index_of(self.queries.locate(rows)) if self.bias_has_queries else slice(None)
+        key_index = index_of(cols.ranges) if bias.shape[-1] > 1 else slice(None)
+        if isinstance(query_index, Tensor) and isinstance(key_index, Tensor):
+            query_index = query_index[:, None]
+        return ..., query_index, key_index
 
     def run(self, rows: Shard, cols: Shard, arrays: Arrays) -> Result:
         """Return the result of a part."""
@@ -194,7 +182,7 @@ class ShardedCall(RankCall):
         gradients = {name: gradients[name].to(self.sum_dtype) for name in names}
         for name in names - {*self.names["key"]}:
             if name == "bias":
-                self._add_bias(totals[name], rows, cols, gradients[name])
+                totals[name][self._bias_index(totals[name], rows, cols)] += gradients[name]
             elif name not in totals:  # only where the part has all queries of the rank
                 totals[name] = gradients[name]
             elif name in self.names["query"]:
@@ -454,6 +442,12 @@ class PassQueries(MergedCall):
             if len(attending):
                 block_arrays = {name: slice_ranges(arrays[name], keys.locate(block)) for name in self.names["key"]}
                 yield attending, block, {**arrays, **block_arrays}
+
+
+def index_of(ranges: Sequence[Range]) -> slice | Tensor:
+    """Return the index of the positions in `ranges`: a slice, which copies nothing, where that is one range."""
+    slices = tuple(slice(*pair) for pair in ranges or ((0, 0),))
+    return slices[0] if len(slices) == 1 else torch.from_numpy(np.r_[slices])
 
 
 def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:

@@ -235,14 +235,14 @@ def add_rows(target: Tensor, ranges: Sequence[Range], rows: Tensor, sources: Seq
 
 
 def row_pairs(
-    first: Tensor, ranges: Sequence[Range], second: Tensor, others: Sequence[Range] | None = None, axis: int = -2
+    first: Tensor, ranges: Sequence[Range], second: Tensor, others: Sequence[Range] | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield views of equal sizes that together make up the rows of two arrays in two lists of ranges (None: all)."""
-    left, right = [*ranges][::-1], [*(((0, second.shape[axis]),) if others is None else others)][::-1]
+    left, right = [*ranges][::-1], [*(((0, second.shape[-2]),) if others is None else others)][::-1]
     while left and right:
         (start, stop), (other, other_stop) = left.pop(), right.pop()
         size = min(stop - start, other_stop - other)
-        yield first.narrow(axis, start, size), second.narrow(axis, other, size)
+        yield first.narrow(-2, start, size), second.narrow(-2, other, size)
         if start + size < stop:
             left.append((start + size, stop))
         if other + size < other_stop:
