@@ -101,6 +101,8 @@ def check(*arguments: Any, **options: Any) -> None:
         ("additive-tanh-bias", "Causal", "bias-sink", "float64", PLACEMENTS[1], "ring"),
         ("gaussian-heads", "valid_lens-2d", "bias-sink", "float64", PLACEMENTS[1], "heads"),
         ("scaled_dot", "SlidingWindow-both", "sink", "float64", PLACEMENTS[1], "queries"),
+        ("scaled_dot", "Causal", "", "bfloat16", PLACEMENTS[1], "ring"),
+        ("additive-tanh-bias", "none", "sink", "bfloat16", PLACEMENTS[1], "queries"),
     ],
 )
 def test_two_processes(score: str, mask: str, extras: str, dtype: str, placement: Any, way: str) -> None:

@@ -174,9 +174,13 @@ class ShardedCall(RankCall):
         whichever kernel computes them.
         """
         plan, ranges = self.make_part(rows, cols, arrays), self.queries.locate(rows)
-        part_result = parts.result_of({name: slice_ranges(x, ranges) for name, x in parts.arrays_of(result).items()})
-        row_grads = (grads.out, grads.log_sum_exp, grads.entropy)
-        part_grads = RowGradients(*(None if x is None else slice_ranges(x, ranges) for x in row_grads))
+        outputs = {name: slice_ranges(x, ranges) for name, x in parts.arrays_of(result).items()}
+        all_grads = (grads.out, grads.log_sum_exp, grads.entropy)
+        grad_out, *row_grads = (None if x is None else slice_ranges(x, ranges) for x in all_grads)
+        # In the dtype of the part's values, which for parts that are merged is that of sums.
+        dtype = plan.problem.value.dtype
+        part_result = parts.result_of({**outputs, "out": outputs["out"].to(dtype)})
+        part_grads = RowGradients(None if grad_out is None else grad_out.to(dtype), *row_grads)
         names = requested & frozenset(plan.operands())
         gradients = plan.kernel.backward(plan.problem, plan.tiles, part_result, part_grads, names)
         gradients = {name: gradients[name].to(self.sum_dtype) for name in names}
