@@ -28,7 +28,7 @@ MEANS = {
 OTHERS = {
     "rows": ROWS, "choice_rows": ROWS, "padding_rows": 0.0, "sequences": 0.0, "value_sequences": 0.0, "empty_rows": 0.0,
     "nan_rows": 0.0, "nan_query": 0.0, "nan_key": 0.0, "nan_value": 0.0, "overflow_rows": 0.0, "max_logit": 4.0,
-    "dtype_max": 3e38, "scale_ratio": 1.0, "causal_sequences": 0.0, "other_score": 0.0,
+    "dtype_max": 3e38, "scale_ratio": 1.0, "causal_sequences": 0.0, "other_score": 0.0, "keys": 20.0,
 }  # fmt: skip
 
 
@@ -275,6 +275,12 @@ def test_a_layer_without_the_causal_mask_of_the_others() -> None:
     # An image beside texts has another number of queries: its layer is of another kind.
     texts = {"towers.0": causal, "towers.1": causal, "towers.2": sums(rows=2 * ROWS)}
     assert recorded(texts, texts).failing() == []
+    # So has attention to another sequence of other keys; with as many keys, a last number in the name may mean it.
+    other = leaks | {"keys": np.full(HEADS, 10.0)}
+    for names, layer, fails in (("0 1", leaks, True), ("0 1", other, False), ("attn1 attn2", leaks, False),
+                                ("attn attn_1", leaks, False)):  # fmt: skip
+        pair = dict(zip((f"block.{name}" for name in names.split()), (causal, layer), strict=True))
+        assert bool(recorded(pair, pair).failing()) == fails
     inverted = {"encoder.0.attn": leaks, "encoder.1.attn": sums(choice_rows=ROWS - 4, padding=1.0)}
     assert {v.cause for v in recorded(inverted, inverted).verdicts()} == {"inverted mask"}
 

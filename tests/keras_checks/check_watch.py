@@ -369,6 +369,7 @@ def of_default_names(masked: list[bool], lengths: list[int]) -> list[str]:
 def test_the_first_layer_of_default_names_is_of_the_same_kind() -> None:
     assert of_default_names([False, True, True, True], [6] * 4) == ["multi_head_attention: no causal mask"]
     assert of_default_names([False, True, True, True], [9, 6, 6, 6]) == [], "an encoder beside a decoder"
+    assert of_default_names([True, False], [6, 6]) == [], "as in a decoder whose second layer reads an encoder's output"
 
 
 def test_a_lost_mask_of_padding_is_no_missing_causal_one() -> None:

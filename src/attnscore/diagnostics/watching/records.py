@@ -150,21 +150,25 @@ def _has_usual_scale(sums: dict[str, Array], limit: Thresholds) -> bool:
     return bool(((scale > 1 / limit.scale_factor) & (scale < limit.scale_factor)).all())
 
 
-def _unlike_siblings(flags: Mapping[str, bool], queries: Mapping[str, float]) -> set[str]:
+def _unlike_siblings(flags: Mapping[str, bool], sizes: Mapping[str, tuple[float, float]]) -> set[str]:
     """Return the layers without a flag that more than half of the other layers of the same kind have.
 
-    Layers of one kind have names that differ in numbers alone, and as many `queries`.
+    Layers of one kind have names that differ in numbers alone, and the same `sizes`: numbers of queries and of keys.
 
     >>> flags = {"encoder.0": False, "decoder.0": True, "decoder.1": False}
-    >>> _unlike_siblings(flags, dict.fromkeys(flags, 64))
+    >>> _unlike_siblings(flags, dict.fromkeys(flags, (64, 16)))
     {'decoder.1'}
     """
-    kind_of = {name: (_pattern(name), queries[name]) for name in flags}
-    kinds: dict[tuple[str, float], list[bool]] = {}
-    for name, flag in flags.items():
-        kinds.setdefault(kind_of[name], []).append(flag)
-    usual = {kind for kind, group in kinds.items() if 2 * sum(group) > len(group) - 1}
-    return {name for name, flag in flags.items() if not flag and kind_of[name] in usual}
+    kinds: dict[tuple[str, float, float], list[str]] = {}
+    for name in flags:
+        kinds.setdefault((_pattern(name), *sizes[name]), []).append(name)
+    unlike = set()
+    for names in kinds.values():
+        # A module's attention_1 may attend to itself and its attention_2 to another sequence: neither is the usual one.
+        are_roles = len({re.sub(r"(?<=[A-Za-z])_?\d+$", "", name) for name in names}) < len(names)
+        if 2 * sum(flags[name] for name in names) > len(names) - (not are_roles):
+            unlike |= {name for name in names if not flags[name]}
+    return unlike
 
 
 def _pattern(name: str) -> str:
@@ -313,9 +317,12 @@ class Records:
             if len(self._first_steps) < EARLY_SAMPLED_STEPS and step not in self._first_steps:
                 self._first_steps.append(step)
             limit = self.thresholds
-            queries = {name: float(max(sums["rows"] + sums["empty_rows"] + sums["nan_rows"])) for name, sums in of_step}
-            leaking = _unlike_siblings({name: _is_causal(sums) for name, sums in of_step}, queries)
-            unscaled = _unlike_siblings({name: _has_usual_scale(sums, limit) for name, sums in of_step}, queries)
+            sizes = {
+                name: (max(sums["rows"] + sums["empty_rows"] + sums["nan_rows"]), sums["keys"][0])
+                for name, sums in of_step
+            }
+            leaking = _unlike_siblings({name: _is_causal(sums) for name, sums in of_step}, sizes)
+            unscaled = _unlike_siblings({name: _has_usual_scale(sums, limit) for name, sums in of_step}, sizes)
             for name, sums in of_step:
                 # A head without numbers, as with NaN, does not show what its mask hides.
                 leaks = name in leaking and bool((sums["rows"] > 0).all())
