@@ -1119,6 +1119,30 @@ def test_padding_of_an_encoder_is_not_taken_for_that_of_a_decoder() -> None:
     assert rows == {
         "encoder.layers.0.self_attn": 7, "decoder.layers.0.self_attn": 10, "decoder.layers.0.multihead_attn": 10,
     }  # fmt: skip
+    for given in (None, ignored):  # with other lengths it is known which keys are the encoder's
+        with watch(model) as seen:
+            model(x, x[:, :4], src_key_padding_mask=ignored, memory_key_padding_mask=given)
+        assert {name for name, _ in seen.failing()} == ({"decoder.layers.0.multihead_attn"} if given is None else set())
+
+
+@pytest.mark.parametrize("names", ["left right", "left left", "enc1 enc2"])
+def test_padding_of_two_towers(names: str) -> None:
+    """Each has a mask of its own; one without may have no padding, unless it is of the same kind."""
+
+    class Towers(nn.Module):
+        def forward(self, masks: list[torch.Tensor | None]) -> None:
+            for name, mask in zip(names.split(), masks, strict=True):
+                getattr(self, name)(torch.randn(2, 5, 16), src_key_padding_mask=mask)
+
+    model = Towers()
+    for name in names.split():
+        model.add_module(name, nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
+    first, second = (torch.arange(5) >= torch.tensor(lens)[:, None] for lens in ([5, 2], [3, 4]))
+    for masks in ([first, second], [first, None]):
+        with watch(model) as seen:
+            model(masks)
+        forgotten = masks[1] is None and names in ("left left", "enc1 enc2")
+        assert len(seen.layers) == 2 and bool(seen.failing()) == forgotten
 
 
 def test_texts_of_one_word_beside_images_are_no_causal_mask() -> None:

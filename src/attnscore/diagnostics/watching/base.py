@@ -35,8 +35,8 @@ class Step:
     sampled: bool
     begins: bool = True
     """Whether the step begins here, and not with the call of another part of the model."""
-    real: Any = None
-    """(batch, token), True where there is a token; None: unknown."""
+    real: dict[str, Any] = field(default_factory=dict)
+    """(batch, token), True where there is a token: the last mask that modules of a kind (`kind_of`) were given."""
     sums: dict[Any, dict[str, Array]] = field(default_factory=dict)
     """Sums by name; before a program's run ends, by module, iteration of a loop and number of the call."""
     calls: Counter[str] = field(default_factory=Counter)

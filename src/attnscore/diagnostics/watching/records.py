@@ -161,7 +161,7 @@ def _unlike_siblings(flags: Mapping[str, bool], sizes: Mapping[str, tuple[float,
     """
     kinds: dict[tuple[str, float, float], list[str]] = {}
     for name in flags:
-        kinds.setdefault((_pattern(name), *sizes[name]), []).append(name)
+        kinds.setdefault((kind_of(name), *sizes[name]), []).append(name)
     unlike = set()
     for names in kinds.values():
         # A module's attention_1 may attend to itself and its attention_2 to another sequence: neither is the usual one.
@@ -171,10 +171,10 @@ def _unlike_siblings(flags: Mapping[str, bool], sizes: Mapping[str, tuple[float,
     return unlike
 
 
-def _pattern(name: str) -> str:
-    """Return a name without its numbers: layers of one kind share it. Keras gives the first layer of a class none.
+def kind_of(name: str) -> str:
+    """Return a name without its numbers: modules of one kind share it. Keras gives the first layer of a class none.
 
-    >>> _pattern("decoder.layers.11.self_attn"), _pattern("attention"), _pattern("attention_1")
+    >>> kind_of("decoder.layers.11.self_attn"), kind_of("attention"), kind_of("attention_1")
     ('decoder.layers.*.self_attn', 'attention', 'attention')
     """
     return re.sub(r"\d+", "*", re.sub(r"_\d+(?=[. ]|$)", "", name))

@@ -98,7 +98,7 @@ REMEDIES: dict[str, Remedy] = {
         'reset_heads(model, seen, {heads}, ["value"])',
     ),
     "no padding mask": Remedy(
-        "pass the mask of the padding",
+        "pass the mask of the keys' padding",
         "model(x, src_key_padding_mask=~real)  # real: (batch, token), True at tokens",
         "attention(x, mask=real[:, None, None])  # real: (batch, token), True at tokens",
         "attention(x, x, attention_mask=real[:, None])  # real: (batch, token), True at tokens",

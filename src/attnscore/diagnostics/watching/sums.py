@@ -85,12 +85,22 @@ class Call:
         """Axis of the positions, counted from the end."""
         return -3 if self.head_axis == -2 and self.key.ndim >= 4 else -2
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Numbers of queries and of keys."""
+        return self.query.shape[self.length_axis], self.key.shape[self.length_axis]
+
 
 @dataclass(frozen=True, eq=False)
 class Scores:
     """Scores (..., head, query, key) that the model made itself; masked ones are -inf, or a number for it."""
 
     scores: Any
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Numbers of queries and of keys."""
+        return self.scores.shape[-2], self.scores.shape[-1]
 
 
 class NotRecorded(Exception):
@@ -160,12 +170,12 @@ def _in_blocks(call: Call | Scores, real: Any) -> Iterator[tuple[Call, Any]]:
 
 def counted_queries(call: Call, real: Any) -> Any:
     """Return the queries (batch, 1, query) of a call that count: in self-attention, those not at padding. None: all."""
-    query, key = call.query, call.key
+    query = call.query
     if call.heads is not None and query.ndim >= 4 and query.shape[call.head_axis] != call.heads:
         return None  # heads are stacked on the axis of queries, whose length says nothing then
     if call.counted is not None:
         return call.counted
-    return _counted(real, (query.shape[call.length_axis], key.shape[call.length_axis]), query)
+    return _counted(real, call.lengths, query)
 
 
 def _counted(real: Any, lengths: tuple[int, int], like: Any) -> Any:
@@ -252,8 +262,7 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
     sums["dtype_max"] = np.full(heads, -lowest_finite(first))
     sums["scale_ratio"] = np.full(heads, math.nan)
     sums["other_score"] = np.zeros(heads)
-    keys = first.shape[-1] if isinstance(call, Scores) else call.key.shape[call.length_axis]
-    sums["keys"] = np.full(heads, float(keys))
+    sums["keys"] = np.full(heads, float(call.lengths[1]))
     if isinstance(call, Scores):
         return sums
     score = scores.resolve(call.options.get("score", "scaled_dot"))
@@ -269,7 +278,7 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
             sums |= {"value_sequences": is_finite.sum(0, dtype=np.float64), "value_spread": share.sum(0)}
     dim = call.query.shape[-1]
     scale = _score_scale(score, dim)
-    if scale is None or call.query.shape[call.length_axis] <= 1:
+    if scale is None or call.lengths[0] <= 1:
         return sums
     sums["scale_ratio"] = np.full(heads, scale * math.sqrt(dim))
     if "query" in known and "key" in known:

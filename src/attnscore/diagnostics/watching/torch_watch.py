@@ -25,6 +25,7 @@ from attnscore.base.arguments import check_flag, is_whole, shown
 from attnscore.diagnostics.watching import torch_patches
 from attnscore.diagnostics.watching.base import WHOLE, Step, Watch, next_name
 from attnscore.diagnostics.watching.padding import named_arguments, padding_like
+from attnscore.diagnostics.watching.records import kind_of
 from attnscore.diagnostics.watching.sums import Call, Scores, describe_error, sums_of
 from attnscore.diagnostics.watching.torch_calls import output_and_sums, reason_against
 from attnscore.errors import ArgumentError, message
@@ -92,9 +93,10 @@ class TorchWatch(Watch):
                 if begins := not self._first or name in (self._first, WHOLE):
                     self._first = name
                 state.step = self._begin_step(begins)
-        if state.step is not None and state.step.sampled and state.step.real is None:
+        if state.step is not None and state.step.sampled:
             named = _named_arguments(module, arguments, options)
-            state.step.real = _real_tokens(named)
+            if (real := _real_tokens(named)) is not None:
+                state.step.real[kind_of(name)] = real
             if not state.stack:
                 state.padding = padding_like(named)
         state.stack.append(name)
@@ -108,7 +110,7 @@ class TorchWatch(Watch):
         if not state.stack and state.step is not None:
             step, state.step = state.step, None
             if step.sampled and not failed:
-                if step.real is None and step.sums:
+                if not step.real and step.sums:
                     self.unchecked_padding = state.padding
                 self._finish(step)
 
@@ -141,8 +143,7 @@ class TorchWatch(Watch):
             return None
         out = None
         try:
-            # Where there are two halves the mask is the encoder's, also where lengths are equal by chance.
-            real = None if self._has_encoder_and_decoder and "decoder" in name else step.real
+            real = self._real_tokens_of(call, name, step)
             weight = self.thresholds.saturated_weight
             if self._one_pass and isinstance(call, Call) and call.is_recorded is not None:
                 out, step.sums[name] = output_and_sums(call, real, weight)
@@ -151,6 +152,16 @@ class TorchWatch(Watch):
         except Exception as error:  # recording must never break the model
             self.skip(describe_error(error))
         return out
+
+    def _real_tokens_of(self, call: Call | Scores, name: str, step: Step) -> Tensor | None:
+        """Return (batch, token) of the keys of a call: the innermost mask around it that fits."""
+        queries, keys = call.lengths
+        # Of as many queries as keys, a decoder may attend to its own tokens or to the encoder's.
+        if queries == keys and ("cross" in name or (self._has_encoder_and_decoder and "decoder" in name)):
+            return None
+        first = call.scores if isinstance(call, Scores) else call.key
+        masks = [step.real.get(kind_of(module)) for module in reversed(self._thread.stack)]
+        return next((mask for mask in masks if mask is not None and mask.shape == (first.shape[0], keys)), None)
 
     def skip(self, why: str) -> None:
         """Count an attention call that cannot be recorded, with the reason."""
