@@ -55,6 +55,8 @@ WORDS = {
     "dearest": "most expensive",
     "river": "order of imports",
     "poison": "propagate",
+    "naive form": "plain formula",
+    "naive PyTorch": "plain formula in PyTorch",
     "pull-back": "VJP",
     "pull-backs": "VJPs",
     "key head": "KV head",

@@ -25,8 +25,8 @@ from bench.cases import Case
 from bench.measure import Row, can_measure_memory
 from bench.results import SCHEMA
 
-# Bytes of the naive matrices; beyond, their growth is known well enough.
-_MOST_NAIVE = 6 * 10**9
+# Bytes of the matrices of the plain formula; beyond, their growth is known well enough.
+_MOST_FORMULA_BYTES = 6 * 10**9
 _QUICK = Effort(min_rounds=3, max_rounds=21, seconds=0.5)
 # For each shape of a case of many shapes, some hundred pairs of sides.
 _SHAPE = Effort(min_rounds=7, max_rounds=21, seconds=0.15)
@@ -111,12 +111,12 @@ def _requests(case: Case, threads: Sequence[int], quick: bool) -> Iterator[Reque
     lengths = case.sizes.get("lengths", [case.sizes["queries"]])
     for side in ("attnscore", *case.baselines) if can_measure_memory() is None else ():
         for length in lengths[:_QUICK_LENGTHS] if quick else lengths:
-            if side == "attnscore" or _naive_bytes(case, length) < _MOST_NAIVE:
+            if side == "attnscore" or _formula_bytes(case, length) < _MOST_FORMULA_BYTES:
                 yield Request(case, max(threads), side, length)
 
 
-def _naive_bytes(case: Case, length: int) -> int:
-    # Four arrays of that size are alive at once in the naive forward and backward.
+def _formula_bytes(case: Case, length: int) -> int:
+    # Four arrays of that size are alive at once in the plain forward and backward.
     return 4 * 4 * length**2 * (case.sizes["dim"] if case.score == "additive" else 1)
 
 

@@ -161,7 +161,7 @@ def memory() -> Figure:
     latest = max(documents, key=lambda document: document["date"])
     titles = {"growth-dot": "Scaled dot product", "growth-additive": "Additive, 64 hidden units"}
     figure = Figure(figsize=(8, 3.4))
-    figure.suptitle("Memory grows with n here, with n² in the naive form (one head, d = 64, forward and backward)")
+    figure.suptitle("Memory: n with attnscore, n² with the plain formula (one head, d = 64, forward and backward)")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     for axis, (case, title) in zip(panels, titles.items(), strict=True):
         draw_growth(axis, [row for row in latest["rows"] if row["case"] == case and row["status"] == "measured"])
@@ -172,13 +172,14 @@ def memory() -> Figure:
 def draw_growth(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw the memory of each side on logarithmic axes, over dashed lines of linear and of quadratic growth."""
     for row in rows:
-        colour, power, law = (BLUE, 1, "∝ n") if row["side"] == "attnscore" else (RED, 2, "∝ n²")
+        of_attnscore, of_formula = (BLUE, 1, "attnscore, dashed ∝ n"), (RED, 2, "plain formula, dashed ∝ n²")
+        colour, power, words = of_attnscore if row["side"] == "attnscore" else of_formula
         lengths, sizes = np.array([(point["length"], point["peak"] / 1e6) for point in row["points"]]).T
         axis.loglog(lengths, sizes[0] * (lengths / lengths[0]) ** power, "--", color="#8c8c8c", linewidth=1)
         axis.loglog(lengths, sizes, "o-", color=colour, markersize=4)
         at = lengths[len(lengths) // 2], sizes[len(sizes) // 2]
         near = {"xytext": (6, -7), "textcoords": "offset points", "va": "top", "fontsize": 9}
-        axis.annotate(f"{row['side']}, dashed {law}", at, color=colour, **near)
+        axis.annotate(words, at, color=colour, **near)
     axis.set_xscale("log", base=2)
 
 

@@ -210,7 +210,7 @@ def cost(report: Report, _: np.random.Generator) -> dict[str, Any]:
         )
         for name, costs in costs_of.items()
     ]
-    columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by a naive form / MB")
+    columns = ("score", "parameters", "operations / 10⁹", "in and out / MB", "kept by the plain formula / MB")
     caption = f"one head, 4096 queries and keys, d = {dim}, h = {hidden}, float32; attend keeps no such matrix"
     report.table("What one call costs", columns, rows, caption=caption)
     report.picture("07-cost", _draw_growth(lengths, {name: costs_of[name] for name in ("scaled dot", "additive")}))
@@ -262,7 +262,7 @@ def _draw_growth(lengths: Sequence[int], costs: Mapping[str, Mapping[int, ats.Co
     for (name, by_length), colour in zip(costs.items(), (BLUE, RED), strict=True):
         line = [by_length[length] for length in lengths]
         left.plot(lengths, [one.operations for one in line], "o-", color=colour, label=name)
-        right.plot(lengths, [one.matrix_bytes for one in line], "o--", color=colour, label=f"{name}, naive")
+        right.plot(lengths, [one.matrix_bytes for one in line], "o--", color=colour, label=f"{name}, plain formula")
     first = next(iter(costs.values()))
     right.plot(lengths, [first[length].bytes for length in lengths], "o-", color="#8c8c8c", label="inputs and outputs")
     for axis, title in ((left, "Operations of one head"), (right, "Bytes that have to be held")):
