@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -159,26 +160,28 @@ def test_padding_nan_and_bfloat16(is_compiled: bool) -> None:
     assert expected[0]["padding"] > 0 and expected[0]["rows"] == 7
 
 
-def test_flax_layers_have_the_numbers_of_pytorchs() -> None:
-    theirs = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+@pytest.mark.parametrize("options", [{}, {"dropout_rate": 0.5, "deterministic": True}], ids=["plain", "dropout"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flax_layers_have_the_numbers_of_pytorchs(is_causal: bool, options: dict[str, Any]) -> None:
+    theirs, hidden = torch.nn.MultiheadAttention(8, 2, batch_first=True), torch.ones(5, 5).triu(1).bool() & is_causal
     with watch(theirs) as expected:
-        theirs(*[torch.from_numpy(np.array(X))] * 3)
-    # Flax's function of weights, which the watch sees, does not get the values.
-    expected_rows = [row | {"value_spread": np.nan} for row in expected.rows()]
+        theirs(*[torch.from_numpy(np.array(X))] * 3, attn_mask=hidden)
     weight, bias = (x.detach().numpy() for x in (theirs.in_proj_weight, theirs.in_proj_bias))
-    nnx_layer, linen_layer = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0)), nn.MultiHeadAttention(2)
+    nnx_layer = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0), **options)
+    linen_layer = nn.MultiHeadDotProductAttention(2, **options)
     variables = linen_layer.init(jax.random.key(0), X)
-    for place, name in enumerate(("query", "key")):
+    for place, name in enumerate(("query", "key", "value")):
         rows = slice(8 * place, 8 * place + 8)
         kernel, offset = jnp.asarray(weight[rows].T.reshape(8, 2, 4)), jnp.asarray(bias[rows].reshape(2, 4))
         getattr(nnx_layer, name).kernel[...], getattr(nnx_layer, name).bias[...] = kernel, offset
         variables["params"][name] = {"kernel": kernel, "bias": offset}
     with watch(nnx_layer) as seen:
-        nnx_layer(X)
-    assert_same_rows(seen.rows(), expected_rows)
-    with watch(linen_layer) as seen:
-        jax.jit(linen_layer.apply)(variables, X)
-    assert_same_rows(seen.rows(), expected_rows)
+        nnx_layer(X, is_causal=is_causal)
+    assert_same_rows(seen.rows(), expected.rows())
+    with watch(linen_layer) as others:
+        jax.jit(linen_layer.apply)(variables, X, mask=jnp.asarray(~hidden)[None, None])
+    assert_same_rows(others.rows(), expected.rows())
+    assert not any(math.isnan(row["value_spread"]) for row in (*seen.rows(), *others.rows()))
 
 
 def test_layers_of_this_library() -> None:

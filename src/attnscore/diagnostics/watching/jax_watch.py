@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
@@ -140,10 +141,10 @@ def _functions() -> list[tuple[Any, Callable[..., Any]]]:
     """Return the functions that are wrapped, and their wrappers."""
     makers: list[tuple[Any, Callable[..., Site]]]
     makers = [(jax.nn.dot_product_attention, _jax_attention), (api.attend, sites.attended)]
-    for name in ("flax.nnx", "flax.linen"):
+    for name in ("flax.nnx.nn.attention", "flax.linen.attention"):  # `flax.nnx` does not export the first one
         function = getattr(sys.modules.get(name), "dot_product_attention_weights", None)
         if function is not None:
-            makers.append((function, _flax_weights))
+            makers.append((function, functools.partial(_flax_weights, inspect.signature(function))))
     return [(function, functools.partial(staged.record, VALUES, make_site)) for function, make_site in makers]
 
 
@@ -157,7 +158,15 @@ def _jax_attention(
     return sites.dot_product(query, key, value, **arrays, scale=scale, is_causal=is_causal, window=window)
 
 
-def _flax_weights(
-    query: Any, key: Any, bias: Any = None, mask: Any = None, *_: Any, is_causal: bool = False, **__: Any
-) -> Site:
-    return sites.dot_product(query, key, bias=bias, mask=mask, is_causal=is_causal)
+def _flax_weights(signature: inspect.Signature, *arguments: Any, **options: Any) -> Site:
+    named = signature.bind(*arguments, **options).arguments
+    given = {name: named[name] for name in ("bias", "mask", "is_causal") if name in named}
+    return sites.dot_product(named["query"], named["key"], _value_in_flax(), **given)
+
+
+def _value_in_flax() -> Any:
+    """Return the values of the function of Flax that asks for weights and passes no values; None of another caller."""
+    frame = sys._getframe()
+    while frame.f_back is not None and not frame.f_globals.get("__name__", "").startswith("flax."):
+        frame = frame.f_back
+    return frame.f_locals.get("value") if frame.f_code.co_name == "dot_product_attention" else None
