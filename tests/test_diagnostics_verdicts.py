@@ -49,7 +49,9 @@ def recorded(*steps: Any, every: int = 10, thresholds: Thresholds | None = None,
     records = Records(thresholds or Thresholds())
     for number, step in enumerate(steps):
         for name, values in (step if "rows" not in step else {"a.0": step}).items():
-            records.layers.setdefault(name, Layer(name, HEADS, deque(maxlen=1000))).add(number * every, values)
+            records.layers.setdefault(name, Layer(name, len(values["rows"]), deque(maxlen=1000))).add(
+                number * every, values
+            )
     records.steps, records.sampled = every * len(steps), len(steps)
     for number, loss in enumerate(losses):
         records.record_loss(loss, number)
@@ -240,6 +242,14 @@ def test_causes_follow_from_which_heads_fail_and_when() -> None:
     all_heads = sums(saturated_rows=0.6, logit_variance=400.0)
     assert cause(*[all_heads] * 2) == {"no scale, or weights that start too large"}
     assert cause(*[sums()] * 5, *[all_heads] * 2) == {"learning rate of one layer too large"}
+    for ratio, expected in (
+        (22.6, "no scale, or weights that start too large"),
+        (1.0, "weights of one head too large"),
+    ):
+        one_head = [{name: x[:1] for name, x in sums(**numbers, scale_ratio=ratio).items()}
+                    for numbers in ({}, {"saturated_rows": 0.6, "logit_variance": 400.0})]  # fmt: skip
+        for steps in ([one_head[1]] * 2, [one_head[0], one_head[1], one_head[1]]):
+            assert cause(*steps) == {expected}, "the only head of a layer"
     good, both = {"a.0": sums(), "a.1": sums()}, {"a.0": all_heads, "a.1": all_heads}
     assert cause(*[good] * 3, *[both] * 2) == {"no warm-up, or a learning rate that starts too large"}
     assert cause(*[good] * 5, *[both] * 2) == {"learning rate too large"}
