@@ -39,6 +39,15 @@ def test_caches() -> None:
         heads()(X, X, X, valid_lens=[4, 0], cache=ats.KeyValueCache(head_axis=-2))
     with pytest.raises(ats.ArgumentError, match="cache: expected a KeyValueCache"):
         heads()(X, X, X, cache=ats.KeyValueCache())
+    words = r"^values: expected the shape of keys, except for the last axis, got .*; shapes: keys \(1, 3, 2, 4\), values"
+    with pytest.raises(ats.ShapeError, match=words):
+        heads()(X, X[:1], X, cache=ats.KeyValueCache(head_axis=-2))
+    cache = ats.KeyValueCache(head_axis=-2).append(torch.zeros(2, 1, 2, 4), torch.zeros(2, 1, 2, 4))
+    with pytest.raises(ats.DeviceError, match=r"^keys: expected an array on cpu, where the cache is, got one on meta"):
+        heads(device="meta")(*3 * [X.to("meta")], cache=cache)
+    words = r"^queries: expected at most as many positions as keys \(2\) with a cache, got 3"
+    with pytest.raises(ats.ShapeError, match=words):
+        heads()(X, X[:, 1:], X[:, 1:], cache=cache)
 
 
 def test_arguments_of_another_library() -> None:

@@ -230,7 +230,7 @@ class KeyValueCache:
         ------
         ShapeError, DtypeError, DeviceError, FrameworkError, ArgumentError
         """
-        return self._append(key, value, "lens", lens)
+        return self._append({"key": key, "value": value}, {"lens": lens})
 
     @_outside_graphs
     @_in_scope
@@ -566,12 +566,13 @@ class KeyValueCache:
     # ------------------------------------------------------------------ an append
 
     @_outside_graphs
-    def _append(self, key: Array, value: Array, lens_name: str, lens: Any) -> Self:
-        """Return the cache after `append`; errors call `lens` by the caller's name, which in a layer is valid_lens."""
-        arrays = {"key": key, "value": value}
+    def _append(self, arrays: dict[str, Array], counts: dict[str, Any]) -> Self:
+        """Return the cache after `append`; its arguments have the names by which the caller, or a layer's, has them."""
+        (key_name, key), (_, value) = arrays.items()
+        ((lens_name, lens),) = counts.items()
         ops = backends.of(arrays)
         if ops.name not in STORAGE:
-            raise FrameworkError(message("key", "an array of " + " or ".join(STORAGE), f"one of {ops.name}"))
+            raise FrameworkError(message(key_name, "an array of " + " or ".join(STORAGE), f"one of {ops.name}"))
         storage, signature = STORAGE[ops.name], (ops.array_signature(key), ops.array_signature(value))
         # The checks take a third of the time of a step, and an append like the last one passes them.
         if signature != self._checked:

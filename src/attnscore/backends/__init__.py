@@ -125,8 +125,10 @@ def of(arrays: Mapping[str, Any]) -> Backend:
     return load(name)
 
 
-def check_devices(ops: Backend, query: Any, others: Mapping[str, Any], *, host_passes: bool = False) -> None:
-    """Raise DeviceError unless the framework's arrays are on the device of `query`.
+def check_devices(
+    ops: Backend, query: Any, others: Mapping[str, Any], *, owner: str = "query", host_passes: bool = False
+) -> None:
+    """Raise DeviceError unless the framework's arrays are on the device of `query`, which the message calls `owner`.
 
     `host_passes`, for the arrays of masks, allows the CPU too.
     """
@@ -138,7 +140,7 @@ def check_devices(ops: Backend, query: Any, others: Mapping[str, Any], *, host_p
         device = ops.device(x)
         # "" is no device: the array is traced, or the framework moves it by itself.
         if "" not in (query_device, device) and device not in allowed:
-            raise DeviceError(message(name, f"an array on {query_device}, where query is", f"one on {device}"))
+            raise DeviceError(message(name, f"an array on {query_device}, where {owner} is", f"one on {device}"))
 
 
 def check_dense(ops: Backend, arrays: Mapping[str, Any]) -> None:

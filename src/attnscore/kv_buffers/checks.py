@@ -34,23 +34,24 @@ def check_pair(ops: Backend, arrays: Mapping[str, Array]) -> None:
         if any(map(is_unknown, shapes[name])):
             hint = "tf.ensure_shape, or an input signature without None"
             raise ShapeError(message(name, "known sizes, as the buffers have them", shapes[name], hint=hint))
-    key, value = arrays.values()
+    (key_name, key), (name, value) = arrays.items()
     if ops.dtype(key) != ops.dtype(value):
-        raise DtypeError(message("value", f"the dtype of key ({ops.dtype(key)})", ops.dtype(value)))
-    if len(shapes["key"]) != len(shapes["value"]) or shapes["key"][:-1] != shapes["value"][:-1]:
-        raise ShapeError(message("value", "the shape of key, except for the last axis", shapes["value"], shapes=shapes))
+        raise DtypeError(message(name, f"the dtype of {key_name} ({ops.dtype(key)})", ops.dtype(value)))
+    if len(key.shape) != len(value.shape) or shapes[key_name][:-1] != shapes[name][:-1]:
+        expected = f"the shape of {key_name}, except for the last axis"
+        raise ShapeError(message(name, expected, shapes[name], shapes=shapes))
 
 
 def check_like_buffer(ops: Backend, values: Array, key_dim: int, axis: int, arrays: Mapping[str, Array]) -> None:
     """Raise unless key and value, a pair, fit the buffer of values except on `axis`, which counts the positions."""
-    key = arrays["key"]
+    key_name, key = next(iter(arrays.items()))
     if backends.of({"the cache": values, **arrays}).dtype(values) != ops.dtype(key):
-        raise DtypeError(message("key", f"the dtype of the cache ({ops.dtype(values)})", ops.dtype(key)))
-    backends.check_devices(ops, values, arrays)
+        raise DtypeError(message(key_name, f"the dtype of the cache ({ops.dtype(values)})", ops.dtype(key)))
+    backends.check_devices(ops, values, arrays, owner="the cache")
     for name, x in arrays.items():
         before, shape = list(values.shape), tuple(x.shape)
         before[axis] = "n"
-        before[-1] = key_dim if name == "key" else before[-1]
+        before[-1] = key_dim if name == key_name else before[-1]
         if (*shape[:axis], "n", *shape[axis + 1 :]) != tuple(before):
             raise ShapeError(message(name, f"shape ({', '.join(map(str, before))}), as before", shape))
 

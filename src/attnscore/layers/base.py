@@ -326,11 +326,14 @@ def _with_cache(
     if not isinstance(cache, KeyValueCache) or cache.score is not None or cache.head_axis != -2:
         hint = "the score is that of the layer"
         raise ArgumentError(message("cache", "a KeyValueCache(head_axis=-2) without a score", repr(cache), hint=hint))
+    if query.shape[1] > key.shape[1]:
+        expected = f"at most as many positions as keys ({key.shape[1]}) with a cache"
+        raise ShapeError(message("queries", expected, query.shape[1]))
     prepared = prepare_keys(arguments["score"], key, head_axis=-2)
     # Not with parameters per query head, each of which would need a copy of the keys: few queries gain nothing.
     if prepared.key.shape == key.shape:
         key, arguments["score"] = prepared.key, prepared.score
-    cache = cache._append(key, value, "valid_lens", arguments["valid_lens"])
+    cache = cache._append({"keys": key, "values": value}, {"valid_lens": arguments["valid_lens"]})
     shape = (query.shape[0], query.shape[1], cache.slots)
     over_slots = cache.arguments(query, mask=shared.over_heads(arguments["mask"], shape))
     operands = query, over_slots.pop("key"), over_slots.pop("value")
