@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from test_mxnet import PYTHON as MXNET
+from test_mxnet import VARIABLES as MXNET_VARIABLES
 
 TORCH = """
 import torch
@@ -108,8 +109,9 @@ def output_of(python: str | Path, lines: str, tmp_path: Path) -> str:
     (tmp_path / "chapter.py").write_text(lines, encoding="utf-8")
     if Path(python) == MXNET and sys.version_info >= (3, 12):
         pytest.skip("MXNet needs NumPy below 1.24, which is not built for this Python")
+    environment = MXNET_VARIABLES if Path(python) == MXNET else None
     done = subprocess.run(
-        [python, "chapter.py"], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300
+        [python, "chapter.py"], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300, env=environment
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import attnscore as ats
+from attnscore.backends import native
 from cases import SCORES, SCORES_WITH_ARRAYS, SOME_MASKS, SOME_SCORES, Sizes, in_turn
 from covering import each, some
 from harness import EXTRAS, Call, make_call
@@ -28,6 +29,11 @@ from in_mxnet.exchange import receive, send
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PYTHON = Path(os.environ.get("ATTNSCORE_MXNET_PYTHON") or ROOT / ".venv-mxnet" / "bin" / "python")
+# Of processes of this interpreter: they import the package from where this process does (in_mxnet/sitecustomize.py).
+VARIABLES = os.environ | {
+    "PYTHONPATH": str(HERE / "in_mxnet"),
+    "ATTNSCORE_TESTED": os.pathsep.join([str(Path(ats.__file__).parents[1]), *ats.__path__]),
+}
 DTYPES = ("float32", "float64", "float16")
 TURNS = in_turn(DTYPES, tuple(EXTRAS))
 SOME = TURNS[:: len(TURNS) // 12]
@@ -57,7 +63,7 @@ def mxnet() -> Iterator[Run]:
         [environment(), HERE / "in_mxnet" / "worker.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=VARIABLES | {"OMP_NUM_THREADS": "1"},
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
@@ -132,6 +138,13 @@ def test_files_pass_in_its_environment() -> None:
     assert found.returncode == 0, found.stdout[-20_000:] + found.stderr[-5_000:]
 
 
+def test_the_package_is_the_one_of_these_tests() -> None:
+    """Also if another clone made the environment, which has its own sources installed."""
+    code = "import attnscore; from attnscore.backends import native; print(attnscore.__file__, native.module)"
+    found = in_its_environment("-c", code)
+    assert found.stdout == f"{ats.__file__} {native.module}\n", found.stderr
+
+
 def in_its_environment(*arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [environment(), *arguments],
@@ -139,7 +152,7 @@ def in_its_environment(*arguments: Any) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
         timeout=580,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=VARIABLES | {"OMP_NUM_THREADS": "1"},
     )
 
 

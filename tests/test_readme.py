@@ -34,6 +34,8 @@ import yaml
 from attnscore import kernels, scores
 from cases import AUTOMATIC
 from printed_output import WordsAndNumbers
+from test_mxnet import PYTHON as MXNET
+from test_mxnet import VARIABLES as MXNET_VARIABLES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")})
@@ -42,8 +44,6 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 # What TensorFlow writes about the machine (no GPU, no fast instructions for a dtype) unless silenced.
 TENSORFLOW_LOG = re.compile(r"WARNING: All log messages before absl|[IWE]\d{4} .*\.cc:\d+\] ")
 
-# MXNet's own environment, which `make test` sets up (see test_mxnet.py).
-MXNET = Path(os.environ.get("ATTNSCORE_MXNET_PYTHON") or ROOT / ".venv-mxnet" / "bin" / "python")
 # It needs NumPy below 1.24, which is built for no later Python.
 CAN_HAVE_MXNET = sys.version_info < (3, 12)
 
@@ -169,7 +169,7 @@ def ran_elsewhere() -> dict[tuple[Path, int], tuple[str, str]]:
         pytest.fail(f"no MXNet: {MXNET} is missing; `make test` sets it up", pytrace=False)
     found = [row.values[:2] for row in ELSEWHERE]
     texts = json.dumps([block.text for _, block in found])
-    done = run_process(MXNET, "-c", RUN_ELSEWHERE, input=texts)
+    done = run_process(MXNET, "-c", RUN_ELSEWHERE, input=texts, env=MXNET_VARIABLES)
     return {(path, block.line): tuple(x) for (path, block), x in zip(found, json.loads(done.stdout), strict=True)}
 
 
@@ -454,6 +454,7 @@ def test_examples_run(path: Path, tmp_path: Path) -> None:
     old = path.name.startswith("mxnet")
     if old and not CAN_HAVE_MXNET:
         pytest.skip("MXNet needs NumPy below 1.24, which is not built for this Python")
+    environment |= MXNET_VARIABLES if old else {}
     python = [MXNET, "-W", "error", "-W", "ignore::DeprecationWarning"] if old else [sys.executable, "-W", "error"]
     # Those that train a model for most of a minute have a short form.
     short = ["--quick"] if '"--quick"' in path.read_text(encoding="utf-8") else []

@@ -13,6 +13,7 @@ import nbformat
 import pytest
 
 from printed_output import WordsAndNumbers
+from test_mxnet import VARIABLES as MXNET_VARIABLES
 from test_readme import CAN_HAVE_MXNET, ROOT, check_extras
 
 FOLDER = ROOT / "docs" / "tutorials"
@@ -26,8 +27,9 @@ def label(path: Path) -> str:
 
 def run(path: Path, out: Path) -> subprocess.CompletedProcess[str]:
     """Run a notebook as the documentation says, into the folder `out`."""
+    environment = MXNET_VARIABLES if path.stem.endswith("mxnet") else None
     line = [sys.executable, str(FOLDER / "run.py"), "--out", str(out), str(path)]
-    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=600)
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=600, env=environment)
 
 
 def printed(notebook: Any) -> dict[str, str]:
