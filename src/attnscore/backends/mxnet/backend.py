@@ -155,21 +155,20 @@ class MxnetBackend(Backend):
         return mx.np.matmul(a, b)
 
     def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
-        # With a number on one side, where() gives the array on the other side the wrong gradient (seen in 1.9.1). The
-        # gradient of cosine scores, among others, fails ("Shape is unknown") if only the number has the shape ().
         like = next((x for x in (a, b) if hasattr(x, "shape")), None)
-        number_shape = () if like is None or not like.shape else (1,)
-        a, b = (x if hasattr(x, "shape") or like is None else self.full(number_shape, x, like) for x in (a, b))
-        shape = np.broadcast_shapes(*(x.shape for x in (condition, a, b) if hasattr(x, "shape")))
+        if like is None:
+            return mx.np.where(condition, a, b)
+        # With a number on one side, where() gives the array on the other side the gradient of the number (1.9.1).
+        # () is unknown where `numeric_scope` is not entered.
+        number_shape = (1,) if like.shape else ()
+        arrays = [condition, *(x if hasattr(x, "shape") else self.full(number_shape, x, like) for x in (a, b))]
+        shape = np.broadcast_shapes(*(x.shape for x in arrays))
         if 0 in shape:
-            # where() of empty arrays aborts the process.
-            return self.zeros(shape, condition if like is None else like)
+            # where() of empty arrays that broadcast ends the process.
+            return self.zeros(shape, like)
         if len(shape) > _MAX_AXES:
-            condition, a, b = (
-                self.broadcast_to(x, shape).reshape((-1,)) if hasattr(x, "shape") else x for x in (condition, a, b)
-            )
-            return mx.np.where(condition, a, b).reshape(shape)
-        return mx.np.where(condition, a, b)
+            return mx.np.where(*(self.broadcast_to(x, shape).reshape((-1,)) for x in arrays)).reshape(shape)
+        return mx.np.where(*arrays)
 
     def logical_and(self, a: Array, b: Array) -> Array:
         # & and | of boolean arrays are for one shape.
