@@ -503,6 +503,19 @@ def test_learned_queries_and_numpy_arrays_go_in() -> None:
     assert jnp.array_equal(DotProductAttention()(learned, jax.device_get(x), x), x)
 
 
+def test_learned_queries_and_keys_go_into_every_word() -> None:
+    x = jax.random.normal(jax.random.key(0), (3, 4))
+    words: tuple[Callable[[Any], Any], ...] = (
+        lambda x: ats.attention_weights(x, x),
+        lambda x: ats.attention_scores(x, x),
+        lambda x: ats.top_weights(x, x, 2).weights,
+        lambda x: ats.prepare_keys("cosine", x).key,
+        lambda x: repr(ats.explain(x, x, x)),
+    )
+    for word in words:
+        assert np.array_equal(word(nnx.Param(x)), word(x))
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_parameters_of_a_module_of_the_users_own(jit: bool) -> None:
     """`attend` takes them as they are, with gradients."""

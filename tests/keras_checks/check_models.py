@@ -425,6 +425,8 @@ def test_variables_of_a_layer_of_the_users_own_learn() -> None:
     x = keras.ops.convert_to_tensor(X)
     wanted = ats.attend(read[0], x, x, score=ats.Additive(read[1]), bias=read[2], sink=read[3])
     close(backends.host(found), backends.host(wanted))
+    weights, expected = (ats.attention_weights(query, x) for query in (layer.query, read[0]))
+    close(backends.host(weights), backends.host(expected))
     model = keras.Sequential([layer, keras.layers.Flatten(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     before = [np.array(backends.host(backends.variable_value(x))) for x in layer.trainable_variables]

@@ -219,6 +219,7 @@ def explain(
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
     return_weights = check_flag("return_weights", return_weights)
+    query, key, value = map(backends.variable_value, (query, key, value))
     with backends.of({"query": query}).numeric_scope():
         problem, _ = build_problem(
             query, key, value, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink,

@@ -136,6 +136,7 @@ def problem_without_value(
     """Check a call about the weights alone: values have value_dim 0."""
     if type(key) is PreparedKeys:
         key, score = key.unpack(score)
+    query, key = map(backends.variable_value, (query, key))
     problem, _ = build_problem(
         query, key, NO_VALUE, score=score, mask=mask, valid_lens=valid_lens, bias=bias, sink=sink, head_axis=head_axis,
         normalizer=normalizer,

@@ -110,13 +110,13 @@ def of(arrays: Mapping[str, Any]) -> Backend:
         return backend
     names: dict[str, str] = {}
     for argument, array in arrays.items():
-        name = _name_of(type(array))
+        name = _name_of(type(variable_value(array)))
         if name is None:
             got = f"{type(array).__module__}.{type(array).__qualname__}".removeprefix("builtins.")
             hint = "convert it first, for example with numpy.asarray"
             raise FrameworkError(message(argument, "an array of " + " or ".join(_TABLE), got, hint=hint))
         names[argument] = name
-    if len(frameworks) > 1:
+    if len({*names.values()}) > 1:
         listed = ", ".join(f"{argument}: {name}" for argument, name in names.items())
         raise FrameworkError(message(", ".join(names), "arrays of one framework", listed))
     (name,) = set(names.values())

@@ -109,6 +109,7 @@ def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys
     """
     if isinstance(key, PreparedKeys):
         raise ArgumentError(message("key", "an array", shown(key), hint="these keys are prepared already"))
+    key = backends.variable_value(key)
     ops = backends.of({"key": key})
     backends.check_not_recorded(ops, "prepare_keys")
     score = scores.resolve(score)

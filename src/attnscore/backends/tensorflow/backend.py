@@ -325,9 +325,6 @@ class TensorFlowBackend(Backend):
         seed = tf.random.uniform((), maxval=2**62, dtype=tf.int64)
         return int(seed) if tf.executing_eagerly() else SeedHalves(self.low_32_bits(seed), self.shift_right(seed, 32))
 
-    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
-        return tuple(tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x for x in arrays)
-
 
 class _CallbackBackend(NumpyBackend):
     """NumPy's operations inside a host callback of a graph, with TensorFlow's number of threads."""
