@@ -16,6 +16,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnscore as ats
 from attnscore import scores
@@ -429,9 +430,25 @@ def test_other_functions_are_refused_by_a_trace() -> None:
     """Recorded in torch's operations they would be wrong for other sizes, where an axis is 1 without a word."""
     for call in OTHER_FUNCTIONS.values():
         call(*inputs()[:2])  # a plan of an earlier call is no way around
-        with pytest.raises(ats.FrameworkError, match=r"expected a call outside torch\.jit\.trace, which records"):
-            torch.jit.trace(call, tuple(inputs()[:2]))
+        # make_fx binds each parameter of the signature.
+        made = make_fx(lambda *x, call=call: call(*x))
+        for record in (lambda *x, call=call: torch.jit.trace(call, x), made):
+            with pytest.raises(ats.FrameworkError, match=r"a call outside torch\.jit\.trace and make_fx, which"):
+                record(*inputs()[:2])
     assert torch._C._get_tracing_state() is None
+
+
+@pytest.mark.parametrize("options", [{"tracing_mode": "symbolic"}, {"tracing_mode": "fake"}, {"pre_dispatch": True}])
+def test_make_fx_records_an_operator(options: dict[str, Any]) -> None:
+    """Also from real tensors, of which it would record the results of native code as constants."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Tensor:
+        return ats.attend(q, k, v, valid_lens=lens)
+
+    made = make_fx(call, **options)(*inputs(), torch.tensor([7, 2]))
+    longer = [torch.cat([x, x], -2) if "symbolic" in options.values() else x + 1 for x in inputs()]
+    arguments = (*longer, torch.tensor([3, 5]))
+    torch.testing.assert_close(made(*arguments), call(*arguments))
 
 
 @tracing

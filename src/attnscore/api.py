@@ -120,6 +120,11 @@ def attend(
         arguments = plans.change_arrays(arguments, backends.variable_value)
         signature, (query, key, value, *_) = plans.signature(arguments, options), arguments
         ops = backends.of({"query": query})
+        if (recorded := backends.in_make_fx(ops)) is not None:
+            return recorded(
+                **arguments._asdict(), head_axis=head_axis, normalizer=normalizer, kernel=kernel, dropout=dropout,
+                return_weights=return_weights, return_stats=return_stats,
+            )  # fmt: skip
         if ops.ragged(query) is not None:
             return attend_ragged(
                 attend, {"query": query, "key": key, "value": value}, mask, head_axis=head_axis, score=score,

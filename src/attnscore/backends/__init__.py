@@ -158,9 +158,9 @@ def check_compatible(ops: Backend, query: Any, arrays: Mapping[str, Any]) -> Non
 
 
 def check_not_recorded(ops: Backend, name: str) -> None:
-    """Raise FrameworkError while `torch.jit.trace` records: it would freeze decisions that depend on sizes."""
-    if ops.is_recording():
-        expected = "a call outside torch.jit.trace, which records `attend` and the layers alone"
+    """Raise FrameworkError while `torch.jit.trace` or `make_fx` records: it would freeze what depends on sizes."""
+    if ops.is_recording() or ops.is_in_make_fx():
+        expected = "a call outside torch.jit.trace and make_fx, which record `attend` and the layers alone"
         raise FrameworkError(message(name, expected, "one inside"))
 
 
@@ -229,6 +229,11 @@ def compiled() -> Callable[..., Any] | None:
     if torch is None or not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
         return None
     return COMPILED[_imported("torch")]
+
+
+def in_make_fx(ops: Backend) -> Callable[..., Any] | None:
+    """Return the replacement of `attend` where `Backend.is_in_make_fx`; None elsewhere."""
+    return COMPILED[_imported(ops.name)] if ops.is_in_make_fx() else None
 
 
 def _imported(name: str) -> str:

@@ -221,6 +221,10 @@ class Backend(ABC):
         """Whether operations are recorded (`torch.jit.trace`), to be run again for arrays of any size."""
         return False
 
+    def is_in_make_fx(self) -> bool:
+        """Whether `make_fx` of PyTorch records operations, to which results of native code would be constants."""
+        return False
+
     def shape(self, x: Array) -> tuple[Any, ...]:
         """Return the sizes of the axes, `Unknown` where a graph learns one when it runs."""
         return tuple(x.shape)

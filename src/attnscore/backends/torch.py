@@ -125,6 +125,10 @@ class TorchBackend(Backend):
     def is_recording(self) -> bool:
         return private.tracing_state() is not None
 
+    def is_in_make_fx(self) -> bool:
+        # A compiler has made the graph that it records so; torch.func's tensors reach no native code.
+        return private.proxy_mode() is not None and not (is_compiling() or private.are_transforms_active())
+
     def shape(self, x: Array) -> tuple[Any, ...]:
         if not self.is_recording():
             return tuple(x.shape)

@@ -95,6 +95,9 @@ tracing_state: Callable[[], Any] = _resolve(
 _set_tracing_state: Callable[[Any], None] = _resolve(
     "torch._C._set_tracing_state", lambda state: None, "torch.jit.trace warns that sizes are constants"
 )
+proxy_mode: Callable[[], Any] = _resolve(
+    "torch.fx.experimental.proxy_tensor.get_proxy_mode", lambda: None, "make_fx records results as constants"
+)
 register_namedtuple: Callable[..., None] = _resolve(
     "torch.utils._pytree._register_namedtuple", lambda *_, **__: None, "programs that return statistics are not saved"
 )

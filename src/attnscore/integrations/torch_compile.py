@@ -225,7 +225,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return _attend_outside_graph(query, key, value, **arguments)
         if isinstance(query, Tensor):
-            expected = "a call that one operator can stand for, while torch.jit.trace records"
+            expected = "a call that one operator can stand for, while torch.jit.trace or make_fx records"
             got = "a score or mask of your own, a jagged tensor, an array of another framework, or torch.func"
             hint = "torch.compile breaks its graph there and goes on"
             raise FrameworkError(message("attend", expected, got, hint=hint))
