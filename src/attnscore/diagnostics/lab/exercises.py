@@ -18,7 +18,6 @@ import numpy as np
 import attnscore as ats
 from attnscore.diagnostics.lab.experiment import Array, Check, Result, Row
 from attnscore.diagnostics.lab.panels import LAW, SCALED, SPREAD, WITHOUT
-from attnscore.errors import ShapeError
 from attnscore.plotting import show_attention
 from attnscore.plotting.drawing import legend, new_figure, style_lines
 
@@ -186,14 +185,13 @@ def other_keys(
 
 @dataclass(frozen=True, eq=False)
 class DifferentDimensions(_Matrices):
-    """Result of `different_lengths`: the same weights (query, key) in three ways, and the dot product's refusal."""
+    """Result of `different_lengths`: the same weights (query, key) in three ways."""
 
     query_dim: int
     key_dim: int
     by_products: Array
     by_bilinear: Array
     by_projection: Array
-    refusal: str
 
     @property
     def difference(self) -> float:
@@ -237,12 +235,7 @@ def different_lengths(
     by_products = ats.masked_softmax(query @ matrix @ key.T)
     by_bilinear = ats.attention_weights(query, key, score=ats.Bilinear(matrix))
     by_projection = ats.attention_weights(query @ matrix, key, score="dot")
-    refusal = ""
-    try:
-        ats.attention_weights(query, key, score="dot")
-    except ShapeError as error:
-        refusal = str(error)
-    return DifferentDimensions(query_dim, key_dim, by_products, by_bilinear, by_projection, refusal)
+    return DifferentDimensions(query_dim, key_dim, by_products, by_bilinear, by_projection)
 
 
 @dataclass(frozen=True, eq=False)
