@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -264,7 +265,6 @@ def test_no_queries_no_keys_and_one(queries: int, keys: int, framework: str) -> 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_dtypes(dtype: str, framework: str) -> None:
     if framework == "numpy":
-        ml_dtypes = pytest.importorskip("ml_dtypes")
         pair = tuple(x.astype({"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]) for x in arrays("numpy"))
         wide = tuple(x.astype(np.float64) for x in pair)
     else:
