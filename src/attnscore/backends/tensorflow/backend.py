@@ -165,12 +165,10 @@ class TensorFlowBackend(Backend):
         return tuple([(x.shape, x.dtype) for x in arrays_of_numpy])
 
     def from_memory(self, x: np.ndarray[Any, Any], dtype: str, like: Array) -> Array:
-        if not x.size:
-            tensor = tf.constant(x)
-        else:
-            if x.ctypes.data % _ALIGNMENT or not x.flags.c_contiguous or not x.flags.writeable:
-                x = _aligned(x)
-            tensor = tf.experimental.dlpack.from_dlpack(x.__dlpack__())
+        # NumPy exports no read-only array by DLPack, and TensorFlow takes no strides from it.
+        if x.ctypes.data % _ALIGNMENT or not x.flags.c_contiguous or not x.flags.writeable:
+            x = _aligned(x)
+        tensor = tf.experimental.dlpack.from_dlpack(x.__dlpack__())
         return tensor if x.itemsize != 2 or tensor.dtype.name == dtype else tf.bitcast(tensor, dtype)
 
     def at_run_time(self, host: Backend) -> Backend:
