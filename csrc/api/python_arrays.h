@@ -23,7 +23,7 @@ bool set_tensor_types(PyObject* types, PyObject* exchange_api);
 
 // Get the memory of an array that a plan has seen before, or one like it, and unless `layout` is null also its shape
 // and strides: in less time than an ArrayView, which asks a tensor whether it is negated. False where it cannot be
-// read, or its strides are not whole elements: no Python error is set then.
+// read or `layout` cannot hold it (many axes, parts of elements as strides): no Python error is set then.
 bool get_extent(PyObject* object, Extent& extent, ArrayLayout* layout = nullptr);
 
 struct NumpyArray;

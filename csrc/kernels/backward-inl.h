@@ -294,8 +294,8 @@ void backward_range(const Problem& problem, int64_t group_index, int64_t range, 
         }
 }
 
-// Clear the gradients of a range of keys of a group, and of a range of its query rows: just before they are added to,
-// where a pass over all of them would read and write memory once more.
+// Clear the gradients of a range of keys of a group, and of a range of its query rows: just before they are added to.
+// A pass over all of them would read and write memory once more.
 template <class T>
 void clear_gradients(const Problem& problem, const Group& group, Span keys, Span rows) {
     const auto clear = [](char* data, Span span, int64_t width) {

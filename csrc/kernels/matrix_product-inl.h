@@ -121,7 +121,7 @@ int64_t columns_of_task(const MatrixProduct& product, Threads threads) {
     constexpr int64_t panel = kPanelRowBytes / sizeof(T);
     // One row has a single sum for each column, and needs more columns to keep the multiply-adds busy.
     if (!kReadsOneLine) return product.rows == 1 ? 16 * Vector<T>::lanes : panel;
-    // Two tasks for each thread, so that a thread that comes late finds some.
+    // Two tasks for each thread, so that a thread that comes late finds one left.
     return panel * std::clamp<int64_t>(product.cols / (2 * threads.count * panel), 1, kMostPanels);
 }
 

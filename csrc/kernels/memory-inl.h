@@ -295,8 +295,8 @@ inline void transpose_square(T* to, int64_t ldt, const T* from, int64_t ldf) {
     for (int i = 0; i < L; i++) store(to + i * ldt, v[i]);
 }
 
-// Transpose a tile: to[j * kTileKeys + i] = from[i][j]; `width` covers whole vectors. Columns behind `count` become 0
-// up to a whole vector, or to the end of the tile (`pad_to_tile`).
+// Transpose a tile: to[j * kTileKeys + i] = from[i][j]; `width` covers whole vectors. Columns of `to` behind `count`
+// become 0 up to a whole vector, or to the end of the tile (`pad_to_tile`).
 template <class T>
 void transpose_tile(T* to, const View<T>& from, int64_t width, int64_t count, bool pad_to_tile = false) {
     constexpr int L = Vector<T>::lanes;

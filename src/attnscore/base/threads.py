@@ -78,7 +78,7 @@ def _default() -> int:
     text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     count = int(text) if text.isascii() and text.isdigit() else 0
     if count < 1:
-        # Fewer than the machine has in a container or under taskset.
+        # Fewer than the machine has under taskset, or in a container with a set of CPUs.
         allowed = getattr(os, "sched_getaffinity", None)
         count = len(allowed(0)) if allowed else os.cpu_count() or 1
     return min(count, MAX_THREADS)

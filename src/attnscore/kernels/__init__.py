@@ -64,7 +64,7 @@ def choose(name: str, problem: Problem) -> Kernel:
 def _facts(problem: Problem) -> set[Fact]:
     """Return which of the facts that kernels need (`Kernel.needs`) are true of a problem."""
     ops, operands = problem.ops, problem.operands().values()
-    # Where `has_programs` is False, so are both other conditions: it spares their calls.
+    # `has_programs` comes first because it is quick; where it is False, so are both other conditions.
     is_staged = ops.has_programs and (ops.needs_host_callback(*operands) or ops.fuses(*operands))
     facts: dict[Fact, bool] = {"masked": problem.mask is not None, "staged": is_staged}
     return {fact for fact, is_true in facts.items() if is_true}

@@ -62,7 +62,7 @@ class Dense(Kernel):
         dropout_factors = problem.keep_factors((0, score_shape.query_len), (0, score_shape.key_len))
         dropped_weights = weights if dropout_factors is None else weights * dropout_factors
         count = ops.sum(ops.astype(visible, dtype), axis=-1, keepdims=True)
-        # In autodiff `where` drops the gradient of a fully masked query: its NaN times a weight of 0 would be NaN.
+        # In autodiff `where` drops the gradient of a fully masked query, which may be NaN: 0 times NaN is NaN.
         out = ops.where(count > 0, _pool(ops, dropped_weights, visible, value), 0.0)
         pairs = Matrix(masked_scores, visible, weights, all_weights, count)
         # The log-sum-exp has no definition in the table: it is row_max + log_denom.

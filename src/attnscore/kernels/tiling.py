@@ -174,11 +174,11 @@ def plan(problem: Problem, tile: tuple[int, int] | None = None) -> TilePlan:
     """Plan the tiles of a problem; `tile` (queries, keys) overrides their sizes."""
     score_shape = problem.score_shape
     interval_set, remaining = problem.visibility
-    numbers = sys.maxsize
+    most_numbers = sys.maxsize
     if not problem.ops.needs_one_tile():
         is_accelerated = problem.ops.is_accelerated(problem.value)
-        numbers = thresholds.ACCELERATOR_TILE_SCORES if is_accelerated else thresholds.TILE_SCORES
-    query_tile, key_tile = tile or tile_sizes(score_shape, problem.form.values_per_pair(), numbers)
+        most_numbers = thresholds.ACCELERATOR_TILE_SCORES if is_accelerated else thresholds.TILE_SCORES
+    query_tile, key_tile = tile or tile_sizes(score_shape, problem.form.values_per_pair(), most_numbers)
     lengths_known = not (is_unknown(score_shape.query_len) or is_unknown(score_shape.key_len))
     needs_few_shapes = tile is None and lengths_known and problem.ops.compiles_each_shape()
     if needs_few_shapes:

@@ -94,7 +94,7 @@ class ScaledDot(Score):
             split: tuple[int, ...] = (1, 1) if shape[-3] == 1 else (heads, groups)
             shape = (*shape[:-3], *split, *shape[-2:])
         elif heads * groups == 1 and len(self.scale.shape) > 1:
-            # (batch, 1, 1) for inputs without heads
+            # (batch, 1, 1) for inputs without heads, or with one
             shape = (*shape[:-2], 1, 1, *shape[-2:])
         else:
             raise ShapeError(message("scale", f"({heads * groups},) or a shape with heads on axis -3", shape))

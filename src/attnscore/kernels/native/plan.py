@@ -277,7 +277,7 @@ class NativePlan(Plan):
             arrays += (sink,)
         if computation.has_bandwidth:
             arrays += (score.bandwidth,)
-            # A plan checks no values except the bandwidth: NaN, infinity and numbers not above 0 raise.
+            # Of a score's numbers a plan checks the bandwidth alone: NaN, infinity and numbers not above 0 raise.
             if not 0 < ops.number(score.bandwidth) < math.inf:  # type: ignore[operator]  # it is not traced
                 score.check(query.shape[-1], key.shape[-1])
         if ops.has_autodiff and not self.reads_key_len and ops.needs_grad(*arrays):

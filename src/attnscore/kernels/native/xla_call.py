@@ -43,7 +43,7 @@ class XlaCall(Program):
             return {"stop": lens}, None
         ends, remaining_mask = traced_visibility(ops, score_shape, value, problem.mask)
         direct, evaluated = lowering.partition_staged(ops, score_shape, value, remaining_mask)
-        # With evaluated parts, `mask` is left to their booleans.
+        # With evaluated parts, `mask` stays free for their booleans, which `chunked_masks` writes.
         arrays = lowering.arrays(ops, score_shape, value, direct, with_evaluated=bool(evaluated)) if direct else {}
         if ends is not None:
             arrays["start"], arrays["stop"] = ends

@@ -235,8 +235,10 @@ def side_gradient(
     a, other_a = side_of(target, m), side_of(other, m)
     common = (position, c, chunk, ds, masking, m.b, target_tile, target_len, other_len, slope)
     if ACTIVATION == "tanh" or ACTIVATION == "sigmoid":
-        # The limits are for exp(2 z); a sigmoid has exp(-z).
+        # `TERMS` of `_sums`: 2 or 1 exponentials from the tables to a division, as long as no denominator overflows;
+        # then 0, from the sides themselves. The limits are for exp(2 z); a sigmoid has exp(-z).
         reach: tl.constexpr = 1.0 if ACTIVATION == "tanh" else 2.0
+        # The largest absolute values: of these positions, and of the whole other side.
         size = tl.max(tl.load(base(target_sizes, m) + position, mask=live, other=0.0), 0)
         size_of_other = tl.load(base(other_size, m))
         exp_a, exp_b, width = side_of(target_powers, m), side_of(other_powers, m), table_width(hidden)

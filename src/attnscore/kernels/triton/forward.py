@@ -239,8 +239,7 @@ def _with_sink(old, acc, sink):
     shifted_max = tl.maximum(old.shifted_max, sink)
     max_log2 = _finite_max(shifted_max) * LOG2E
     log_factor, log_sink = old.shifted_max * LOG2E - max_log2, sink * LOG2E - max_log2
-    # A sink of NaN propagates.
-    factor, sink_factor = tl.exp2(log_factor), tl.where(is_nan(sink), float("nan"), tl.exp2(log_sink))
+    factor, sink_factor = tl.exp2(log_factor), tl.exp2(log_sink)
     rescaled = factor * old.sum_exp_logit + _product(factor, log_factor) * old.total
     sum_exp_logit = rescaled + _product(sink_factor, log_sink)
     total = factor * old.total + sink_factor

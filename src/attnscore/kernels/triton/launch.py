@@ -509,9 +509,9 @@ class _Backward:
         }
 
     def bias_gradient(self) -> Operand | None:
-        """Return zeros, as skipped tiles write none, for the gradient of a bias of single pairs; None for others."""
+        """Return zeros, as skipped tiles write none, for the requested gradient of a bias of single pairs, or None."""
         bias, rows = self.problem.bias, self.problem.score_shape.rows
-        if bias is None or tuple(bias.shape) != (*rows, self.operands.sizes.n_k):
+        if bias is None or "bias" not in self.requested or tuple(bias.shape) != (*rows, self.operands.sizes.n_k):
             return None
         self.gradients["bias"] = torch.zeros_like(bias, memory_format=torch.contiguous_format)
         return self.as_operand(self.gradients["bias"], rows[-1])
