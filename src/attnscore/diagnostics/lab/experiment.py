@@ -118,6 +118,8 @@ def exponent(sizes: Sequence[float] | Array, values: Sequence[float] | Array) ->
     1.0
     """
     x, y = (np.log(np.asarray(numbers, dtype=np.float64)) for numbers in (sizes, values))
+    if np.unique(x).size < 2:
+        return Estimate(float("nan"), float("nan"))
     if x.size < 3:
         return Estimate(float(np.polyfit(x, y, 1)[0]), float("nan"))
     (slope, _), covariance = np.polyfit(x, y, 1, cov=True)

@@ -84,8 +84,7 @@ def qk_clip(
     ------
     ArgumentError
         `model` is of no known framework, the projections of a head that must be scaled are not known or a norm follows
-        them, its score is no multiple of q.k or queries and keys are normalised, as in a cosine (`clip` of its row is
-        NaN), `rows` lack heads of a layer,
+        them, its score is no multiple of q.k, as a cosine (`clip` of its row is NaN), `rows` lack heads of a layer,
         `heads` has others than `rows`, or `tau` is not a number above 0.
 
     References
@@ -121,9 +120,9 @@ def qk_clip(
                     of_other_scores.add(module_head)
     changes = []
     for (name, head), factor in factors.items():
-        weights.check_no_norm(name, factor)
         if (name, head) in of_other_scores:
             weights.refuse_score(name, head, factor)
+        weights.check_no_norm(name, factor)
         of_layer = weights.projections(name, counts)
         scaled, power = (("query", "key"), 0.5) if of_layer.kv_heads == of_layer.heads else (("query",), 1.0)
         for projection in scaled:
@@ -286,7 +285,7 @@ class _Weights:
             change = _SCALES[scale].format(factor=factor, log=math.log(factor), half_log=math.log(factor) / 2)
             hint = f"change the scale of the score: layer.{scale}[{head}] {change}"
         else:
-            hint = "change the factor of normalised queries and keys, `scale` of Cosine or `bandwidth` of Gaussian"
+            hint = "change the scale of the score, as `scale` of Cosine or `bandwidth` of Gaussian"
         expected = f"rows of a score that is q.k times a number, which weights scale, in {name!r}"
         raise ArgumentError(message("rows", expected, "another score", hint=hint))
 

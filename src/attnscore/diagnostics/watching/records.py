@@ -150,10 +150,14 @@ def _has_usual_scale(sums: dict[str, Array], limit: Thresholds) -> bool:
     return bool(((scale > 1 / limit.scale_factor) & (scale < limit.scale_factor)).all())
 
 
-def _unlike_siblings(flags: Mapping[str, bool], sizes: Mapping[str, tuple[float, float]]) -> set[str]:
+def _unlike_siblings(
+    flags: Mapping[str, bool], sizes: Mapping[str, tuple[float, float]], *, by_role: bool = False
+) -> set[str]:
     """Return the layers without a flag that more than half of the other layers of the same kind have.
 
     Layers of one kind have names that differ in numbers alone, and the same `sizes`: numbers of queries and of keys.
+    `by_role`, for a flag that cross-attention does not have: where names differ in their last number, more than half
+    of all layers of the kind need it.
 
     >>> flags = {"encoder.0": False, "decoder.0": True, "decoder.1": False}
     >>> _unlike_siblings(flags, dict.fromkeys(flags, (64, 16)))
@@ -165,7 +169,7 @@ def _unlike_siblings(flags: Mapping[str, bool], sizes: Mapping[str, tuple[float,
     unlike = set()
     for names in kinds.values():
         # A module's attention_1 may attend to itself and its attention_2 to another sequence: neither is the usual one.
-        are_roles = len({re.sub(r"(?<=[A-Za-z])_?\d+$", "", name) for name in names}) < len(names)
+        are_roles = by_role and len({re.sub(r"(?<=[A-Za-z])_?\d+$", "", name) for name in names}) < len(names)
         if 2 * sum(flags[name] for name in names) > len(names) - (not are_roles):
             unlike |= {name for name in names if not flags[name]}
     return unlike
@@ -321,7 +325,7 @@ class Records:
                 name: (max(sums["rows"] + sums["empty_rows"] + sums["nan_rows"]), sums["keys"][0])
                 for name, sums in of_step
             }
-            leaking = _unlike_siblings({name: _is_causal(sums) for name, sums in of_step}, sizes)
+            leaking = _unlike_siblings({name: _is_causal(sums) for name, sums in of_step}, sizes, by_role=True)
             unscaled = _unlike_siblings({name: _has_usual_scale(sums, limit) for name, sums in of_step}, sizes)
             for name, sums in of_step:
                 # A head without numbers, as with NaN, does not show what its mask hides.

@@ -53,8 +53,6 @@ NEEDED = (
 
 # Numbers that are the largest over several parts, not their sum.
 LARGEST = ("max_logit", "dtype_max", "scale_ratio", "other_score", "keys")
-# Largest relative variance of squared norms of normalised vectors: bfloat16 gave 2e-5; d random numbers give 2 / d.
-_ONE_NORM = 1e-4
 # Scores that are q.k times a number, up to a cap, where the scores in them are.
 _PRODUCTS = (ats.Dot, ats.ScaledDot, ats.Bilinear, ats.Temperature, ats.SoftCap, ats.Combination)
 
@@ -256,7 +254,7 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
     `query_variance` bounds the variance of a logit over the queries, Var(q.k) <= trace Cov(q) trace Cov(k), where the
     score is a multiple of q.k; `scale_ratio` is its scale as a multiple of 1/sqrt(d); `value_spread` is the share of
     the values' squares that their mean does not explain: 0 where all are alike; `other_score` is 1 where the score is
-    known to be no multiple of q.k, as a cosine, or queries and keys have been normalised.
+    known to be no multiple of q.k, as a cosine.
     """
     sums = {name: np.zeros(heads) for name in ("sequences", "query_variance", "value_sequences", "value_spread")}
     sums |= {f"nan_{name}": np.zeros(heads) for name in ("query", "key", "value")}
@@ -272,7 +270,7 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
     arrays = {"query": call.query, "key": call.key, "value": call.value}
     moments = {name: _moments(x, call.head_axis, heads) for name, x in arrays.items() if x is not None}
     known = {name: x for name, x in moments.items() if x is not None}
-    for name, (square, spread, _) in known.items():
+    for name, (square, spread) in known.items():
         is_finite = np.isfinite(square)
         sums[f"nan_{name}"] = (~is_finite).sum(0, dtype=np.float64)
         if name == "value":
@@ -286,7 +284,6 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
     if "query" in known and "key" in known:
         with np.errstate(all="ignore"):  # of numbers that are not finite
             variance = scale**2 * known["query"][1] * known["key"][1]
-            sums["other_score"] += _are_normalised(*known["query"]) & _are_normalised(*known["key"])
         is_finite = np.isfinite(variance)
         sums["sequences"] = is_finite.sum(0, dtype=np.float64)
         sums["query_variance"] = np.where(is_finite, variance, 0).sum(0)
@@ -294,7 +291,7 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
 
 
 def _moments(x: Any, head_axis: int, heads: int) -> list[Array] | None:
-    """Return the mean square of each (sequence, head), the part that the mean does not explain, the mean fourth power.
+    """Return the mean square of the positions of each (sequence, head), and the part that their mean does not explain.
 
     With NaN or infinity in an array, its mean square is not finite. None where it has its heads in another axis, as
     single queries of a GQA group, or holds no numbers to sum.
@@ -311,19 +308,12 @@ def _moments(x: Any, head_axis: int, heads: int) -> list[Array] | None:
     with np.errstate(all="ignore"):  # of numbers that are not finite
         # Neither way makes an array as large as this one, which takes longer than the sums.
         if isinstance(x, np.ndarray):
-            squares, total = np.einsum("...ij,...ij->...i", x, x, dtype=np.float64), x.sum(-2, dtype=np.float64)
+            squares, total = np.einsum("...ij,...ij->...", x, x, dtype=np.float64), x.sum(-2, dtype=np.float64)
         else:
-            squares, total = ops.xp.linalg.vector_norm(x, dim=-1) ** 2, x.sum(-2)
-        square, of_mean = squares.sum(-1) / length, ((total / length) ** 2).sum(-1)
-        parts = square, (square - of_mean).clip(0), (squares**2).sum(-1) / length
-        moments = [np.asarray(detached(part), np.float64) for part in parts]
+            squares, total = ops.xp.linalg.vector_norm(x, dim=(-2, -1)) ** 2, x.sum(-2)
+        square, of_mean = squares / length, ((total / length) ** 2).sum(-1)
+        moments = [np.asarray(detached(x), np.float64) for x in (square, (square - of_mean).clip(0))]
     return [np.repeat(moment, heads // array_heads, axis=-1) for moment in moments]
-
-
-def _are_normalised(square: Array, spread: Array, fourth: Array) -> NDArray[np.bool_]:
-    """Return for each head whether its vectors have one norm and several directions, from their `_moments`."""
-    has_one_norm = len(fourth) * fourth.sum(0) <= (1 + _ONE_NORM) * square.sum(0) ** 2
-    return np.asarray(has_one_norm & (spread.sum(0) > 0.01 * square.sum(0)))
 
 
 def _score_scale(score: Any, dim: int) -> float | None:

@@ -12,6 +12,7 @@ Requirements:
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -32,6 +33,8 @@ from attnscore.errors import ArgumentError, message
 
 # Arguments of models, (batch, token): True (1) at tokens, and True (or -inf) at padding.
 _REAL, _IGNORED = "attention_mask", "src_key_padding_mask"
+# Names of BERT's, BART's, T5's and PyTorch's layers that attend to another sequence.
+_CROSS_ATTENTION = re.compile(r"cross_?att|encoder_?att|encdecatt|multihead_attn", re.IGNORECASE)
 
 
 class _ThreadState(threading.local):
@@ -156,8 +159,10 @@ class TorchWatch(Watch):
     def _real_tokens_of(self, call: Call | Scores, name: str, step: Step) -> Tensor | None:
         """Return (batch, token) of the keys of a call: the innermost mask around it that fits."""
         queries, keys = call.lengths
-        # Of as many queries as keys, a decoder may attend to its own tokens or to the encoder's.
-        if queries == keys and ("cross" in name or (self._has_encoder_and_decoder and "decoder" in name)):
+        is_cross = _CROSS_ATTENTION.search(name) is not None
+        in_decoder = self._has_encoder_and_decoder and "decoder" in name
+        # As many keys as queries, and the keys of one query of a decoder (the slots of a cache), may be its own tokens.
+        if (queries == keys and (is_cross or in_decoder)) or (queries == 1 and in_decoder and not is_cross):
             return None
         first = call.scores if isinstance(call, Scores) else call.key
         masks = [step.real.get(kind_of(module)) for module in reversed(self._thread.stack)]
@@ -180,8 +185,13 @@ def _real_tokens(arguments: dict[str, Any]) -> Tensor | None:
     """Return (batch, token) True where there is a token, from the arguments of the model; None without a mask."""
     for name in (_REAL, _IGNORED):
         mask = arguments.get(name)
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            return mask != 0 if name == _REAL else mask == 0
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            continue
+        if name == _IGNORED:
+            return mask == 0
+        # Negative numbers are added to scores.
+        if not (mask.is_floating_point() and bool((mask < 0).any())):
+            return mask != 0
     return None
 
 
