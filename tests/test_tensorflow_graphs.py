@@ -107,6 +107,12 @@ def test_axes_beyond_those_of_a_softmax_of_tensorflow(axes: int) -> None:
     close(tf.function(lambda x: with_gradients(x, x, x))(x), with_gradients(x, x, x), 1e-5)
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 5, 4), (2, 0, 5, 4)], ids=["batch", "heads"])
+def test_an_empty_axis_ends_no_process(shape: tuple[int, ...]) -> None:
+    x = tf.zeros(shape)
+    assert tf.function(lambda x: ats.attend(x, x, x, kernel="streaming"))(x).shape == shape
+
+
 @needs_native
 @pytest.mark.parametrize(
     "arguments",

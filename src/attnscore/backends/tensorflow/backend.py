@@ -178,6 +178,10 @@ class TensorFlowBackend(Backend):
         return float(x) if hasattr(x, "numpy") else None
 
     def full(self, shape: Sequence[int], value: float, like: Array, dtype: str | None = None) -> Array:
+        if 0 in shape and not tf.executing_eagerly():
+            # No constant: TensorFlow's optimiser divides by zero, and ends the process, at the product of an empty
+            # constant and an empty tensor of a smaller shape.
+            return tf.reshape(tf.cast(tf.reshape(like, (-1,))[:0], dtype or like.dtype), sizes(shape))
         return tf.fill(sizes(shape), tf.cast(value, dtype or like.dtype))
 
     def positions(self, start: int, count: int, like: Array) -> Array:
