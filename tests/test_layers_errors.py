@@ -50,6 +50,21 @@ def test_caches() -> None:
         heads()(X, X[:, 1:], X[:, 1:], cache=cache)
 
 
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize(
+    "wrong", [{"mask": torch.ones(5, 2, 9) > 0}, {"bias": torch.ones(3, 2, 9)}], ids=["mask", "bias"]
+)
+def test_a_call_that_raises_leaves_its_cache(wrong: dict[str, Any], window: int | None) -> None:
+    layer = heads()
+    wanted, found = (ats.KeyValueCache(head_axis=-2, window=window) for _ in range(2))
+    for x in (X, X[:, :2], X[:, :1]):
+        with pytest.raises(ats.AttnscoreError):
+            layer(x, x, x, cache=found, **wrong)
+        # An empty cache has taken on neither sizes nor a dtype.
+        assert "empty" in repr(found) if x is X else found.lens.tolist() == wanted.lens.tolist()
+        torch.testing.assert_close(layer(x, x, x, cache=found), layer(x, x, x, cache=wanted), rtol=0, atol=0)
+
+
 def test_arguments_of_another_library() -> None:
     hint = "Hint: mask=attn_mask if it is boolean, bias=attn_mask if"
     with pytest.raises(ats.errors.UnknownArgument, match=rf"MultiHeadAttention.forward\(\) got .* 'attn_mask'. {hint}"):

@@ -566,8 +566,11 @@ class KeyValueCache:
     # ------------------------------------------------------------------ an append
 
     @_outside_graphs
-    def _append(self, arrays: dict[str, Array], counts: dict[str, Any]) -> Self:
-        """Return the cache after `append`; its arguments have the names by which the caller, or a layer's, has them."""
+    def _append(self, arrays: dict[str, Array], counts: dict[str, Any], *, on_copy: bool = False) -> Self:
+        """Return the cache after `append`; its arguments have the names by which the caller, or a layer's, has them.
+
+        With `on_copy` this cache stays as it was until `_take_over`, but a ring may lose what left the next window.
+        """
         (key_name, key), (_, value) = arrays.items()
         ((lens_name, lens),) = counts.items()
         ops = backends.of(arrays)
@@ -587,7 +590,7 @@ class KeyValueCache:
             pair = tuple(with_heads_first(ops, x, self.head_axis) for x in (prepared, value))
             batch, _, count, _ = pair[1].shape
             added = np.full(batch, count) if lens is None else checks.lengths(lens_name, lens, batch, count)
-            cache = self if storage.is_in_place else copy.copy(self)
+            cache = self if storage.is_in_place and not on_copy else copy.copy(self)
             cache._prepared_score = prepared_score
             if cache._keys is None:
                 cache._has_heads, cache._key_dim = len(key.shape) == 4, int(key.shape[-1])
@@ -602,8 +605,17 @@ class KeyValueCache:
             cache._starts, cache._lens = appended.starts, appended.ends
         if storage.is_in_place:
             cache._appended, cache._checked = count, signature
-            cache._oldest = np.maximum(cache._oldest, cache._lens - (cache.slots - cache.sinks))
+            self._oldest = cache._oldest = np.maximum(cache._oldest, cache._lens - (cache.slots - cache.sinks))
         return cache
+
+    @_outside_graphs
+    def _take_over(self, appended: Self, out: Array) -> Self:
+        """Return the cache after an append on a copy whose keys gave `out`: this one where caches change in place."""
+        appended.hold_for(out)
+        if not appended._storage.is_in_place:
+            return appended
+        vars(self).update(vars(appended))
+        return self
 
     def _prepare_keys(self, key: Array, head_axis: int) -> tuple[Array, Any]:
         """Return keys as the score of the cache prepares them, and the score that is left."""

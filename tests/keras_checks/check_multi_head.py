@@ -176,6 +176,9 @@ def test_what_a_call_with_a_cache_refuses() -> None:
         layer(X, X, X, keys_mask=padding, cache=cache)
     with pytest.raises(ats.ArgumentError, match="cache: expected a KeyValueCache"):
         layer(X, X, X, cache=ats.KeyValueCache(capacity=8))
+    with pytest.raises(ats.ShapeError, match="bias: expected"):
+        layer(X, X, X, bias=np.ones((3, 2, 9)), cache=cache)
+    assert "empty" in repr(cache)
     symbolic = keras.Input((LENGTH, 6))
     with pytest.raises(ats.ArgumentError, match="cache: expected none in a functional model, got one"):
         layer(symbolic, symbolic, symbolic, cache=cache)

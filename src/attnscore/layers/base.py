@@ -166,7 +166,7 @@ class BaseAttention(Generic[A]):
     ) -> tuple[tuple[A, A, A], dict[str, Any]]:
         """Return query, key and value of the softmax, after the projections `linears`, and the arguments of `attend`.
 
-        With a cache, these include the cache that holds the new positions too. `positions` are for a rotary embedding;
+        With a cache, these include it and a copy with the new positions too. `positions` are for a rotary embedding;
         None: 0, 1, 2, ..., or those after the cache. `lens` are the valid lengths if no key beyond them is read.
         """
         layer, projected = self._layer, dict(inputs)
@@ -215,7 +215,7 @@ class BaseAttention(Generic[A]):
         `is_concrete` says that no array is traced.
         """
         (query, key, value), heads = operands, self._layer.heads
-        cache = arguments.pop("cache", None)
+        cache, appended = arguments.pop("caches", (None, None))
         keeps = keeps_weights = self.keep_last
         if keeps and not is_concrete:
             keeps = not self._is_traced(*shared.arrays_of_weights(query, key, arguments))
@@ -240,7 +240,7 @@ class BaseAttention(Generic[A]):
         # Past the framework, which looks through modules and parameters, or would track an attribute as state.
         object.__setattr__(self, "_last", last)
         if cache is not None:
-            cache.hold_for(out)
+            cache = cache._take_over(appended, out)
         return self._output(out) if heads else out, weights, cache
 
     def _output(self, out: A) -> A:
@@ -322,7 +322,10 @@ def _may_have(x: Any, shape: Sequence[Any]) -> bool:
 def _with_cache(
     cache: KeyValueCache, query: Any, key: Any, value: Any, arguments: dict[str, Any]
 ) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
-    """Append a call's keys and values to a cache, and return its operands and arguments over all positions."""
+    """Append a call's keys and values to a copy of a cache; return its operands and arguments over all positions.
+
+    A call that raises leaves the cache as it was; `_attend` ends with the change.
+    """
     if not isinstance(cache, KeyValueCache) or cache.score is not None or cache.head_axis != -2:
         hint = "the score is that of the layer"
         raise ArgumentError(message("cache", "a KeyValueCache(head_axis=-2) without a score", repr(cache), hint=hint))
@@ -333,11 +336,11 @@ def _with_cache(
     # Not with parameters per query head, each of which would need a copy of the keys: few queries gain nothing.
     if prepared.key.shape == key.shape:
         key, arguments["score"] = prepared.key, prepared.score
-    cache = cache._append({"keys": key, "values": value}, {"valid_lens": arguments["valid_lens"]})
-    shape = (query.shape[0], query.shape[1], cache.slots)
-    over_slots = cache.arguments(query, mask=shared.over_heads(arguments["mask"], shape))
+    appended = cache._append({"keys": key, "values": value}, {"valid_lens": arguments["valid_lens"]}, on_copy=True)
+    shape = (query.shape[0], query.shape[1], appended.slots)
+    over_slots = appended.arguments(query, mask=shared.over_heads(arguments["mask"], shape))
     operands = query, over_slots.pop("key"), over_slots.pop("value")
-    return operands, arguments | over_slots | {"cache": cache}
+    return operands, arguments | over_slots | {"caches": (cache, appended)}
 
 
 class PreparesKeys(BaseAttention[A]):
