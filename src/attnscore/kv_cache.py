@@ -378,6 +378,7 @@ class KeyValueCache:
                 [0.25      , 0.25      , 0.25      , 0.25      ]]])
         """
         keys, values = self._check_filled("attend").keys, self.values
+        query = backends.variable_value(query)
         if len(getattr(query, "shape", ())) != len(keys.shape):
             expected = f"{len(keys.shape)} axes, as the keys of the cache have"
             raise ShapeError(message("query", expected, shown(query)))
@@ -571,6 +572,7 @@ class KeyValueCache:
 
         With `on_copy` this cache stays as it was until `_take_over`, but a ring may lose what left the next window.
         """
+        arrays = {name: backends.variable_value(x) for name, x in arrays.items()}
         (key_name, key), (_, value) = arrays.items()
         ((lens_name, lens),) = counts.items()
         ops = backends.of(arrays)

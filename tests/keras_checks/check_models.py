@@ -427,6 +427,10 @@ def test_variables_of_a_layer_of_the_users_own_learn() -> None:
     close(backends.host(found), backends.host(wanted))
     weights, expected = (ats.attention_weights(query, x) for query in (layer.query, read[0]))
     close(backends.host(weights), backends.host(expected))
+    softmax, expected = (ats.masked_softmax(x) for x in (layer.query, read[0]))
+    close(backends.host(softmax), backends.host(expected))
+    cache = ats.KeyValueCache(capacity=2).append(layer.query, layer.query)
+    close(backends.host(cache.attend(layer.query)), backends.host(ats.attend(*3 * [read[0]], mask=ats.Causal())))
     model = keras.Sequential([layer, keras.layers.Flatten(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     before = [np.array(backends.host(backends.variable_value(x))) for x in layer.trainable_variables]

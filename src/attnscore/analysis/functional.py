@@ -65,6 +65,7 @@ def masked_softmax(
            [0.333, 0.333, 0.333, 0.   ]])
     """
     reject_unknown(masked_softmax, unknown)
+    scores = backends.variable_value(scores)
     ops = backends.of({"scores": scores})
     shape = tuple(scores.shape)
     backends.check_dense(ops, {"scores": scores})
