@@ -270,6 +270,9 @@ def test_causes_follow_from_which_heads_fail_and_when() -> None:
     assert cause(sums(padding=1.0)) == {"inverted mask"}
     assert cause(sums(first_key=0.99)) == {"a first key that takes all weight"}
     assert cause(sums(first_key={0: 0.99, 1: 0.99, 2: 0.99})) == set()
+    # A decoder that reads in order attends to the first key in its first calls.
+    in_order = {"attention": sums(first_key=0.99), "attention #2": sums(first_key=0.3)}
+    assert recorded(in_order, in_order).failing() == []
 
 
 def test_a_layer_without_the_causal_mask_of_the_others() -> None:

@@ -682,3 +682,15 @@ def test_a_sink_without_queries() -> None:
 
     of_query, of_sink = gradients(*(tf.zeros(shape) for shape in ((1, 0, 3), (1, 4, 3), (1, 4, 2), ())))
     assert of_query.shape == (1, 0, 3) and float(of_sink) == 0
+
+
+def test_a_block_of_documents_with_an_unknown_number_of_queries() -> None:
+    query, key = (tf.constant(RNG.standard_normal((2, n, 4))) for n in (5, 7))
+    mask = ats.Documents(np.arange(5) // 2, np.arange(7) // 2)
+    run = tf.function(
+        lambda query, key: ats.attention_weights(query, key, mask=mask, key_index=[0, 1, 4]),
+        [tf.TensorSpec([None, None, 4], query.dtype), tf.TensorSpec([None, 7, 4], key.dtype)],
+    )
+    np.testing.assert_allclose(
+        run(query, key), ats.attention_weights(query, key, mask=mask, key_index=[0, 1, 4]), atol=1e-12
+    )

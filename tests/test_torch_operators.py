@@ -411,6 +411,10 @@ OTHER_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "pooled_weights": lambda q, k: ats.pooled_weights(q, k, (4, 4)),
     "masked_softmax": lambda q, k: ats.masked_softmax(q @ k.mT, mask=ats.Causal("top_left")),
 }
+CONSTANTS: dict[str, Callable[..., Any]] = {
+    "pack_padded": lambda q, k: ats.pack_padded(q[:, 0], k.new_tensor([2, 1], dtype=torch.long))[0],
+    "relative_buckets": lambda q, k: q + ats.relative_buckets(k.long()).sum(),
+}
 
 
 # torch's own, where a graph breaks: it asks tensors that are no leaves for a gradient.
@@ -428,7 +432,7 @@ def test_other_functions_break_the_graph(name: str) -> None:
 @tracing
 def test_other_functions_are_refused_by_a_trace() -> None:
     """Recorded in torch's operations they would be wrong for other sizes, where an axis is 1 without a word."""
-    for call in OTHER_FUNCTIONS.values():
+    for call in (OTHER_FUNCTIONS | CONSTANTS).values():
         call(*inputs()[:2])  # a plan of an earlier call is no way around
         # make_fx binds each parameter of the signature.
         made = make_fx(lambda *x, call=call: call(*x))
@@ -449,6 +453,23 @@ def test_make_fx_records_an_operator(options: dict[str, Any]) -> None:
     longer = [torch.cat([x, x], -2) if "symbolic" in options.values() else x + 1 for x in inputs()]
     arguments = (*longer, torch.tensor([3, 5]))
     torch.testing.assert_close(made(*arguments), call(*arguments))
+
+
+@tracing
+def test_a_trace_records_an_inverted_mask_and_the_positions_of_a_rotary_embedding() -> None:
+    def masked(x: Tensor, padding: Tensor) -> Tensor:
+        return ats.attend(x, x, x, mask=ats.KeyPadding.from_ignore(padding))
+
+    def shifted(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return q + positions[..., None, None], k
+
+    x, padding = torch.randn(2, 3, DIM), torch.tensor([[False, False, True], [False, True, True]])
+    traced = torch.jit.trace(masked, (x, padding))
+    torch.testing.assert_close(traced(x, ~padding), masked(x, ~padding))
+    layer = layers.MultiHeadAttention(DIM, 1, rotary=shifted)
+    layer(x, x, x)
+    longer = torch.randn(2, 5, DIM)
+    torch.testing.assert_close(torch.jit.trace(layer, (x, x, x))(longer, longer, longer), layer(longer, longer, longer))
 
 
 @tracing

@@ -243,9 +243,10 @@ def _per_sequence(mask: Any, packed: Packed) -> Mask:
 
 
 def _dense(arrays: dict[str, Array]) -> Backend:
-    """Return the backend of arrays, none of which may be sparse or ragged."""
+    """Return the backend of arrays, none of which may be sparse, ragged or recorded."""
     ops = backends.of(arrays)
     backends.check_dense(ops, arrays)
+    backends.check_not_recorded(ops, ", ".join(arrays))
     return ops
 
 

@@ -303,7 +303,9 @@ def _rotated(rotary: Any, query: Any, key: Any, cache: KeyValueCache | None, pos
     if cache is not None:
         positions = ops.asarray(cache.next_positions(length), key)
     elif positions is None:
-        positions = ops.reshape(ops.positions(0, length, key), (1, -1))
+        # A recorded program counts positions of other lengths too.
+        count = key.shape[1] if ops.is_recording() else length
+        positions = ops.reshape(ops.positions(0, count, key), (1, -1))
     rotated = rotary(query, key, positions)
     got = [tuple(getattr(x, "shape", ())) for x in rotated] if isinstance(rotated, tuple) else shown(rotated)
     fits = isinstance(rotated, tuple) and len(rotated) == 2 and all(map(_may_have, rotated, shapes))

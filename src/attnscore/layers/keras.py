@@ -238,7 +238,7 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
         mask = combined(as_attention_mask(attention_mask, shape), **padding, causal=use_causal_mask)
         bias = None if bias is None else value_of(bias)
         operands, arguments = self._operands(inputs, linears, valid_lens, mask, bias, cache)
-        drops = bool(training) and self.seed_generator is not None
+        drops = self.seed_generator is not None and bool(training)
         dropout, seed = (self.dropout, drawn_seed(self.seed_generator)) if drops else (0.0, None)
         returns_weights = bool(return_attention_scores)
         out, weights, cache = self._attend(operands, arguments, dropout, seed, returns_weights=returns_weights)

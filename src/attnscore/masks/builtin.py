@@ -122,7 +122,9 @@ class KeyPadding(IntervalSetMask):
     def from_ignore(cls, array: Any) -> KeyPadding:
         """Return the mask of an array where True means "ignore", as in ``nn.MultiheadAttention``."""
         check_boolean("key_padding", array)
-        values = backends.host(array)
+        ops = backends.of_type(type(array))
+        # Values that the host reads would be constants of a recorded program.
+        values = None if ops is not None and ops.is_recording() else backends.host(array)
         return cls(~(array if values is None else values.astype(bool)))
 
     def visible(self, ops: Backend, score_shape: ScoreShape, rows: Array, cols: Array) -> Array:
@@ -288,7 +290,7 @@ class Documents(Mask):
             return None
         ids = np.atleast_2d(query_ids), np.atleast_2d(key_ids)
         (rows,) = np.broadcast_shapes(*(x.shape[:1] for x in ids))
-        start, stop = np.zeros((2, rows, query_len), np.int64)
+        start, stop = np.zeros((2, rows, ids[0].shape[1]), np.int64)
         for i, of_row in enumerate(zip(*(np.broadcast_to(x, (rows, x.shape[1])) for x in ids), strict=True)):
             if (row := document_intervals(*of_row)) is None:
                 return None

@@ -15,7 +15,7 @@ import numpy as np
 
 from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape, Span, is_unknown
-from attnscore.masks.base import Mask, all_of, atoms_of, parts_of
+from attnscore.masks.base import And, Mask, Not, Or, all_of, atoms_of, parts_of
 from attnscore.masks.builtin import Dense, Documents, KeyPadding
 from attnscore.masks.dynamic_intervals import without_interval_parts
 from attnscore.masks.function import EvaluatedFunction
@@ -134,6 +134,11 @@ def evaluate(
     ops: Backend, score_shape: ScoreShape, like: Array, mask: Mask, rows: Span | None = None, cols: Span | None = None
 ) -> Array:
     """Return a mask, or a block of its queries and keys, as booleans on the canonical axes; broadcast axes stay 1."""
+    if isinstance(mask, (And, Or)):
+        evaluated = [evaluate(ops, score_shape, like, part, rows, cols) for part in (mask.first, mask.second)]
+        return ops.logical_and(*evaluated) if isinstance(mask, And) else ops.logical_or(*evaluated)
+    if isinstance(mask, Not):
+        return ~evaluate(ops, score_shape, like, mask.mask, rows, cols)
     if isinstance(mask, Dense):
         array = score_shape.to_canonical(ops, ops.asarray(mask.array, like))
         for axis, span in ((-2, rows), (-1, cols)):

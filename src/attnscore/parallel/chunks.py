@@ -90,6 +90,7 @@ def attend_chunks(
     array([[3.5]])
     """
     reject_unknown(attend_chunks, unknown)
+    query, key, value = map(backends.variable_value, (query, key, value))
     ops = backends.of({"query": query})
     files = {"key": key, "value": value}
     sliced = files if bias is None or is_number(bias) else {**files, "bias": bias}

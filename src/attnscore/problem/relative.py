@@ -133,6 +133,8 @@ def relative_buckets(
     """
     for name, x in (("buckets", buckets), ("max_distance", max_distance)):
         check_count(name, x)
+    if (ops := backends.of_type(type(positions))) is not None:
+        backends.check_not_recorded(ops, "positions")
     signed = backends.host(positions)
     if signed is None:
         traced: np.ndarray[Any, Any] = _look_up_buckets(positions, buckets, max_distance, bidirectional)

@@ -183,13 +183,15 @@ def signs_of(
     *,
     leaks: bool = False,
     usual_siblings: bool = False,
+    uses_other_keys: bool = False,
 ) -> dict[str, Flags]:
     """Return for each sign the heads of a layer that show it in one step.
 
     `numbers` are means of the step's queries; `memory` has the variance of the step before, the largest entropy and
     variance by queries so far and the first largest logit, NaN where there are none; `leaks` says that layers of the
     same kind are causal and this one is not, `usual_siblings` that they scale q.k by about 1/sqrt(d) and this one does
-    not. A comparison with NaN is false.
+    not, `uses_other_keys` that another call of this layer in the step has less weight on the first key. A comparison
+    with NaN is false.
     """
     share, variance, largest = numbers["saturated_rows"], numbers["logit_variance"], numbers["max_logit"]
     sharp = share >= limit.saturated_rows
@@ -214,7 +216,7 @@ def signs_of(
         & (numbers["query_variance"] < limit.query_variance)
         & ((memory["query_variance"] >= limit.query_variance) | ~(variance < limit.uniform_variance)),
         "values alike": has_choice & (numbers["value_spread"] < limit.value_spread),
-        "sink in every head": np.full(len(largest), bool((sinks & has_choice).all())),
+        "sink in every head": np.full(len(largest), bool((sinks & has_choice).all()) and not uses_other_keys),
         "another scale": unusual & usual_siblings,
         "sharp": sharp & ~large & ~jumped,
         "large logits": largest > limit.tau,
@@ -261,13 +263,11 @@ class Memory:
         }
         self._steps = 0
 
-    def add(
-        self, step: int, numbers: Mapping[str, Array], limit: Thresholds, *, leaks: bool, usual_siblings: bool
-    ) -> None:
+    def add(self, step: int, numbers: Mapping[str, Array], limit: Thresholds, **of_other_calls: bool) -> None:
         """Begin, lengthen or end periods by the numbers of a sampled step, which are passed on to `signs_of`."""
         self._steps += 1
         old = self._so_far
-        signs = signs_of(numbers, old, limit, leaks=leaks, usual_siblings=usual_siblings)
+        signs = signs_of(numbers, old, limit, **of_other_calls)
         flags, saturated = np.stack([signs[sign] for sign in SIGNS]), SIGNS.index("saturated")
         # A head that has jumped keeps the sign.
         keeps = self._holds[saturated] | (self._streak[saturated] > 0)

@@ -184,6 +184,11 @@ def kind_of(name: str) -> str:
     return re.sub(r"\d+", "*", re.sub(r"_\d+(?=[. ]|$)", "", name))
 
 
+def _layer_of(name: str) -> str:
+    """Return the layer of a call; "attention #2" is the second call of "attention" in a step."""
+    return name.partition(" #")[0]
+
+
 class Records:
     """Numbers that `watch` has collected so far.
 
@@ -327,12 +332,19 @@ class Records:
             }
             leaking = _unlike_siblings({name: _is_causal(sums) for name, sums in of_step}, sizes, by_role=True)
             unscaled = _unlike_siblings({name: _has_usual_scale(sums, limit) for name, sums in of_step}, sizes)
+            numbers = {name: {x: _column(sums, x, limit.tau) for x in _JUDGED} for name, sums in of_step}
+            # A decoder that reads its keys in order calls the layer for its first tokens to read the first key alone.
+            use_other_keys = {
+                _layer_of(name) for name, columns in numbers.items() if (columns["first_key"] < limit.sink_layer).any()
+            }
             for name, sums in of_step:
                 # A head without numbers, as with NaN, does not show what its mask hides.
                 leaks = name in leaking and bool((sums["rows"] > 0).all())
                 memory = self._memories.setdefault(name, Memory(len(sums["rows"])))
-                numbers = {column: _column(sums, column, limit.tau) for column in _JUDGED}
-                memory.add(step, numbers, limit, leaks=leaks, usual_siblings=name in unscaled)
+                memory.add(
+                    step, numbers[name], limit, leaks=leaks, usual_siblings=name in unscaled,
+                    uses_other_keys=_layer_of(name) in use_other_keys,
+                )  # fmt: skip
 
     def _periods(self) -> list[tuple[str, Period]]:
         """Return layer and period of each sign that a head shows or has shown."""
