@@ -28,7 +28,7 @@ MEANS = {
 OTHERS = {
     "rows": ROWS, "choice_rows": ROWS, "padding_rows": 0.0, "sequences": 0.0, "value_sequences": 0.0, "empty_rows": 0.0,
     "nan_rows": 0.0, "nan_query": 0.0, "nan_key": 0.0, "nan_value": 0.0, "overflow_rows": 0.0, "max_logit": 4.0,
-    "dtype_max": 3e38, "scale_ratio": 1.0, "causal_sequences": 0.0, "other_score": 0.0, "keys": 20.0,
+    "dtype_max": 3e38, "scale_ratio": 1.0, "causal_sequences": 0.0, "other_score": 0.0, "queries": 10.0, "keys": 20.0,
 }  # fmt: skip
 
 
@@ -271,8 +271,10 @@ def test_causes_follow_from_which_heads_fail_and_when() -> None:
     assert cause(sums(first_key=0.99)) == {"a first key that takes all weight"}
     assert cause(sums(first_key={0: 0.99, 1: 0.99, 2: 0.99})) == set()
     # A decoder that reads in order attends to the first key in its first calls.
-    in_order = {"attention": sums(first_key=0.99), "attention #2": sums(first_key=0.3)}
-    assert recorded(in_order, in_order).failing() == []
+    for queries, fails in ((1, False), (2, True)):
+        length = {"queries": np.full(HEADS, queries)}
+        in_order = {"attention": sums(first_key=0.99) | length, "attention #2": sums(first_key=0.3) | length}
+        assert bool(recorded(in_order, in_order).failing()) == fails
 
 
 def test_a_layer_without_the_causal_mask_of_the_others() -> None:

@@ -126,8 +126,8 @@ class TorchBackend(Backend):
         return private.tracing_state() is not None
 
     def is_in_make_fx(self) -> bool:
-        # A compiler has made the graph that it records so; torch.func's tensors reach no native code.
-        return private.proxy_mode() is not None and not (is_compiling() or private.are_transforms_active())
+        # A compiler records in this mode the graph that it has made; tensors of torch.func reach no native code.
+        return not (is_compiling() or private.are_transforms_active()) and private.proxy_mode() is not None
 
     def shape(self, x: Array) -> tuple[Any, ...]:
         if not self.is_recording():

@@ -239,9 +239,10 @@ class BaseAttention(Generic[A]):
             last = self._calls_not_kept if self.keep_last else None
         # Past the framework, which looks through modules and parameters, or would track an attribute as state.
         object.__setattr__(self, "_last", last)
+        output = self._output(out) if heads else out
         if cache is not None:
             cache = cache._take_over(appended, out)
-        return self._output(out) if heads else out, weights, cache
+        return output, weights, cache
 
     def _output(self, out: A) -> A:
         """Join the heads of the pooled values, and project."""

@@ -333,7 +333,7 @@ class Records:
             leaking = _unlike_siblings({name: _is_causal(sums) for name, sums in of_step}, sizes, by_role=True)
             unscaled = _unlike_siblings({name: _has_usual_scale(sums, limit) for name, sums in of_step}, sizes)
             numbers = {name: {x: _column(sums, x, limit.tau) for x in _JUDGED} for name, sums in of_step}
-            # A decoder that reads its keys in order calls the layer for its first tokens to read the first key alone.
+            # A decoder that reads its keys in order reads the first key alone in its calls for the first tokens.
             use_other_keys = {
                 _layer_of(name) for name, columns in numbers.items() if (columns["first_key"] < limit.sink_layer).any()
             }
@@ -343,7 +343,7 @@ class Records:
                 memory = self._memories.setdefault(name, Memory(len(sums["rows"])))
                 memory.add(
                     step, numbers[name], limit, leaks=leaks, usual_siblings=name in unscaled,
-                    uses_other_keys=_layer_of(name) in use_other_keys,
+                    uses_other_keys=sums["queries"][0] == 1 and _layer_of(name) in use_other_keys,
                 )  # fmt: skip
 
     def _periods(self) -> list[tuple[str, Period]]:

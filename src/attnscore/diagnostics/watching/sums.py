@@ -52,7 +52,7 @@ NEEDED = (
 
 
 # Numbers that are the largest over several parts, not their sum.
-LARGEST = ("max_logit", "dtype_max", "scale_ratio", "other_score", "keys")
+LARGEST = ("max_logit", "dtype_max", "scale_ratio", "other_score", "queries", "keys")
 # Scores that are q.k times a number, up to a cap, where the scores in them are.
 _PRODUCTS = (ats.Dot, ats.ScaledDot, ats.Bilinear, ats.Temperature, ats.SoftCap, ats.Combination)
 
@@ -262,7 +262,8 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
     sums["dtype_max"] = np.full(heads, -lowest_finite(first))
     sums["scale_ratio"] = np.full(heads, math.nan)
     sums["other_score"] = np.zeros(heads)
-    sums["keys"] = np.full(heads, float(call.lengths[1]))
+    for name, length in zip(("queries", "keys"), call.lengths, strict=True):
+        sums[name] = np.full(heads, float(length))
     if isinstance(call, Scores):
         return sums
     score = scores.resolve(call.options.get("score", "scaled_dot"))

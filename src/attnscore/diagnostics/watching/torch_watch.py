@@ -33,8 +33,7 @@ from attnscore.errors import ArgumentError, message
 
 # Arguments of models, (batch, token): True (1) at tokens, and True (or -inf) at padding.
 _REAL, _IGNORED = "attention_mask", "src_key_padding_mask"
-# Names of BERT's, BART's, T5's and PyTorch's layers that attend to another sequence.
-_CROSS_ATTENTION = re.compile(r"cross_?att|encoder_?att|encdecatt|multihead_attn", re.IGNORECASE)
+_CROSS_ATTENTION = re.compile(r"cross_?att|\bcross\b", re.IGNORECASE)
 
 
 class _ThreadState(threading.local):
@@ -159,10 +158,10 @@ class TorchWatch(Watch):
     def _real_tokens_of(self, call: Call | Scores, name: str, step: Step) -> Tensor | None:
         """Return (batch, token) of the keys of a call: the innermost mask around it that fits."""
         queries, keys = call.lengths
-        is_cross = _CROSS_ATTENTION.search(name) is not None
         in_decoder = self._has_encoder_and_decoder and "decoder" in name
         # As many keys as queries, and the keys of one query of a decoder (the slots of a cache), may be its own tokens.
-        if (queries == keys and (is_cross or in_decoder)) or (queries == 1 and in_decoder and not is_cross):
+        may_be_own = queries == keys and (in_decoder or _CROSS_ATTENTION.search(name))
+        if may_be_own or (in_decoder and queries == 1):
             return None
         first = call.scores if isinstance(call, Scores) else call.key
         masks = [step.real.get(kind_of(module)) for module in reversed(self._thread.stack)]
@@ -185,13 +184,9 @@ def _real_tokens(arguments: dict[str, Any]) -> Tensor | None:
     """Return (batch, token) True where there is a token, from the arguments of the model; None without a mask."""
     for name in (_REAL, _IGNORED):
         mask = arguments.get(name)
-        if not isinstance(mask, Tensor) or mask.ndim != 2:
-            continue
-        if name == _IGNORED:
-            return mask == 0
-        # Negative numbers are added to scores.
-        if not (mask.is_floating_point() and bool((mask < 0).any())):
-            return mask != 0
+        # Floats that are named `attention_mask` may be added to scores.
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not (name == _REAL and mask.is_floating_point()):
+            return mask != 0 if name == _REAL else mask == 0
     return None
 
 
