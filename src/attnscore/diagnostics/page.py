@@ -46,7 +46,7 @@ def write_page(path: str | Path, title: str, facts: str, sections: Iterable[Sect
 
 
 def write_html(path: str | Path, title: str, facts: str, links: str, sections: str, style: str = "") -> Path:
-    """Write `links` and `sections`, which are HTML, with the frame of every page and `style` after its own."""
+    """Write `links` and `sections`, which are HTML, with the frame of every page and `style` after the shared style."""
     from attnscore import __version__
 
     folder, target = resources.files("attnscore.diagnostics"), Path(path)

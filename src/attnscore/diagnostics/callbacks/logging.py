@@ -106,7 +106,7 @@ class HeadLog:
 
 
 def _write(writer: Any, numbers: dict[str, float], step: int) -> None:
-    """Write numbers by the log's own method."""
+    """Write numbers by the method that the log has, or call it."""
     if hasattr(writer, "add_scalar"):
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)

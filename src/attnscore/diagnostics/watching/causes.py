@@ -134,13 +134,14 @@ def _cause_of_saturation(layer: str, period: Period, failures: Failures, limit: 
     if period.head in failures.showing(layer, "no use of the query"):
         return _cause_of_no_effect(layer, period, failures, limit)
     heads = failures.showing(layer, "saturated")
-    is_early, several = period.first <= failures.early_until, 2 * len(heads) >= failures.heads[layer] and len(heads) > 1
+    is_early = period.first <= failures.early_until
+    several = 2 * len(heads) >= failures.heads[layer] and len(heads) > 1
     # The only head of a layer has no others that tell: its scale does.
     is_unscaled = failures.heads[layer] == 1 and period.evidence["scale_ratio"] >= limit.scale_factor
     if period.first == failures.first_step or (is_early and is_unscaled):
-        return (
-            "no scale, or weights that start too large" if several or is_unscaled else "weights of one head too large"
-        )
+        if several or is_unscaled:
+            return "no scale, or weights that start too large"
+        return "weights of one head too large"
     if failures.count_layers("saturated", *NO_EFFECT) > 1 or failures.is_later(layer, period):
         return _cause_in_rate(period, failures)
     if several and is_early and not failures.is_alone(layer):

@@ -264,7 +264,10 @@ class Memory:
         self._steps = 0
 
     def add(self, step: int, numbers: Mapping[str, Array], limit: Thresholds, **of_other_calls: bool) -> None:
-        """Begin, lengthen or end periods by the numbers of a sampled step, which are passed on to `signs_of`."""
+        """Begin, lengthen or end periods by the signs of a sampled step (`signs_of`).
+
+        `of_other_calls` are the flags of `signs_of` that compare this call with others of the step.
+        """
         self._steps += 1
         old = self._so_far
         signs = signs_of(numbers, old, limit, **of_other_calls)

@@ -160,8 +160,8 @@ def _jax_attention(
 
 def _flax_weights(signature: inspect.Signature, *arguments: Any, **options: Any) -> Site:
     named = signature.bind(*arguments, **options).arguments
-    given = {name: named[name] for name in ("bias", "mask", "is_causal") if name in named}
-    return sites.dot_product(named["query"], named["key"], _value_in_flax(), **given)
+    masking = {name: named[name] for name in ("bias", "mask", "is_causal") if name in named}
+    return sites.dot_product(named["query"], named["key"], _value_in_flax(), **masking)
 
 
 def _value_in_flax() -> Any:

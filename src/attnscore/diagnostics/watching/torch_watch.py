@@ -159,9 +159,10 @@ class TorchWatch(Watch):
         """Return (batch, token) of the keys of a call: the innermost mask around it that fits."""
         queries, keys = call.lengths
         in_decoder = self._has_encoder_and_decoder and "decoder" in name
-        # As many keys as queries, and the keys of one query of a decoder (the slots of a cache), may be its own tokens.
-        may_be_own = queries == keys and (in_decoder or _CROSS_ATTENTION.search(name))
-        if may_be_own or (in_decoder and queries == 1):
+        # Where there are as many keys as queries, they may be tokens of either sequence; where a decoder has one query,
+        # they may be the slots of its cache.
+        is_ambiguous = queries == keys and (in_decoder or _CROSS_ATTENTION.search(name))
+        if is_ambiguous or (in_decoder and queries == 1):
             return None
         first = call.scores if isinstance(call, Scores) else call.key
         masks = [step.real.get(kind_of(module)) for module in reversed(self._thread.stack)]
