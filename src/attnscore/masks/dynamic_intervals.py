@@ -23,7 +23,7 @@ from attnscore.masks.intervals import MAX_INTERVALS, IntervalSet
 from attnscore.masks.sharded import Sharded
 
 _IntervalWithHoles = list[Ends]
-"""Start and stop of the interval of each query, (batch or 1, query or 1) each, then those of each hole in it."""
+"""Start and stop of the interval of each query, (batch or 1, query or 1) each, then start and stop of each hole."""
 
 
 def without_interval_parts(

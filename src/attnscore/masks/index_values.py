@@ -166,7 +166,7 @@ def check_whole(name: str, x: Any) -> HostArray | None:
     if values.dtype.itemsize == 2 and values.dtype.kind == "f":
         # 2^62 is infinite in float16, and comparing with it warns.
         values = values.astype(np.float32)
-    # So that the sum or difference of two is a 64-bit number. Not by the absolute value: that of -2^63 is none.
+    # So that the sum or difference of two is a 64-bit number. Not by the absolute value: of -2^63 it is none.
     is_small = np.all((values > -(2.0**62)) & (values < 2.0**62))
     if not (is_small and np.all(values == np.floor(values))):
         raise MaskError(message(name, "whole numbers (below 2^62 in size)", f"{values.reshape(-1)[:8].tolist()}"))

@@ -19,7 +19,7 @@ from attnscore.masks.shape_spec import sizes_of
 
 
 def check_graph(indptr: Any, indices: Any, key_len: Any) -> None:
-    """Raise MaskError where the arrays, as far as they are known here, are no graph; twice a key is not looked for."""
+    """Raise MaskError where the arrays, as far as the host can read them, are no graph; keys may occur twice here."""
     ends, keys, count = check_cumulative("indptr", indptr, None), check_whole("indices", indices), sizes_of(indices)[0]
     if ends is not None and not is_unknown(count) and ends[-1] != count:
         raise MaskError(message("indptr", f"a last entry of {count}, the number of indices", ends[-1]))

@@ -1,7 +1,7 @@
 """A mask of a whole sequence, for some of its queries and keys.
 
-- Queries and keys are given by their global positions. An interval of keys stays an interval where those of the keys
-  rise, as traced ones do.
+- Queries and keys have global positions. An interval of keys stays an interval where their positions rise, as traced
+  positions do.
 - The positions may be traced: each device of a program takes its own from a table. Then they are padded to one size.
 """
 
