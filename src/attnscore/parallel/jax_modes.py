@@ -254,7 +254,7 @@ class Ring(DeviceCall):
 
         keys = {name: operands[name] for name in self.operands("key")}
         totals = gradients_at(0, keys)
-        # Gradients of the device's own keys stay; sums for the keys of other devices start at 0.
+        # Gradients of the keys that the device holds stay; sums for the keys of other devices start at 0.
         returning = {name: jnp.zeros_like(totals[name]) for name in keys}
         for step in range(1, self.plan.ranks):
             keys = self._from_previous_device(keys)

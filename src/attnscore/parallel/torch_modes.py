@@ -177,7 +177,7 @@ class ShardedCall(RankCall):
         outputs = {name: slice_ranges(x, ranges) for name, x in parts.arrays_of(result).items()}
         all_grads = (grads.out, grads.log_sum_exp, grads.entropy)
         grad_out, *row_grads = (None if x is None else slice_ranges(x, ranges) for x in all_grads)
-        # In the dtype of the part's values, which for parts that are merged is that of sums.
+        # In the dtype of the part's values: the dtype of sums where parts are merged.
         dtype = plan.problem.value.dtype
         part_result = parts.result_of({**outputs, "out": outputs["out"].to(dtype)})
         part_grads = RowGradients(None if grad_out is None else grad_out.to(dtype), *row_grads)
