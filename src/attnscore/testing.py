@@ -617,7 +617,7 @@ def _vjp(ops: Backend, call: Callable[..., Array], leaves: Mapping[str, Array]) 
 
 
 def _attended(score: Any, arrays: Mapping[str, Array], function: Callable[..., Any] = attend, **options: Any) -> Any:
-    """Return `attend`, or `function`, of arrays by name; those of the score, or of a wrapped one, are among them."""
+    """Return `attend`, or `function`, of arrays by name, among them the arrays of the score or of a wrapped one."""
     score = with_new_arrays(score, (arrays.get(name, x) for name, x in arrays_of(score).items()))
     return function(arrays["query"], arrays["key"], arrays["value"], score=score, **options)
 

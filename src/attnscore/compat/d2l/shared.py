@@ -13,8 +13,8 @@ Layer = TypeVar("Layer")
 def of_both_editions(layer: Callable[..., Layer], module: str) -> Callable[..., Layer]:
     """Return `module`'s constructor of a layer.
 
-    Positional arguments are those of the later edition, which infers the sizes; more of them are in the order of the
-    earlier edition.
+    Positional arguments have the order of the later edition, which infers the sizes; more of them, the order of the
+    earlier one.
     """
     older: tuple[str, ...] = layer._older_order  # type: ignore[attr-defined]  # of these layers
     names = [name for name in older if not name.endswith("_size")]
