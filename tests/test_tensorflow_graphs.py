@@ -107,6 +107,33 @@ def test_axes_beyond_those_of_a_softmax_of_tensorflow(axes: int) -> None:
     close(tf.function(lambda x: with_gradients(x, x, x))(x), with_gradients(x, x, x), 1e-5)
 
 
+# An axis of 1 between others: TensorFlow's operations on two arrays take 5 runs of axes that broadcast alike.
+@pytest.mark.parametrize("score", ["scaled_dot", "gaussian", "additive"])
+@pytest.mark.parametrize("kernel", ["dense", "streaming"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_batch_axes_that_broadcast_apart(score: str, kernel: str, dynamic: bool) -> None:
+    rng = np.random.default_rng(6)
+    shapes = (2, 3, 2, 4, 5, 3), (2, 1, 2, 2, 6, 3), (2 if dynamic else 1, 3, 1, 2, 6, 3), (3,)
+    *arrays, w_v = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
+    mask = rng.random((2, 1, 2, 1, 1, 6)) < 0.7
+
+    def call(*arrays: Any) -> Any:
+        named = ats.Additive(arrays[3]) if score == "additive" else score
+        return ats.attend(*arrays[:3], score=named, mask=mask, kernel=kernel)
+
+    def with_gradients_of_all(*arrays: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(arrays)
+            out = call(*arrays)
+        return out, tape.gradient(out, arrays, unconnected_gradients="zero")
+
+    signature = [tf.TensorSpec((None, *shape[1:]) if dynamic and len(shape) > 1 else shape) for shape in shapes]
+    out, grads = tf.function(with_gradients_of_all, input_signature=signature)(*arrays, w_v)
+    close(out, call(*arrays, w_v), 1e-5)
+    kernel = "auto"
+    close(grads, with_gradients_of_all(*map(tf.constant, (*arrays, w_v)))[1], 1e-4)
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 5, 4), (2, 0, 5, 4)], ids=["batch", "heads"])
 def test_an_empty_axis_ends_no_process(shape: tuple[int, ...]) -> None:
     x = tf.zeros(shape)
@@ -553,10 +580,17 @@ def test_tensorflow_lite_runs_masked_calls() -> None:
     assert max(errors) < 1e-6, errors
 
 
-def test_a_graph_and_session_of_old(arrays: Any) -> None:
-    wanted = ats.attend(*arrays)
+# `==` of an array and a number is one False there.
+@pytest.mark.parametrize("kernel", ["dense", "streaming"])
+@pytest.mark.parametrize("arguments", [{}, {"score": "cosine"}, {"normalizer": "sparsemax"}, {"sink": 0.5}])
+def test_a_graph_and_session_of_old(arrays: Any, arguments: dict[str, Any], kernel: str) -> None:
+    def call() -> list[Any]:
+        given = map(tf.constant, (x.numpy() for x in arrays))
+        return tf.nest.flatten(ats.attend(*given, valid_lens=[5, 0], return_stats=True, kernel=kernel, **arguments))
+
+    wanted = [x for x in call() if x is not None]
     with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
-        close(session.run(ats.attend(*(tf.constant(x.numpy()) for x in arrays))), wanted)
+        close(session.run([x for x in call() if x is not None]), wanted)
 
 
 # ------------------------------------------------------------------ and besides

@@ -264,7 +264,7 @@ def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, 
         for out, row_shares in zip(outs, shares, strict=True):
             share = ops.expand_dims(row_shares, -1)
             # The output of a fully masked part may be NaN.
-            joined = joined + ops.where(share == 0, 0.0, share * ops.astype(out, ops.dtype(share)))
+            joined = joined + ops.where(ops.equal(share, 0), 0.0, share * ops.astype(out, ops.dtype(share)))
         return ops.astype(joined, ops.dtype(outs[0])), ops.astype(total, ops.dtype(log_sum_exps[0]))
 
 
@@ -277,7 +277,7 @@ def merge_shares(ops: Backend, log_sum_exps: Sequence[Array]) -> tuple[list[Arra
     max_log = safe_max(ops, reduce(ops.maximum, map(ops.stop_gradient, logs_of_parts)))
     weights = [ops.exp(log - max_log) for log in logs_of_parts]
     total = reduce(operator.add, weights)
-    is_empty = total == 0
+    is_empty = ops.equal(total, 0)
     total = ops.where(is_empty, 1.0, total)
     log_denom = ops.log(total)
     return [weight / total for weight in weights], ops.where(is_empty, NEG_INF, max_log + log_denom)

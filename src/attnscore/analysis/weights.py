@@ -88,7 +88,7 @@ def attention_weights(
         else:  # the threshold of a query is in the place of its log-denominator
             weights = problem.normalizer.weights(ops, scores, result.row_max, result.log_denom)
         # Exactly 0 where masked, even if an unmasked NaN makes the other weights of the query NaN.
-        return _from_canonical(block, ops.where(scores == NEG_INF, 0.0, weights))
+        return _from_canonical(block, ops.where(ops.equal(scores, NEG_INF), 0.0, weights))
 
 
 @hides_unknown

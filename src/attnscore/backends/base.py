@@ -418,6 +418,10 @@ class Backend(ABC):
         """Return `x`, or a copy in C order where the framework has arrays in another one."""
         return x
 
+    def pair_axes(self, query: Array, key: Array) -> tuple[Array, Array]:
+        """Return query as (..., query, 1, dim) and key as (..., 1, key, dim), which broadcast to all pairs."""
+        return self.expand_dims(query, -2), self.expand_dims(key, -3)
+
     # Arithmetic
     def softmax(self, x: Array) -> Array:
         """Return the softmax over the last axis."""
@@ -428,7 +432,10 @@ class Backend(ABC):
         return self.swap_axes(x, -1, -2)
 
     def equal(self, a: Array, b: Array) -> Array:
-        """Compare arrays that broadcast; TensorFlow's ``==`` gives a single False where shapes do not fit."""
+        """Compare arrays that broadcast, or an array and a number.
+
+        TensorFlow's ``==`` gives a single False where shapes do not fit, and in a graph of a session.
+        """
         return a == b
 
     def logical_and(self, a: Array, b: Array) -> Array:

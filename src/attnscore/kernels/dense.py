@@ -90,7 +90,7 @@ def _softmax(problem: Problem, scores: Array) -> tuple[Array, Array, Array]:
         row_max = ops.full((*score_shape.rows, 1), NEG_INF, scores)
     else:
         row_max = ops.max(logits, axis=-1, keepdims=True)
-    has_weight = row_max != NEG_INF
+    has_weight = ~ops.equal(row_max, NEG_INF)
     row_max = ops.where(has_weight, ops.stop_gradient(row_max), 0.0)
     exponentials = ops.exp(logits - row_max)
     total = ops.sum(exponentials, axis=-1, keepdims=True)
@@ -112,7 +112,7 @@ def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array
     alpha = cast(Entmax, normalizer).alpha
     power = 1 / (alpha - 1)
     row_max = ops.max(scores, axis=-1, keepdims=True)
-    has_keys = row_max != NEG_INF
+    has_keys = ~ops.equal(row_max, NEG_INF)
     row_max = ops.where(has_keys, ops.stop_gradient(row_max), 0.0)
     logits = (alpha - 1) * (scores - row_max)
 
@@ -138,7 +138,7 @@ def _by_normalizer(problem: Problem, scores: Array) -> tuple[Array, Array, Array
     for _ in range(2):
         total = ops.sum(clipped_power(logits, threshold, power), axis=-1, keepdims=True)
         slope = power * ops.sum(clipped_power(logits, threshold, power - 1), axis=-1, keepdims=True)
-        threshold = threshold + ops.where(has_keys, (total - 1.0) / ops.where(slope == 0, 1.0, slope), 0.0)
+        threshold = threshold + ops.where(has_keys, (total - 1.0) / ops.where(ops.equal(slope, 0), 1.0, slope), 0.0)
     return clipped_power(logits, threshold, power), row_max, threshold
 
 
@@ -147,7 +147,7 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
     ops, score_shape, dtype = problem.ops, problem.score_shape, problem.accumulator
     query, key = (ops.astype(x, dtype) for x in (problem.query, problem.key))
     shape = (*score_shape.rows, score_shape.key_len)
-    visible = ops.zeros(shape, query) == 0
+    visible = ops.equal(ops.zeros(shape, query), 0)
     if problem.mask is not None:
         rows = ops.reshape(ops.positions(0, score_shape.query_len, query), (score_shape.query_len, 1))
         cols = ops.reshape(ops.positions(0, score_shape.key_len, query), (1, score_shape.key_len))
@@ -156,7 +156,7 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
         bias = ops.astype(problem.bias, dtype)
         if problem.has_relative_bias:
             bias = relative.of_pairs(ops, bias, score_shape.query_len, score_shape.key_len)
-        visible = ops.logical_and(visible, bias != NEG_INF)
+        visible = ops.logical_and(visible, ~ops.equal(bias, NEG_INF))
     is_nonfinite = None
     may_mask = problem.mask is not None or problem.bias is not None
     if may_mask and not (ops.known_finite(query) and ops.known_finite(key)):
@@ -178,7 +178,7 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
 def _fully_masked(ops: Backend, visible: Array, x: Array) -> Array:
     """Return which rows of `x` (axis -2 of `visible`) are masked in every pair, of all heads that share the row."""
     pairs = ops.sum(ops.astype(visible, ops.dtype(x)), axis=-1, keepdims=True)
-    return sum_to(ops, pairs, (*x.shape[:-1], 1)) == 0
+    return ops.equal(sum_to(ops, pairs, (*x.shape[:-1], 1)), 0)
 
 
 def _pool(ops: Backend, weights: Array, visible: Array, value: Array) -> Array:

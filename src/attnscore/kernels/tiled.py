@@ -75,7 +75,7 @@ def _score_tile(
     bias: Any = 0.0
     if problem.bias is not None:
         bias = ops.astype(_bias_tile(problem, problem.bias, rows, cols), dtype)
-        allowed = bias != NEG_INF
+        allowed = ~ops.equal(bias, NEG_INF)
         unmasked = allowed if unmasked is None else ops.logical_and(unmasked, allowed)
     form = problem.form.part(slice_operand)
     scores, score_vjp = form.scores_and_pullback(ops, unmasked if inputs.keeps_infinity else None)
@@ -136,8 +136,8 @@ def _propagated_nonfinite(ops: Backend, unmasked: Array, x: Array) -> Array:
     total: Any = 0.0
     for value, is_value in (
         (float("nan"), ops.isnan(x)),
-        (float("inf"), x == float("inf")),
-        (NEG_INF, x == NEG_INF),
+        (float("inf"), ops.equal(x, float("inf"))),
+        (NEG_INF, ops.equal(x, NEG_INF)),
     ):
         occurs = ops.matmul(attended, ops.astype(is_value, ops.dtype(x))) > 0
         total = total + ops.astype(ops.where(occurs, value, 0.0), ops.dtype(x))
@@ -288,7 +288,7 @@ class RowContext:
         if self.grads.entropy is None:
             return grad
         entropy = _slice(ops, self.result.statistics["entropy"], -2, rows)
-        minus_grad_of_entropy = slopes * (ops.where(slopes == 0, 0.0, log_p) + entropy)
+        minus_grad_of_entropy = slopes * (ops.where(ops.equal(slopes, 0), 0.0, log_p) + entropy)
         return grad - minus_grad_of_entropy * _slice(ops, self.grads.entropy, -2, rows)
 
 
@@ -354,7 +354,7 @@ def _delta_of_threshold(inputs: _Inputs, tiles: TilePlan, result: Result, grads:
         if grads.log_sum_exp is not None:
             # The threshold is saved as log_denom, so grads.log_sum_exp is its gradient.
             products = products - normalizer.threshold_slope * _slice(ops, grads.log_sum_exp, -2, rows)
-        return (products / ops.where(slopes == 0, 1.0, slopes),)
+        return (products / ops.where(ops.equal(slopes, 0), 1.0, slopes),)
 
     arrays = [result.row_max, result.log_denom, grads.out, *problem.operands().values()]
     (delta,) = _map_query_tiles(problem, tiles, query_tile_delta, arrays, [(1, problem.accumulator)])

@@ -66,7 +66,7 @@ def document_intervals(query_ids: HostArray, key_ids: HostArray) -> tuple[HostAr
 def as_booleans(ops: Backend, x: Any, like: Array) -> Array:
     """Return key padding as booleans: zeros and ones stand for False and True."""
     array = ops.asarray(x, like)
-    return array if ops.dtype(array) == "bool" else array != 0
+    return array if ops.dtype(array) == "bool" else ~ops.equal(array, 0)
 
 
 def id_arrays(ops: Backend, ids: tuple[Any, ...], like: Array) -> list[Array]:

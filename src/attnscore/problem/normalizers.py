@@ -143,7 +143,7 @@ class Entmax(Normalizer):
 
             total, slope = fold(add, (zero, zero))
             # (|x| - 1) / -(d|x| / dtau); a fully masked query has total = slope = 0.
-            return (total - _power(ops, total, 2 - self.alpha)) / ops.where(slope == 0, 1.0, slope)
+            return (total - _power(ops, total, 2 - self.alpha)) / ops.where(ops.equal(slope, 0), 1.0, slope)
 
         def take_step(state: tuple[Array, Array]) -> tuple[Array, Array]:
             step = ops.stop_gradient(newton_step(state[0]))
@@ -186,7 +186,7 @@ def _power(ops: Backend, x: Array, exponent: float) -> Array:
     """Return x^exponent of numbers from 0; 0 where x is 0, for every exponent and in every derivative."""
     if exponent == 1:
         return x
-    is_zero = x == 0
+    is_zero = ops.equal(x, 0)
     base = ops.where(is_zero, 1.0, x)
     if exponent == 0:
         power = 0.0 * base + 1.0

@@ -31,7 +31,7 @@ class RowState(NamedTuple):
 
 def safe_max(ops: Backend, maximum: Array) -> Array:
     """Return the number to subtract from the scores of a query: its maximum, or 0 where that is -inf."""
-    return ops.where(maximum == NEG_INF, 0.0, maximum)
+    return ops.where(ops.equal(maximum, NEG_INF), 0.0, maximum)
 
 
 def needed_accumulators(statistics: tuple[str, ...]) -> list[str]:
@@ -109,16 +109,16 @@ def finish(
     (head, group, 1, 1), is one more score, without a value. One number per query has a last axis of 1.
     """
     state = keys if sink is None else merge(ops, keys, _sink_state(ops, keys, sink))
-    row_max, is_empty = safe_max(ops, state.max), state.total == 0
+    row_max, is_empty = safe_max(ops, state.max), ops.equal(state.total, 0)
     total = ops.where(is_empty, 1.0, state.total)
     log_sum = ops.log(total)
     log_denom = ops.where(is_empty, NEG_INF, log_sum)
-    factor = ops.where(keys.total == 0, 0.0, ops.exp(safe_max(ops, keys.max) - row_max))
+    factor = ops.where(ops.equal(keys.total, 0), 0.0, ops.exp(safe_max(ops, keys.max) - row_max))
     row = Row(is_empty, total, log_sum, state.sums, keys.max, keys.total, factor, keys.sums)
     values = {name: calculate(ops, row) for name in statistics if (calculate := TABLE[name].finish) is not None}
     out = state.out / total
     # The output is 0 without keys, even with a sink of NaN.
-    return out if sink is None else ops.where(keys.total == 0, 0.0, out), row_max, log_denom, values
+    return out if sink is None else ops.where(ops.equal(keys.total, 0), 0.0, out), row_max, log_denom, values
 
 
 def _sink_state(ops: Backend, keys: RowState, sink: Array) -> RowState:
@@ -141,11 +141,11 @@ def weights_of_rows(ops: Backend, scores: Array, unmasked: Array | None, sink: A
     total = ops.sum(weights, axis=-1, keepdims=True)
     if sink is not None:
         total = total + ops.exp(sink - row_max)
-    weights = weights / ops.where(total == 0, 1.0, total)
+    weights = weights / ops.where(ops.equal(total, 0), 1.0, total)
     # Exactly 0 where masked, also in a query that an unmasked NaN makes NaN.
     return weights if unmasked is None else ops.where(unmasked, weights, 0.0)
 
 
 def log_weights(ops: Backend, scores: Array, row_max: Array, log_denom: Array) -> Array:
     """Return log p = (scores - row_max) - log_denom; -inf for a fully masked query."""
-    return scores - row_max - ops.where(log_denom == NEG_INF, float("inf"), log_denom)
+    return scores - row_max - ops.where(ops.equal(log_denom, NEG_INF), float("inf"), log_denom)

@@ -115,7 +115,7 @@ def _sum(ops: Backend, x: Array) -> Array:
 
 def _sum_exp_logit(ops: Backend, tile: Tile) -> Sums:
     # w log w is 0 where w is; selected before the product, whose derivative would be 0 * inf.
-    logits = ops.where(tile.weights == 0, 0.0, tile.logits)
+    logits = ops.where(ops.equal(tile.weights, 0), 0.0, tile.logits)
     return (_sum(ops, tile.weights * logits),)
 
 
@@ -159,7 +159,7 @@ def _merge_moments(ops: Backend, first: Part, second: Part) -> Sums:
     count = count_1 + count_2
     share = count_2 / ops.maximum(count, 1.0)
     # A part without keys has the mean 0, and any base.
-    base = ops.where(count_1 == 0, base_2, base_1)
+    base = ops.where(ops.equal(count_1, 0), base_2, base_1)
     gap = (base_2 - base) + mean_2 - mean_1
     return count, base, mean_1 + share * gap, deviations_1 + deviations_2 + gap * gap * count_1 * share
 
@@ -176,26 +176,28 @@ def _min_score(ops: Backend, tile: Tile) -> Sums:
 def _first_key(ops: Backend, scores: Array, max_score: Array, first: Any = 0) -> Array:
     """Return the first key, counted from `first`, with this score; -1 where there is none, and for a score of -inf."""
     keys = ops.astype(ops.positions(first, scores.shape[-1], scores), ops.dtype(scores))
-    key = -ops.max(ops.where(scores == max_score, -keys, _NEG_INF), axis=-1, keepdims=True)
-    return ops.where(ops.logical_or(key == _INF, max_score == _NEG_INF), -1.0, key)
+    key = -ops.max(ops.where(ops.equal(scores, max_score), -keys, _NEG_INF), axis=-1, keepdims=True)
+    return ops.where(ops.logical_or(ops.equal(key, _INF), ops.equal(max_score, _NEG_INF)), -1.0, key)
 
 
 def _max_score(ops: Backend, tile: Tile) -> Sums:
     # For a fully masked query `max` is 0, which is no score.
     key = _first_key(ops, tile.scores, tile.max, tile.first)
-    return ops.where(ops.logical_and(key < 0, tile.max == 0), _NEG_INF, tile.max), key
+    return ops.where(ops.logical_and(key < 0, ops.equal(tile.max, 0)), _NEG_INF, tile.max), key
 
 
 def _first_of_largest(ops: Backend, a: Array, key_a: Array, b: Array, key_b: Array) -> Array:
     """Return the key of the larger of two scores, the smaller key if they are equal; the key of a NaN, -1."""
     key = ops.where(ops.logical_or(b > a, ops.isnan(b)), key_b, key_a)
-    return ops.where(a == b, _minimum(ops, key_a, key_b), key)
+    return ops.where(ops.equal(a, b), _minimum(ops, key_a, key_b), key)
 
 
 ACCUMULATORS = {
     "sum_exp_logit": Accumulator(
         (0.0,), _sum_exp_logit, _merge_sum_exp_logit,
-        lambda ops, x: (ops.where(x["log_denom"] == _NEG_INF, 0.0, (x["log_denom"] - x["entropy"]) * x["total"]),),
+        lambda ops, x: (
+            ops.where(ops.equal(x["log_denom"], _NEG_INF), 0.0, (x["log_denom"] - x["entropy"]) * x["total"]),
+        ),
     ),
     "squares": Accumulator(
         (0.0,), _sum_squares, _merge_squares, lambda ops, x: (x["sum_sq_weights"] * x["total"] * x["total"],)
@@ -232,7 +234,7 @@ def _variance(ops: Backend, x: Matrix) -> Array:
 
 
 def _entropy(ops: Backend, x: Matrix) -> Array:
-    return -_sum(ops, x.all_weights * ops.log(ops.where(x.all_weights == 0, 1.0, x.all_weights)))
+    return -_sum(ops, x.all_weights * ops.log(ops.where(ops.equal(x.all_weights, 0), 1.0, x.all_weights)))
 
 
 def _finish_mean(ops: Backend, row: Row) -> Array:
@@ -284,7 +286,9 @@ TABLE = {
         "1, below 1 with a sink, 0 when all keys are masked", "weights",
         lambda ops, x: _sum(ops, x.weights),
         # 0 without keys, even with a sink of NaN.
-        lambda ops, row: ops.where(row.total_of_keys == 0, 0.0, row.factor_of_keys * row.total_of_keys / row.total),
+        lambda ops, row: ops.where(
+            ops.equal(row.total_of_keys, 0), 0.0, row.factor_of_keys * row.total_of_keys / row.total
+        ),
     ),
     "min_score": Statistic(
         "smallest unmasked score", "scores",

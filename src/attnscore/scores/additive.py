@@ -61,9 +61,8 @@ class Additive(Score):
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         a, b = self._sides(ops, query, key)
-        hidden = activation(self.activation, self.negative_slope).value(
-            ops, ops.expand_dims(a, -2) + ops.expand_dims(b, -3)
-        )
+        a, b = ops.pair_axes(a, b)
+        hidden = activation(self.activation, self.negative_slope).value(ops, a + b)
         w_v = per_head(ops, "w_v", self.w_v, query, key, 1)
         w_v = ops.expand_dims(ops.expand_dims(w_v, -2), -2) if len(w_v.shape) > 1 else w_v
         return ops.sum(hidden * ops.astype(w_v, ops.dtype(hidden)), axis=-1)

@@ -89,7 +89,7 @@ def _unit(ops: Backend, x: Array) -> Array:
     # Squares of x over its largest entry neither overflow nor underflow. That entry cancels in the result, so no
     # gradient flows through it.
     largest = ops.stop_gradient(ops.max(ops.abs(x), axis=-1, keepdims=True))
-    zero = ~ops.any(x != 0, axis=-1, keepdims=True)
-    x = x / ops.where(largest == 0, 1.0, largest)
+    zero = ~ops.any(~ops.equal(x, 0), axis=-1, keepdims=True)
+    x = x / ops.where(ops.equal(largest, 0), 1.0, largest)
     squared = ops.sum(x * x, axis=-1, keepdims=True)
-    return ops.where(zero, 0.0, x / ops.sqrt(ops.where(squared == 0, 1.0, squared)))
+    return ops.where(zero, 0.0, x / ops.sqrt(ops.where(ops.equal(squared, 0), 1.0, squared)))

@@ -157,7 +157,8 @@ class AdditiveForm(Form):
     keeps_infinity = True
 
     def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
-        hidden = ops.expand_dims(self.query, -2) + ops.expand_dims(self.key, -3)
+        query, key = ops.pair_axes(self.query, self.key)
+        hidden = query + key
         if visible is not None:
             # A gradient of 0 is not enough: an activation's first and second derivatives at infinity may be NaN.
             hidden = ops.where(ops.expand_dims(visible, -1), hidden, 0.0)
@@ -193,7 +194,8 @@ class DistanceForm(Form):
 
     def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:
         # `visible` is for forms in which an infinite operand gives a finite score.
-        difference = ops.expand_dims(self.query, -2) - ops.expand_dims(self.key, -3)
+        query, key = ops.pair_axes(self.query, self.key)
+        difference = query - key
         squared = ops.sum(difference * difference, axis=-1)
 
         def vjp(grad: Array) -> dict[str, Array]:
@@ -330,7 +332,7 @@ def times(ops: Backend, grad: Array, x: Array | float) -> Array:
     """
     if isinstance(x, float):
         return grad * x
-    return grad * ops.where(ops.logical_and(grad == 0, ~ops.isfinite(x)), 0.0, x)
+    return grad * ops.where(ops.logical_and(ops.equal(grad, 0), ~ops.isfinite(x)), 0.0, x)
 
 
 def checked_tile(ops: Backend, score: Any, query: Array, key: Array) -> Array:

@@ -68,8 +68,10 @@ class Gaussian(Score):
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:
         query, key = self._in_bandwidths(ops, query, key)
-        difference = ops.expand_dims(query, -2) - ops.expand_dims(key, -3)
-        return -self._scale(ops, query, key) * ops.sum(difference * difference, axis=-1)
+        scale = self._scale(ops, query, key)
+        query, key = ops.pair_axes(query, key)
+        difference = query - key
+        return -scale * ops.sum(difference * difference, axis=-1)
 
     def lower(self, ops: Backend, query: Array, key: Array) -> Form:
         form = self.lower_rowwise(ops, query, key)
