@@ -10,8 +10,9 @@
 
 namespace attnscore {
 
-// Run a forward, and set row_max, log_denom = log sum exp(s - row_max) with the sink among the s (-inf where a row is
-// fully masked), and the statistics that are present. `out` is scaled by the keys' share of the weights.
+// Run a forward, and unless `rows` is empty, set row_max, log_denom = log sum exp(s - row_max) with the sink among the
+// s (-inf where a row is fully masked), and the statistics that are present, and scale `out` by the keys' share of the
+// weights.
 void run_forward(const Kernels& kernels, Problem& problem, const std::vector<RowArrays>& rows, Threads threads);
 
 // Run a backward, and set the gradients of the sinks.

@@ -481,7 +481,7 @@ inline T exp_scalar(T x) {
     return exp_of<T>(splat(x))[0];
 }
 
-// log(x) of 0, of normal numbers, and of infinity; NaN stays NaN.
+// log(x) of 0, of positive normal numbers, and of infinity; NaN stays NaN.
 template <class T>
 inline V<T> log_of(V<T> x) {
     if constexpr (sizeof(T) == 4) {

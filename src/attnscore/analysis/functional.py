@@ -12,7 +12,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator
 from attnscore.base.arguments import (
-    check_held,
+    check_overflow,
     check_positive,
     hides_unknown,
     is_whole,
@@ -84,7 +84,7 @@ def masked_softmax(
         if flat.shape[-1] == 0:
             return scores + 0.0
         sum_dtype = accumulator(ops.dtype(flat))
-        check_held("temperature", temperature, sum_dtype, 1 / float(temperature), 1 / largest_of(sum_dtype))
+        check_overflow("temperature", temperature, sum_dtype, 1 / float(temperature), 1 / largest_of(sum_dtype))
         logits = ops.astype(flat, sum_dtype) / temperature
         if unmasked is not None:
             logits = ops.where(unmasked, logits, NEG_INF)

@@ -158,7 +158,7 @@ def largest_of(dtype: str) -> float:
     return _LARGEST.get(dtype, math.inf)
 
 
-def check_held(name: str, x: Any, dtype: str, factor: float, smallest: float | None = None) -> float:
+def check_overflow(name: str, x: Any, dtype: str, factor: float, smallest: float | None = None) -> float:
     """Return `factor`, which a call computes from its argument `x`; raise ArgumentError if it overflows in `dtype`.
 
     The message gives the range in which `x` is valid: from `smallest` on, where the factor is an inverse; None: up to

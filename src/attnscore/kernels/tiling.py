@@ -160,7 +160,7 @@ class TilePlan:
                 for x, middle in enumerate(middles):
                     if segment.start <= middle < segment.stop:
                         text[x] = mark
-                # A segment of few keys, such as sinks, may lie between two middles: it is shown as partial.
+                # A segment of few keys, such as sinks, may have no middle: within one character it is shown as partial.
                 first, last = (key * width // self.key_len for key in (segment.start, segment.stop - 1))
                 if first == last and text[first] == "·":
                     text[first] = "▒"

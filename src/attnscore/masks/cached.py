@@ -132,7 +132,7 @@ def _signature(mask: Mask) -> Hashable:
 
 
 def _value_signature(x: Any) -> Hashable:
-    """Return a field as a hashable value with its type: True == 1 == 1.0, but the checks differ."""
+    """Return a field as a hashable value, or None (`_signature`); with its type: True == 1, but the checks differ."""
     if x is None or isinstance(x, (str, int)):
         return type(x), x
     try:

@@ -14,7 +14,7 @@ import numpy as np
 
 from attnscore import backends, scores
 from attnscore.backends.base import FLOATING, Array, Backend, accumulator
-from attnscore.base.arguments import check_held, check_number, did_you_mean, is_number, is_whole, shown
+from attnscore.base.arguments import check_number, check_overflow, did_you_mean, is_number, is_whole, shown
 from attnscore.base.layout import AxisLayout, ScoreShape, Shape, broadcast, check_bias_shape, is_unknown, may_equal
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, MaskError, ShapeError, message, with_shapes
 from attnscore.masks import IntervalSet, Mask, as_mask, cached_mask, split_intervals
@@ -198,7 +198,7 @@ def check_extra(ops: Backend, name: str, x: Any, like: Array) -> Array:
         raise FrameworkError(message(name, "a number or an array", type(x).__name__, hint="make it an array first"))
     accumulator_dtype = accumulator(ops.dtype(like))
     if is_number(x) and math.isfinite(x):
-        check_held(name, x, accumulator_dtype, float(x))
+        check_overflow(name, x, accumulator_dtype, float(x))
     backends.check_compatible(ops, like, {name: x})
     x = ops.asarray(x, like, None if hasattr(x, "dtype") else accumulator_dtype)
     if not ops.is_floating(x):

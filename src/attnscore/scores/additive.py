@@ -9,7 +9,7 @@ from typing import Any, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend
-from attnscore.base.arguments import check_held, check_number
+from attnscore.base.arguments import check_number, check_overflow
 from attnscore.errors import ShapeError, message
 from attnscore.scores.activations import activation
 from attnscore.scores.base import Score, per_head, projected, widen, with_nonfinite_rows_isolated
@@ -71,7 +71,7 @@ class Additive(Score):
         w_v = per_head(ops, "w_v", self.w_v, query, key, 1)
         a, b, w = widen(ops, *self._sides(ops, query, key), w_v)
         # Raises where the dtype of sums cannot hold the slope.
-        check_held("negative_slope", self.negative_slope, ops.dtype(a), float(self.negative_slope))
+        check_overflow("negative_slope", self.negative_slope, ops.dtype(a), float(self.negative_slope))
         return AdditiveForm(a, b, w, activation(self.activation, self.negative_slope))
 
     def project_query(self, ops: Backend, query: Array) -> Array:

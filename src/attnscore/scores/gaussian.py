@@ -16,7 +16,7 @@ from attnscore import backends
 from attnscore.backends import native
 from attnscore.backends.base import Array, Backend
 from attnscore.base import thresholds
-from attnscore.base.arguments import check_held, is_number, largest_of
+from attnscore.base.arguments import check_overflow, is_number, largest_of
 from attnscore.base.layout import broadcast, is_unknown
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.base import (
@@ -78,7 +78,7 @@ class Gaussian(Score):
         if not backends.is_array(self.bandwidth):
             # The VJP multiplies by twice the scale, 1 / bandwidth^2, which the dtype has to hold.
             dtype = ops.dtype(form.query)
-            check_held("bandwidth", self.bandwidth, dtype, 2 * form.scale, 1 / math.sqrt(largest_of(dtype)))
+            check_overflow("bandwidth", self.bandwidth, dtype, 2 * form.scale, 1 / math.sqrt(largest_of(dtype)))
         inner = as_product(ops, form) if _is_inner_faster(ops, form.query, form.key) else None
         return form if inner is None else inner
 

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.base.arguments import check_held, check_number, is_number, shown
+from attnscore.base.arguments import check_number, check_overflow, is_number, shown
 from attnscore.base.layout import broadcast, may_equal
 from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.scores.base import Score, check_same_dim, widen, with_nonfinite_rows_isolated
@@ -55,7 +55,7 @@ class ScaledDot(Score):
         if not backends.is_array(self.scale):
             scale = self._number(query)
             # Raises where the dtype of sums cannot hold the scale.
-            return InnerForm(query, key, scale=check_held("scale", scale, accumulator(ops.dtype(query)), scale))
+            return InnerForm(query, key, scale=check_overflow("scale", scale, accumulator(ops.dtype(query)), scale))
         # An array is multiplied into the operand along which it varies.
         query, key, scale = widen(ops, query, key, self._canonical(ops, query, key))
         if scale.shape[-1] == 1:

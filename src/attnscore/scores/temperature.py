@@ -7,7 +7,7 @@ from typing import Any, ClassVar, final
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, accumulator
-from attnscore.base.arguments import check_held, largest_of, renamed_argument, warn_renamed
+from attnscore.base.arguments import check_overflow, largest_of, renamed_argument, warn_renamed
 from attnscore.scores.base import Wrapper, learned, multiplied
 from attnscore.scores.forms import Form, checked_tile
 
@@ -53,11 +53,11 @@ class Temperature(Wrapper):
             return multiplied(ops, form, 1 / learned(ops, "temperature", self.temperature, query, form.key, form.query))
         dtype, factor = accumulator(ops.dtype(query)), 1 / float(self.temperature)
         smallest = 1 / largest_of(dtype)  # temperature of which the dtype holds the inverse
-        scaled = form.scaled(check_held("temperature", self.temperature, dtype, factor, smallest))
+        scaled = form.scaled(check_overflow("temperature", self.temperature, dtype, factor, smallest))
         # The product with the inner score's own factor has to be a number of the dtype too.
         scale = getattr(scaled, "scale", 1.0)
         if isinstance(scale, float):
-            check_held("temperature", self.temperature, dtype, scale, smallest * abs(scale / factor))
+            check_overflow("temperature", self.temperature, dtype, scale, smallest * abs(scale / factor))
         return scaled
 
 

@@ -104,7 +104,7 @@ def run(
 
 
 def chunk_size(problem: Problem, mask: Mask) -> int:
-    """Return how many queries make a chunk: all where one row of the mask serves all, or where they fit."""
+    """Return how many queries make a chunk: all if a row of the mask serves all or they fit, or whole micro-panels."""
     *lead, height, width = lowering.evaluated_shape(problem.ops, problem.score_shape, problem.value, mask)
     count = max(
         thresholds.CHUNK_ROWS,
