@@ -104,7 +104,7 @@ inline void store_first(T* p, int64_t count, V<T> v) {
 }
 template <class T>
 inline V<T> splat(T x) {
-    return x - V<T>{};
+    return x - V<T>{};  // x + 0 would make -0 a 0
 }
 template <class T>
 inline V<T> select(M<T> condition, V<T> a, V<T> b) {

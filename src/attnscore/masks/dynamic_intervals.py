@@ -129,7 +129,7 @@ class _Tracer:
 
         def to_shard(ends: Ends) -> Ends:
             start, stop = (end if end.shape[-1] == 1 else ops.take(end, rows, -1) for end in tracer._clamp(ends))
-            # The number of keys of the shard before each end.
+            # The number of keys of the shard before each end: `searchsorted` counts those at most equal to its value.
             start, stop = (
                 ops.reshape(ops.searchsorted(cols, ops.reshape(end, (-1,)) - 1), end.shape) for end in (start, stop)
             )

@@ -91,7 +91,7 @@ def run(
                 # Its axis is the key minus the query: the last queries have the first entries.
                 first = query_len - start - size
             elif name == "query_bias":
-                first = start
+                first = start  # the last axis is the queries
             elif inputs is None or name == "query" or (name == "bias" and x.shape[-2] > 1):
                 axis, first = -2, start
             return array_ops.add_at(x, axis, first, results[name])

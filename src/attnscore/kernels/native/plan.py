@@ -4,7 +4,7 @@
 - The module reads tensors of PyTorch and arrays of NumPy itself: each step in Python costs a tiny call 2 to 5%.
 - A plan holds no array of a caller: the module keeps the shapes and strides of the first call's arrays alone. Where
   the number of keys may differ (`DecodingPlan`), it keeps the layout of the last run, and checks another one anew.
-- Gradients of gradients, gradients under a transform, and saved tensors whose strides a hook has changed go through an
+- Gradients of gradients, gradients under a transform, and saved tensors whose strides a hook has changed go through a
   `SinglePlan` on a newly built problem.
 """
 
