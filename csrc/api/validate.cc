@@ -288,7 +288,7 @@ std::vector<RowArrays> build_backward(Problem& p, const Inputs& in, const Backwa
     if (a.grad_entropy.present && !a.entropy.present) throw_invalid(a.entropy, "an array beside grad_entropy", "None");
     check_form(a.saved_scores, p.form == Form::additive, "additive");
     p.matrix = matrix_of(a.grad_attention_scores, a.grad_attention_weights);
-    if (p.matrix == MatrixOutput::weights) check_present(a.attention_weights);
+    if (p.matrix == MatrixOutput::weights) check_present(a.attention_weights);  // for delta
     check_all(p, s, kForwardResults, a);
     check_gradients(p, s, in, a);
     set_pointers(p, s, kForwardResults, a, rows);

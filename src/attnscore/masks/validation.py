@@ -88,7 +88,7 @@ def _check_ends(name: str, result: Any, ops: Backend, score_shape: ScoreShape, r
             raise MaskError(message(name, expected, f"dtype {ops.dtype(x)}"))
         shape = ops.shape(x)
         fits = (may_equal(n, 1) or may_equal(n, m) for n, m in zip(shape, full, strict=False))
-        if len(shape) not in (0, 2) or not all(fits):
+        if len(shape) not in (0, 2) or not all(fits):  # a single axis may be that of the batch or of the queries
             hint = "one number per batch row is a column: ops.reshape(x, (-1, 1))" if len(shape) == 1 else None
             raise MaskError(message(name, expected, f"shape {tuple(shape)}", hint=hint))
         return ops.astype(x, "int64")

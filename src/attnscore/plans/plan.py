@@ -78,7 +78,7 @@ def signature(
         if type(seed) not in (int, type(None)):
             return None
         extras = [x for x in (bias, sink) if x is not None]
-        # By backend and not by type, unlike key and value: a learned bias is a torch.nn.Parameter, the query a tensor.
+        # Their types may differ too: a learned bias is a torch.nn.Parameter.
         if any(backends.of_type(type(x)) is not ops for x in extras):
             return None
         arrays += extras

@@ -123,7 +123,7 @@ class JaxBackend(Backend):
         return None not in map(_cpu_of, map(_differentiated, arrays))
 
     def signature(self, arrays: Sequence[Array]) -> Signature | None:
-        # While a program is traced, arrays computed from its constants are part of it.
+        # While a program is traced, arrays computed from concrete ones are traced too.
         if is_tracing():
             return None
         layouts, traces = [], set()

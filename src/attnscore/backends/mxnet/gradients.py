@@ -99,7 +99,7 @@ def _record(
                 gradients = backward(arrays[:output_count], requested)
                 targets = zip(arrays[output_count:], gradients, requests[:input_count], strict=True)
                 for target, grad, request in targets:
-                    if grad is not None and request != _NULL and grad.size:
+                    if grad is not None and request != _NULL:
                         target[()] = target + grad if request == _ADD else grad
         except Exception:
             traceback.print_exc()

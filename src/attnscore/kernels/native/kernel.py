@@ -78,9 +78,7 @@ class Native(Kernel):
         runner = self._runner(problem, ())
         if not isinstance(runner, Program):
             return runner.forward(problem, tiles)
-        # A custom call saves none: `DifferentiableOp.with_backward` is not for traced arrays.
-        saves_scores = self.saves_scores and isinstance(runner, InMemory)
-        shapes_of = partial(marshalling.output_shapes, saves_scores=saves_scores)
+        shapes_of = partial(marshalling.output_shapes, saves_scores=self.saves_scores)
         outputs = chunked_masks.run(runner, problem, tiles, shapes_of)
         dtypes = dict.fromkeys(outputs, problem.accumulator) | {"out": problem.dtype}
         in_framework = {name: runner.in_framework(problem, x, dtypes[name]) for name, x in outputs.items()}

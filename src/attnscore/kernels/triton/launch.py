@@ -197,9 +197,9 @@ class Operands:
 
 
 def precision_of(x: torch.Tensor, architecture: int) -> str:
-    """Return how a product of float32 is computed: by three of TF32, or by one where the user allows it.
+    """Return how a product of float32 is computed: by three of TF32, by one if allowed; exactly if interpreted.
 
-    For other dtypes Triton ignores it.
+    For other dtypes Triton ignores this.
     """
     if architecture == 0:
         return "ieee"
