@@ -37,13 +37,13 @@ DecodingPlan::DecodingPlan(const Problem& score, const Inputs& in, const Forward
       length_before_heads_(length_before_heads),
       // Checks the examples.
       intervals_(CallPlan(score, in, arrays).intervals()) {
-    hold_layouts(kInputs, inputs_);
-    hold_layouts(kForwardArrays, filled_);
+    copy_layouts(kInputs, inputs_);
+    copy_layouts(kForwardArrays, filled_);
 }
 
 // Replace the examples' shapes and strides, which are the caller's, by copies.
 template <class Arrays, size_t N>
-void DecodingPlan::hold_layouts(const Field<Arrays> (&fields)[N], Arrays& arrays) {
+void DecodingPlan::copy_layouts(const Field<Arrays> (&fields)[N], Arrays& arrays) {
     for (const auto& field : fields) {
         Array& a = arrays.*field.array;
         if (a.present) set_layout(a, layouts_.emplace_back(layout_of(a)));

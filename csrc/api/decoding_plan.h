@@ -47,7 +47,7 @@ class DecodingPlan {
     // The caller's axis of rows, counted from the last one.
     size_t rows() const { return length_before_heads_ ? 2 : 1; }
     template <class Arrays, size_t N>
-    void hold_layouts(const Field<Arrays> (&fields)[N], Arrays& arrays);
+    void copy_layouts(const Field<Arrays> (&fields)[N], Arrays& arrays);
     std::unique_ptr<CallPlan> make_plan(const std::vector<Extent>& arrays,
                                         const std::vector<ArrayLayout>& by_key) const;
     ArrayLayout canonical_layout(const Array& example, const ArrayLayout& caller, bool is_mask) const;

@@ -17,7 +17,7 @@ from attnscore.masks.shape_spec import ShapeSpec
 
 Align = Literal["top_left", "bottom_right"]
 
-# Widths from here on count as unbounded: added to a position, they stay within 32 bits, and no sequence is as long.
+# Widths from here on count as unbounded: no sequence is as long. A position plus a smaller one stays within 32 bits.
 _UNBOUNDED = 2**29
 # Index values of 32 bits are clamped to this: the sum with any width that counts stays within 32 bits.
 _FAR = 2**30

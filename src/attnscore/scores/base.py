@@ -369,9 +369,8 @@ _WIDE = ({"float32"}, {"float64"})
 def per_head(ops: Backend, name: str, x: Array, query: Array | None, key: Array, axes: int) -> Array:
     """Return a parameter of each query head or KV head, (heads, ...), as (head, group or 1, ...).
 
-    One with `axes` axes, which all heads share, stays as it is.
-
-    Before there is a query, the parameter's own axis gives the number of query heads.
+    One with `axes` axes, which all heads share, stays as it is. Before there is a query, the parameter's first axis
+    gives the number of query heads.
     """
     if len(x.shape) == axes:
         return x

@@ -281,8 +281,8 @@ class SumForm(Form):
         return max(form.values_per_pair() for form in self.terms)
 
     def role(self, name: str) -> Role:
-        place, _, own_name = name.partition(".")
-        return "shared" if own_name == "factor" else self.terms[int(place)].role(own_name)
+        place, _, name_in_form = name.partition(".")
+        return "shared" if name_in_form == "factor" else self.terms[int(place)].role(name_in_form)
 
     def arrays(self) -> dict[str, Array]:
         arrays = {f"{i}.{name}": x for i, form in enumerate(self.terms) for name, x in form.arrays().items()}

@@ -2,7 +2,7 @@
 
 - ``row_sums``: -delta of each query. ``d_query``: the gradients with an axis of queries, and of a bias that is not
   broadcast. ``d_key``: the gradients with an axis of keys, summed over the query heads that share them.
-- ``d_bias`` and ``d_relative_bias``: the gradient of a bias that pairs share, summed over the pairs in a fixed order.
+- ``d_bias``, ``d_relative_bias``, ``d_parameter``: gradients of a bias or parameter that pairs share, in a fixed order.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def members_of(all_batches, batches, kv_heads, group_count, sizes):
 def member_of(member, first_member, batches, kv_heads, group_count, sizes):
     """Return matrix number `member` of the matrices that share one bias, counted from `first_member`.
 
-    The sizes `batches`, `kv_heads` and `group_count` of the bias are each whole, which leaves one step, or 1.
+    Each size of the bias, `batches`, `kv_heads` or `group_count`, is 1 or that of the scores, which leaves one step.
     """
     group_steps = sizes.groups // group_count
     head_steps = sizes.heads // kv_heads
@@ -344,7 +344,7 @@ def d_bias(
 ):  # fmt: skip
     """Sum the gradient of a bias over the matrices that share it, for one tile of pairs.
 
-    The bias has the sizes `batches`, `kv_heads` and `group_count`, each whole or 1. Where it has no axis of queries
+    The bias has the sizes `batches`, `kv_heads` and `group_count`, see `member_of`. Where it has no axis of queries
     (not `HAS_ROWS`) or keys, each tile of queries or keys has its own sum.
     """
     RELATIVE: tl.constexpr = False

@@ -167,7 +167,7 @@ class Operands:
         if self.form != INNER:
             return 1
         if self.runner.architecture(self.arrays.value.data) == 0:
-            return 4
+            return 4  # more than one, so that the interpreted tests sum over lanes
         warps_have_whole_rows = tile.queries >= 16 * tile.warps  # a matrix instruction has 16 rows
         return 8 if warps_have_whole_rows else 1
 
