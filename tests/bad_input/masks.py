@@ -428,6 +428,15 @@ _CUSTOM: Rows = {
             ("pieces out of order", _parts((3, 5), (0, 1)), f"{_ORDER} [3, 0], stop [5, 1]"),
             ("pieces that touch", _parts((0, 2), (2, 5)), f"{_ORDER} [0, 2], stop [2, 5]"),
             ("an empty piece in front", _parts((5, 5), (2, 3)), f"{_ORDER} [5, 2], stop [5, 3]"),
+            (
+                "pieces of one query that touch",
+                _Custom(
+                    parts=lambda n, m, b: IntervalSet(
+                        np.array([[[0] * n], [[2, 2, 1]]]), np.array([[[1] * n], [[3] * n]])
+                    )
+                ),
+                f"{_ORDER} [0, 1], stop [1, 3] for query 2",
+            ),
         )
     },
     **{

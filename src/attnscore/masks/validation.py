@@ -118,10 +118,12 @@ def _check_interval_set(name: str, result: Any, query_len: int, key_len: int, ba
     count = max(1, np.shape(result.start)[0]) if np.ndim(result.start) else 1
     shapes = [(count, n, query_len) for n in (1, batch)]
     start, stop = _check_intervals_and_cast(name, result.start, result.stop, shapes, key_len)
-    nonempty = stop[1:] > start[1:]
-    if (nonempty & ((stop[:-1] <= start[:-1]) | (start[1:] <= stop[:-1]))).any():
+    is_misplaced = (stop[1:] > start[1:]) & ((stop[:-1] <= start[:-1]) | (start[1:] <= stop[:-1]))
+    if is_misplaced.any():
+        _, row, query = np.argwhere(is_misplaced)[0]
         expected = "the intervals of a query in order, none touching the next, the empty ones behind"
-        raise MaskError(message(name, expected, f"start {start[:, 0, 0].tolist()}, stop {stop[:, 0, 0].tolist()}"))
+        got = f"start {start[:, row, query].tolist()}, stop {stop[:, row, query].tolist()} for query {query}"
+        raise MaskError(message(name, expected, got))
     return IntervalSet(start, stop)
 
 
