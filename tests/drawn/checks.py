@@ -61,7 +61,8 @@ def expected_of(case: Case, call: Call, second: Arrays | None) -> Expected:
         dtype = dtype or ("float64" if case.dtype == "float64" else "float32")
         if name.startswith("grad.") and not base.endswith(("query", "key", "value")):
             dtype = max((case.dtype, case.extra_dtype), key=EPS.get)
-        tiny = float(torch.finfo(getattr(torch, case.dtype)).smallest_normal)
+        stored = max(case.dtype, dtype, key=EPS.get) if name.startswith("grad.score.") else case.dtype
+        tiny = float(torch.finfo(getattr(torch, stored)).smallest_normal)
         # The rounding of subnormal numbers; or what a weight that underflows to 0 is multiplied with in a gradient.
         tiny *= EPS[case.dtype] if case.dtype in ("float16", "bfloat16") else 1e6
         tolerance = FACTOR[dtype] * EPS[dtype] * scale.get(name, 0.0) + tiny

@@ -319,7 +319,7 @@ def attention(call: Call, leaves: dict[str, torch.Tensor], seen: np.ndarray | No
     if call.normalizer == "softmax":
         weights = e / divisor
     elif call.normalizer == "sigmoid":
-        weights = torch.where(pairs, 1 / (1 + torch.exp(-torch.where(pairs, s, 0.0))), 0.0)
+        weights = torch.where(pairs, torch.sigmoid(torch.where(pairs, s, 0.0)), 0.0)
     else:
         alpha = {"sparsemax": 2.0, "entmax15": 1.5}.get(call.normalizer, call.normalizer)
         weights = entmax(s, pairs, alpha)
@@ -446,7 +446,8 @@ def scales(call: Call, results: Arrays, rng: np.random.Generator) -> dict[str, f
     # Where a tanh is at its limit, its slope 1 - t^2 is rounded by eps, not by eps times the slope.
     linear = score(unsaturated(call.score), q, k, leaves).expand(shape)
     for each in (s, s, linear, linear):
-        signs = torch.as_tensor(errors * rng.choice([-1.0, 1.0], shape))
+        # Of several sizes: equal ones may cancel, in a query that two batch rows share.
+        signs = torch.as_tensor(errors * rng.choice([-1.0, 1.0], shape) * rng.uniform(0.5, 1.5, shape))
         total = each + on_pairs(relative(leaves["bias"], call), call) if "bias" in leaves else each
         grads = torch.autograd.grad(total, list(leaves.values()), signs.expand(total.shape), allow_unused=True,
                                     materialize_grads=True, retain_graph=True)  # fmt: skip

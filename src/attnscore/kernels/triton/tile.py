@@ -244,7 +244,7 @@ def unmasked_in_interval(masking, interval, m, i, j, sizes):
         key_id = tl.load(masking.key_ids + batch * masking.key_ids_batch + j, mask=j < sizes.n_k, other=-1)
         unmasked = unmasked & (query_id == key_id) & (query_id >= 0)
     if masking.array is not None:
-        pairs = base(masking.array, m) + i.to(tl.int64) * masking.array.row + j * masking.array.column
+        pairs = base(masking.array, m) + i.to(tl.int64) * masking.array.row + j.to(tl.int64) * masking.array.column
         unmasked = unmasked & (tl.load(pairs, mask=live, other=0) != 0)
     return unmasked
 
@@ -265,7 +265,7 @@ def bias_of(bias, m, i, j, sizes, RELATIVE: tl.constexpr):
     if RELATIVE:
         at = base(bias, m) + (j - i + (sizes.n_q - 1)) * bias.column
     else:
-        at = base(bias, m) + i.to(tl.int64) * bias.row + j * bias.column
+        at = base(bias, m) + i.to(tl.int64) * bias.row + j.to(tl.int64) * bias.column
     return tl.load(at, mask=live, other=NEG_INF).to(tl.float32)
 
 
