@@ -593,6 +593,26 @@ def test_a_graph_and_session_of_old(arrays: Any, arguments: dict[str, Any], kern
         close(session.run([x for x in call() if x is not None]), wanted)
 
 
+def test_a_function_that_compares_in_a_session() -> None:
+    with tf.Graph().as_default(), pytest.raises(ats.MaskError, match=r"tf\.equal"):
+        x = tf.zeros((1, 3, 2))
+        ats.attend(x, x, x, mask=ats.MaskFunction(lambda b, h, i, j: i == j))
+
+
+@pytest.mark.parametrize("shape", [(None, 4, 5), (2, None, None), (None, None, None)])
+def test_results_that_need_sizes_of_the_graph(shape: tuple[Any, ...]) -> None:
+    x = tf.random.normal((2, 4, 5), seed=1)
+
+    def call(x: Any) -> Any:
+        _, stats = ats.attend(x, x, x, return_stats=True, kernel="streaming")
+        return ats.masked_softmax(x, [2, 3]), stats.argmax_key
+
+    close(tf.function(call, input_signature=[tf.TensorSpec(shape)])(x), call(x), 1e-6)
+    if shape[1] is None:
+        with pytest.raises(ats.ShapeError, match="number of keys that is known"):
+            tf.function(lambda x: ats.top_weights(x, x, 1), input_signature=[tf.TensorSpec(shape)])(x)
+
+
 # ------------------------------------------------------------------ and besides
 
 

@@ -89,7 +89,7 @@ def masked_softmax(
         if unmasked is not None:
             logits = ops.where(unmasked, logits, NEG_INF)
         weights = ops.astype(weights_of_rows(ops, logits, unmasked, None), ops.dtype(scores))
-        return ops.swap_axes(ops.reshape(weights, transposed.shape), int(axis), -1)
+        return ops.swap_axes(ops.reshape(weights, ops.shape(transposed)), int(axis), -1)
 
 
 def _move_keys_last(mask: Any, axis: int, ndim: int) -> Any:

@@ -18,7 +18,7 @@ from attnscore.backends.base import Array, HostArray
 from attnscore.base import thresholds
 from attnscore.base.arguments import hides_unknown, is_whole, reject_unknown, shown
 from attnscore.base.layout import is_unknown
-from attnscore.errors import ArgumentError, message
+from attnscore.errors import ArgumentError, ShapeError, message
 from attnscore.kernels import tiling
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import RowGradients
@@ -77,6 +77,8 @@ def top_weights(
     with ops.numeric_scope():
         problem = _detach(problem_without_value(query, key, score, mask, valid_lens, bias, sink, head_axis))
         score_shape = problem.score_shape
+        if is_unknown(score_shape.key_len):
+            raise ShapeError(message("key", "a number of keys that is known when the graph is made", "one that is not"))
         if not is_whole(k) or not 1 <= k <= score_shape.key_len:
             expected = f"a whole number from 1 to the number of keys ({score_shape.key_len})"
             if score_shape.key_len == 0:

@@ -431,10 +431,14 @@ class Backend(ABC):
     def matrix_transpose(self, x: Array) -> Array:
         return self.swap_axes(x, -1, -2)
 
+    def compares_identities(self) -> bool:
+        """Whether ``==`` of two arrays compares the objects, as in a graph of a TensorFlow 1 session."""
+        return False
+
     def equal(self, a: Array, b: Array) -> Array:
         """Compare arrays that broadcast, or an array and a number.
 
-        TensorFlow's ``==`` gives a single False where shapes do not fit, and in a graph of a session.
+        TensorFlow's ``==`` gives a single False where shapes do not fit, and where it `compares_identities`.
         """
         return a == b
 

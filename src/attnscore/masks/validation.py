@@ -58,6 +58,8 @@ def check_booleans(
     """Return `result` with `axes` axes or more; raise MaskError unless it is boolean and broadcasts to `full`."""
     if not (backends.is_array(result) or isinstance(result, (bool, np.bool_))):
         raise MaskError(message(name, expected, shown(result)))
+    if not backends.is_array(result) and ops.compares_identities():
+        raise MaskError(message(name, expected, f"{result}: == compares identities here", hint="tf.equal(x, y)"))
     array = ops.asarray(result, like)
     if ops.dtype(array) != "bool":
         raise MaskError(message(name, expected, f"dtype {ops.dtype(array)}", hint="compare it: x > 0"))

@@ -175,7 +175,7 @@ def _min_score(ops: Backend, tile: Tile) -> Sums:
 
 def _first_key(ops: Backend, scores: Array, max_score: Array, first: Any = 0) -> Array:
     """Return the first key, counted from `first`, with this score; -1 where there is none, and for a score of -inf."""
-    keys = ops.astype(ops.positions(first, scores.shape[-1], scores), ops.dtype(scores))
+    keys = ops.astype(ops.positions(first, ops.shape(scores)[-1], scores), ops.dtype(scores))
     key = -ops.max(ops.where(ops.equal(scores, max_score), -keys, _NEG_INF), axis=-1, keepdims=True)
     return ops.where(ops.logical_or(ops.equal(key, _INF), ops.equal(max_score, _NEG_INF)), -1.0, key)
 

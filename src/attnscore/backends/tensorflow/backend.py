@@ -262,6 +262,9 @@ class TensorFlowBackend(Backend):
             operands = [self.broadcast_to(x, shape) if len(x.shape) > 0 else x for x in operands]
         return tf.where(*operands)
 
+    def compares_identities(self) -> bool:
+        return not tf.compat.v1.executing_eagerly_outside_functions()
+
     def logical_and(self, a: Array, b: Array) -> Array:
         # tf.where, because the logical operations of TensorFlow Lite broadcast 4 axes and abort at 5.
         return tf.where(a, b, False)
