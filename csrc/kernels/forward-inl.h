@@ -46,7 +46,8 @@ class ForwardTask {
         const int64_t steps = (queries.panels() + kStepPanels - 1) / kStepPanels;
         // Each step prefetches a share of the next keys and values: they come from the third-level cache, and
         // transposing the keys would wait for them (2% of a long pass on Zen 4). Prefetching gains nothing in bfloat16,
-        // where they are half as large, nor for additive scores, which take longer than any memory.
+        // where they are half as large, nor for additive scores, which take longer than any memory. With fewer than
+        // four steps a share would be a third of a tile or more; a whole tile at once gained nothing (Zen 5).
         if (!few_rows_ && !bf16_ && problem.form != Form::additive && steps >= 4)
             prefetched_rows_ = (kTileKeys + steps - 1) / steps;
     }
