@@ -1127,22 +1127,36 @@ def test_padding_of_an_encoder_is_not_taken_for_that_of_a_decoder() -> None:
 
 @pytest.mark.parametrize("names", ["left right", "left left", "enc1 enc2"])
 def test_padding_of_two_towers(names: str) -> None:
-    """Each has a mask of its own; one without may have no padding, unless it is of the same kind."""
+    """Each has a mask of its own; one without may have no padding, unless it reads what the other one returns."""
 
     class Towers(nn.Module):
-        def forward(self, masks: list[torch.Tensor | None]) -> None:
+        def forward(self, masks: list[torch.Tensor | None], chained: bool) -> None:
+            out = None
             for name, mask in zip(names.split(), masks, strict=True):
-                getattr(self, name)(torch.randn(2, 5, 16), src_key_padding_mask=mask)
+                x = out if chained and out is not None else torch.randn(2, 5, 16)
+                out = getattr(self, name)(x, src_key_padding_mask=mask)
 
     model = Towers()
     for name in names.split():
         model.add_module(name, nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
     first, second = (torch.arange(5) >= torch.tensor(lens)[:, None] for lens in ([5, 2], [3, 4]))
-    for masks in ([first, second], [first, None]):
+    for masks, chained in (([first, second], False), ([first, None], False), ([first, None], True)):
         with watch(model) as seen:
-            model(masks)
-        forgotten = masks[1] is None and names in ("left left", "enc1 enc2")
-        assert len(seen.layers) == 2 and bool(seen.failing()) == forgotten
+            model(masks, chained)
+        assert len(seen.layers) == 2 and bool(seen.failing()) == chained
+
+
+def test_patches_of_an_image_are_no_padding() -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    vision = tower | {"image_size": 8, "patch_size": 4}
+    model = CLIPModel(CLIPConfig(text_config=tower | {"vocab_size": 50}, vision_config=vision, projection_dim=8))
+    words, real = torch.randint(50, (2, 5)), torch.arange(5) < torch.tensor([5, 3])[:, None]
+    with watch(model) as seen:
+        model(input_ids=words, pixel_values=torch.randn(2, 3, 8, 8), attention_mask=real.long())
+    assert {row["layer"].split("_")[0]: row["rows"] for row in seen.rows()} == {"text": 8, "vision": 10}
+    assert not seen.failing()
 
 
 def test_texts_of_one_word_beside_images_are_no_causal_mask() -> None:

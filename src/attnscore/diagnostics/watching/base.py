@@ -36,7 +36,9 @@ class Step:
     begins: bool = True
     """Whether the step begins here, and not with the call of another part of the model."""
     real: dict[str, Any] = field(default_factory=dict)
-    """(batch, token), True where there is a token: by kind (`kind_of`), the mask of the last module that was called."""
+    """(batch, token), True where there is a token: by module, the mask of its last call; None: no token is padding."""
+    masked_output: tuple[Any, Any] = (None, None)
+    """Last output of a module with a mask, and this mask, which holds for a module that reads the output too."""
     sums: dict[Any, dict[str, Array]] = field(default_factory=dict)
     """Sums by name; before a program's run ends, by module, iteration of a loop and number of the call."""
     calls: Counter[str] = field(default_factory=Counter)

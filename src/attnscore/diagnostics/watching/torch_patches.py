@@ -197,19 +197,19 @@ def _module_call(original: Any, module: nn.Module, /, *arguments: Any, **options
     try:
         out = original(module, *arguments, **options)
     except BaseException:
-        _leave(entered, failed=True)
+        _leave(entered, None, failed=True)
         raise
-    _leave(entered)
+    _leave(entered, out)
     return out
 
 
-def _leave(entered: list[TorchWatch], failed: bool = False) -> None:
+def _leave(entered: list[TorchWatch], out: Any, failed: bool = False) -> None:
     """Leave all, the last one first, also when one of them raises, as a caller's `on_step` may."""
     if entered:
         try:
-            entered.pop().leave(failed)
+            entered.pop().leave(out, failed)
         finally:
-            _leave(entered, failed)
+            _leave(entered, out, failed)
 
 
 def _call_original(home: Any, original: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

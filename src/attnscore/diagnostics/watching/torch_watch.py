@@ -26,7 +26,6 @@ from attnscore.base.arguments import check_flag, is_whole, shown
 from attnscore.diagnostics.watching import torch_patches
 from attnscore.diagnostics.watching.base import WHOLE, Step, Watch, next_name
 from attnscore.diagnostics.watching.padding import named_arguments, padding_like
-from attnscore.diagnostics.watching.records import kind_of
 from attnscore.diagnostics.watching.sums import Call, Scores, describe_error, sums_of
 from attnscore.diagnostics.watching.torch_calls import output_and_sums, reason_against
 from attnscore.errors import ArgumentError, message
@@ -97,22 +96,30 @@ class TorchWatch(Watch):
                 state.step = self._begin_step(begins)
         if state.step is not None and state.step.sampled:
             named = _named_arguments(module, arguments, options)
-            if (real := _real_tokens(named)) is not None:
-                state.step.real[kind_of(name)] = real
+            real = _real_tokens(named)
+            if real is None:
+                first = next((x for x in (*arguments, *options.values()) if isinstance(x, Tensor)), None)
+                output, mask = state.step.masked_output
+                real = mask if first is not None and first is output else None
+            state.step.real.pop(name, None)  # of an earlier call
+            if real is not None or "pixel_values" in named:  # the tokens of images are not padded
+                state.step.real[name] = real
             if not state.stack:
                 state.padding = padding_like(named)
         state.stack.append(name)
         return True
 
-    def leave(self, failed: bool) -> None:
+    def leave(self, out: Any, failed: bool) -> None:
         """Note that the innermost watched module has returned, or has raised; a step that raises is dropped."""
         state = self._thread
         if state.stack:  # none when the watch was stopped in the middle
-            state.stack.pop()
+            name = state.stack.pop()
+            if state.step is not None and (mask := state.step.real.get(name)) is not None:
+                state.step.masked_output = out[0] if isinstance(out, tuple) and out else out, mask
         if not state.stack and state.step is not None:
             step, state.step = state.step, None
             if step.sampled and not failed:
-                if not step.real and step.sums:
+                if step.sums and all(mask is None for mask in step.real.values()):
                     self.unchecked_padding = state.padding
                 self._finish(step)
 
@@ -165,8 +172,8 @@ class TorchWatch(Watch):
         if is_ambiguous or (in_decoder and queries == 1):
             return None
         first = call.scores if isinstance(call, Scores) else call.key
-        masks = [step.real.get(kind_of(module)) for module in reversed(self._thread.stack)]
-        return next((mask for mask in masks if mask is not None and mask.shape == (first.shape[0], keys)), None)
+        masks = (step.real[module] for module in reversed(self._thread.stack) if module in step.real)
+        return next((mask for mask in masks if mask is None or mask.shape == (first.shape[0], keys)), None)
 
     def skip(self, why: str) -> None:
         """Count an attention call that cannot be recorded, with the reason."""
