@@ -755,6 +755,16 @@ def test_an_append_in_jax_leaves_the_cache() -> None:
 
 # ------------------------------------------------------------------ errors
 
+
+class _Appends(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return _cache(x).attend(x)
+
+
+# Examples for `torch.vmap`, and a cache that was made outside of it.
+EXAMPLES, OUTSIDE = torch.as_tensor(X[None]), _cache(torch.as_tensor(X))
+
+
 ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
     ats.ArgumentError: {
         "window": (lambda: ats.KeyValueCache(window=0), "window: expected a whole number above 0"),
@@ -797,6 +807,24 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
         "another framework": (
             lambda: _cache().append(torch.as_tensor(X), torch.as_tensor(X)),
             "arrays of one framework",
+        ),
+        "append in jit.trace": (
+            lambda: torch.jit.trace(lambda x: _cache(x).keys, torch.as_tensor(X), check_trace=False),
+            "key: expected known sizes, as a cache counts its positions on the host, got sizes that a program keeps",
+        ),
+        "query in jit.trace": (
+            lambda: torch.jit.trace(_cache(torch.as_tensor(X)).attend, torch.as_tensor(X), check_trace=False),
+            "query: expected known sizes, as a cache counts its positions on the host",
+        ),
+        "append in torch.export": (
+            lambda: torch.export.export(
+                _Appends(), (torch.as_tensor(X),), dynamic_shapes=({2: torch.export.Dim("n")},)
+            ),
+            "append outside of torch.jit.trace and torch.export, and pass them the arrays of cache.arguments(query)",
+        ),
+        "vmap": (
+            lambda: torch.vmap(lambda x: OUTSIDE.append(x, x).keys)(EXAMPLES),
+            "cache: expected one made inside torch.vmap, got one made outside. Hint: make the cache inside, or append",
         ),
     },
     ats.ShapeError: {

@@ -424,6 +424,8 @@ class KeyValueCache:
             if self.window is not None:
                 raise ArgumentError(message("causal", "True with a window", causal))
             return index.broadcast_to(ends, (self._batch, count))
+        if self._storage.is_in_place:
+            checks.check_host_sizes("query", (count,))
         start = self._first_positions(count)
         if self.window is not None:
             limit = self.sinks + self.window
@@ -578,7 +580,10 @@ class KeyValueCache:
         ops = backends.of(arrays)
         if ops.name not in STORAGE:
             raise FrameworkError(message(key_name, "an array of " + " or ".join(STORAGE), f"one of {ops.name}"))
-        storage, signature = STORAGE[ops.name], (ops.array_signature(key), ops.array_signature(value))
+        storage = STORAGE[ops.name]
+        if storage.is_in_place:
+            checks.check_host_sizes(key_name, getattr(key, "shape", ()))
+        signature = ops.array_signature(key), ops.array_signature(value)
         # The checks take a third of the time of a step, and an append like the last one passes them.
         if signature != self._checked:
             checks.check_pair(ops, arrays)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from attnscore import backends
 from attnscore.backends.base import FLOATING, Array, Backend, HostArray
 from attnscore.base.arguments import shown
 from attnscore.base.layout import is_unknown, may_equal
-from attnscore.errors import ArgumentError, DtypeError, ShapeError, message
+from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 
 
 def with_heads_first(ops: Backend, x: Array, head_axis: int) -> Array:
@@ -19,6 +19,14 @@ def with_heads_first(ops: Backend, x: Array, head_axis: int) -> Array:
     if len(x.shape) == 3:
         return ops.expand_dims(x, 1)
     return ops.swap_axes(x, 1, 2) if head_axis == -2 else x
+
+
+def check_host_sizes(name: str, sizes: Sequence[Any]) -> None:
+    """Raise FrameworkError for sizes that a program of PyTorch keeps open: caches in place count on the host."""
+    if not all(isinstance(n, (int, np.integer)) for n in sizes):
+        hint = "append outside of torch.jit.trace and torch.export, and pass them the arrays of cache.arguments(query)"
+        expected = "known sizes, as a cache counts its positions on the host"
+        raise FrameworkError(message(name, expected, "sizes that a program keeps open", hint=hint))
 
 
 def check_pair(ops: Backend, arrays: Mapping[str, Array]) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, HostArray
+from attnscore.errors import FrameworkError, message
 from attnscore.kv_buffers.slots import AppendedPositions
 
 Written = Callable[[Backend, Array, Array, AppendedPositions, bool], Array]
@@ -100,7 +101,13 @@ def moved(
     target, source = _places(slots, is_real)
     if _needs_copy(ops, buffer, block, is_saved=is_saved):
         buffer = buffer.clone()
-    buffer[target] = block[source]
+    try:
+        buffer[target] = block[source]
+    except RuntimeError as error:
+        if not str(error).startswith("vmap:"):
+            raise
+        hint = "make the cache inside, or append the examples as its batch, outside"
+        raise FrameworkError(message("cache", "one made inside torch.vmap", "one made outside", hint=hint)) from error
     return buffer
 
 
