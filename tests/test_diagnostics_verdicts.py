@@ -115,6 +115,13 @@ def test_a_whole_layer_may_wait_while_the_loss_falls() -> None:
     assert said(*[sums(query_variance={1: 1e-6})] * 3, losses=little) == [("no use of the query", 1, 0, True)]
 
 
+@pytest.mark.parametrize(("before", "signs"), [(3e-4, {"uniform"}), (2e-3, {"uniform", "no use of the query"})])
+def test_queries_that_never_had_much_effect_may_lose_it(before: float, signs: set[str]) -> None:
+    """In a Perceiver whose latents start small, numbers around the threshold are no fault."""
+    first, later = (sums(query_variance={1: x}, logit_variance={1: 1e-3}) for x in (before, 5e-5))
+    assert {sign for sign, *_ in said(first, later, later)} == signs
+
+
 def test_keys_at_padding_make_a_head_average() -> None:
     """They are alike: the mask that is left out is the only failure of head 1; head 2 has another."""
     steps = [sums(padding={1: 0.8}, logit_variance={1: 1e-8, 2: 1e-8})] * 3

@@ -49,8 +49,8 @@ class Thresholds:
     dead_variance : a head is dead when the variance of a query's logits is below this: its weights are even to a tenth
         of a percent, and it averages all values
     query_variance : queries have no effect when the variance that they can give a logit is below this, so that none
-        changes a weight by more than about a percent, where they had one before or the logits differ all the same;
-        weights that are small from the start are "uniform" alone
+        changes a weight by more than about a percent, where it was `jump` times as large before or the logits differ
+        all the same; weights that are small from the start are "uniform" alone
     value_spread : values are alike when their mean explains all but this share of their squares: the weights have no
         effect on the output, and no gradient
     uniform_variance : weights are nearly uniform when the variance of the logits is below this, so that entropy is
@@ -214,7 +214,7 @@ def signs_of(
         "dead": dead & has_choice,
         "no use of the query": has_choice
         & (numbers["query_variance"] < limit.query_variance)
-        & ((memory["query_variance"] >= limit.query_variance) | ~(variance < limit.uniform_variance)),
+        & ((memory["query_variance"] >= limit.jump * limit.query_variance) | ~(variance < limit.uniform_variance)),
         "values alike": has_choice & (numbers["value_spread"] < limit.value_spread),
         "sink in every head": np.full(len(largest), bool((sinks & has_choice).all()) and not uses_other_keys),
         "another scale": unusual & usual_siblings,
