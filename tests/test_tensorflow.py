@@ -172,12 +172,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "causal": {"mask": ats.Causal("bottom_right")},
     "gaussian, dropout": {"score": "gaussian", "dropout": 0.3, "seed": 5},
     "cosine": {"score": ats.Cosine(3.0)},
+    "streaming": {"kernel": "streaming"},
 }
 
 
 @some(
     "unknown,arguments,jit",
-    [("both", "causal", False), ("batch", "gaussian, dropout", False)],
+    [("both", "causal", False), ("batch", "gaussian, dropout", False), ("batch", "streaming", False)],
     [(unknown, arguments, jit) for unknown in UNKNOWN for arguments in ARGUMENTS for jit in (False, True)],
     slow=[("both", "plain", False), ("lengths", "cosine", False), ("lengths", "plain", True)],
 )
@@ -192,11 +193,12 @@ def test_unknown_lengths(unknown: str, arguments: str, jit: bool, monkeypatch: p
     compiled = tf.function(call, input_signature=[*signature, tf.TensorSpec([None], tf.int32)], jit_compile=jit)
     parts = [arrays]
     if unknown != "lengths":
-        parts.append([x[:1] for x in arrays])
+        parts += [[x[:1] for x in arrays], [arrays[0], *(x[:1] for x in arrays[1:3]), arrays[3]]]
     if unknown != "batch":
         parts.append([arrays[0][:, :, :3], *(x[:, :, :4] for x in arrays[1:3]), arrays[3]])
-    for part in parts[: 2 if jit else 3]:
+    for part in parts[: 2 if jit else 4]:
         for found, wanted in zip(compiled(*part), call(*part), strict=True):
+            assert found.shape == wanted.shape
             np.testing.assert_allclose(found, wanted, atol=1e-11)
     assert compiled.experimental_get_tracing_count() == 1
 

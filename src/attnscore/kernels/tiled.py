@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, cast, final
 
 from attnscore.backends.base import HALF_PRECISION, Array, Backend, sum_to
-from attnscore.base.layout import Span, entries_of, is_unknown
+from attnscore.base.layout import Shape, Span, entries_of, is_unknown
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.tiling import DynamicSegment, Segment, TilePlan
 from attnscore.masks.shape_spec import ShapeSpec
@@ -453,12 +453,17 @@ def backward(problem: Problem, tiles: TilePlan, result: Result, grads: RowGradie
     context = _row_context(inputs, tiles, result, grads)
     shapes = {name: ops.shape(x) for name, x in problem.operands().items() if name != "sink"}
     is_relative, query_len = problem.has_relative_bias, problem.score_shape.query_len
-    if problem.bias is not None and not is_relative:
-        # A graph may not know yet whether an axis of the bias is broadcast: its gradient is summed over such an axis
-        # only after all tiles (at the end of this function).
-        axes = zip(problem.bias.shape, (*problem.score_shape.rows, problem.score_shape.key_len), strict=True)
-        shapes["bias"] = tuple(length if is_unknown(n) else n for n, length in axes)
     roles: dict[str, Role] = {name: problem.form.role(name) for name in problem.form.arrays()}
+    axes: dict[str, Shape] = {name: problem.score_shape.lead for name in shapes if roles.get(name) != "shared"}
+    if problem.bias is not None and not is_relative:
+        axes["bias"] = (*problem.score_shape.rows, problem.score_shape.key_len)
+    # A graph may not know yet whether a batch axis, or an axis of the bias, is broadcast: a gradient is summed over it
+    # only after all tiles (at the end of this function).
+    unknown = [
+        (name, i, shapes[name][i]) for name in axes for i in range(len(axes[name])) if is_unknown(shapes[name][i])
+    ]
+    for name, i, _ in unknown:
+        shapes[name] = (*shapes[name][:i], axes[name][i], *shapes[name][i + 1 :])
     by_query = [name for name in shapes if (name == "bias" and not is_relative) or roles.get(name) == "query"]
     # The axis of the keys (of a relative bias: of the diagonals) in each gradient that has one.
     key_axis = {name: -2 for name in shapes if name == "value" or roles.get(name) == "key"} | {"bias": -1}
@@ -492,10 +497,8 @@ def backward(problem: Problem, tiles: TilePlan, result: Result, grads: RowGradie
     buffers = ops.loop(whole, lambda i, x: visit_query_tile(i, (i * size, size), x), buffers)
     if tail:
         buffers = visit_query_tile(whole, (whole * size, tail), buffers)
-    if problem.bias is not None and not is_relative:
-        for axis, length in enumerate(ops.shape(problem.bias)):
-            if is_unknown(length):
-                buffers["bias"] = ops.sum_to_length(buffers["bias"], axis, length)
+    for name, i, length in unknown:
+        buffers[name] = ops.sum_to_length(buffers[name], i, length)
     return buffers if problem.sink is None else buffers | {"sink": sink_gradient(problem, problem.sink, context)}
 
 
