@@ -137,10 +137,18 @@ def test_jax_and_numpy() -> None:
             np.testing.assert_allclose(x, y, atol=1e-11)
 
 
-def test_a_traced_graph_runs_in_another_kernel() -> None:
+@pytest.mark.parametrize("knows_indptr", [False, True])
+@pytest.mark.parametrize(
+    ("compiler", "kernel"), [(jax.jit, "auto"), pytest.param(tf.function, "native", marks=needs_native)]
+)
+def test_a_traced_graph_runs_in_another_kernel(compiler: Any, kernel: str, knows_indptr: bool) -> None:
     arrays, mask = inputs(np.float32), graph(40, 30, 9)
-    run = jax.jit(lambda indptr, indices: ats.attend(*map(jnp.asarray, arrays), mask=ats.Neighbours(indptr, indices)))
-    found = run(jnp.asarray(mask.indptr), jnp.asarray(mask.indices))
+
+    def attend(query: Any, key: Any, value: Any, indices: Any, indptr: Any = mask.indptr.tolist()) -> Any:  # noqa: B008
+        return ats.attend(query, key, value, mask=ats.Neighbours(indptr, indices), kernel=kernel)
+
+    asarray = jnp.asarray if compiler is jax.jit else tf.constant
+    found = compiler(attend)(*map(asarray, (*arrays, mask.indices, *([] if knows_indptr else [mask.indptr]))))
     np.testing.assert_allclose(found, ats.attend(*arrays, mask=mask), atol=1e-5)
 
 

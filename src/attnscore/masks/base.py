@@ -29,8 +29,6 @@ from attnscore.masks.validation import add_checks
 
 Ends = tuple[Any, Any]
 """Start and stop of intervals: arrays, whole numbers, or None where nothing bounds a side."""
-PLACEHOLDER = np.zeros(0)
-"""Placeholder for the arrays that a mask gets when a program runs."""
 
 
 class Mask(ABC):

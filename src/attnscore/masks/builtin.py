@@ -37,7 +37,7 @@ from attnscore.masks.index_values import (
 )
 from attnscore.masks.intervals import MAX_INTERVALS, Intervals, IntervalSet, runs_of
 from attnscore.masks.neighbour_table import NeighbourTable, check_graph
-from attnscore.masks.shape_spec import ShapeSpec, shape_of, sizes_of
+from attnscore.masks.shape_spec import PLACEHOLDER, ShapeSpec, shape_of, sizes_of
 
 
 @final
@@ -502,8 +502,10 @@ class Neighbours(Mask):
         return ops.matmul(ops.astype(begins, "float32"), ops.astype(ends, "float32")) > 0
 
     def map_leaves(self, change: Callable[[Array], Array]) -> Mask:
-        # Arrays that the host can read are no leaves: it could no longer read them as traced arrays.
-        is_readable = backends.host(self.indptr) is not None and backends.host(self.indices) is not None
+        # Arrays that the host can read are no leaves: it could no longer read them as traced arrays. Those have a
+        # `PLACEHOLDER` until a program runs.
+        arrays = self.indptr, self.indices
+        is_readable = all(x is not PLACEHOLDER and backends.host(x) is not None for x in arrays)
         return self if is_readable else super().map_leaves(change)
 
     def check(self, ops: Backend, score_shape: ScoreShape) -> None:

@@ -6,9 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from attnscore import backends
 from attnscore.base.layout import is_unknown, may_equal
 from attnscore.errors import MaskError, message
+
+PLACEHOLDER = np.zeros(0)
+"""Placeholder for the arrays that a mask gets when a program runs."""
 
 
 def shape_of(x: Any) -> tuple[int, ...]:

@@ -18,8 +18,9 @@ from attnscore import backends
 from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape, may_equal
 from attnscore.errors import MaskError, message
-from attnscore.masks.base import PLACEHOLDER, CompoundMask, IntervalSetMask, Mask
+from attnscore.masks.base import CompoundMask, IntervalSetMask, Mask
 from attnscore.masks.intervals import IntervalSet, normalize
+from attnscore.masks.shape_spec import PLACEHOLDER
 
 
 @final

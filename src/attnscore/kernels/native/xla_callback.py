@@ -32,8 +32,9 @@ from attnscore.kernels.native.marshalling import (
 from attnscore.kernels.native.plan import NativePlan, reusable_plan
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import ValidLens
-from attnscore.masks.base import PLACEHOLDER, check_shapes
+from attnscore.masks.base import check_shapes
 from attnscore.masks.cached import intervals_of
+from attnscore.masks.shape_spec import PLACEHOLDER
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
 
