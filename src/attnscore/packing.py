@@ -51,7 +51,7 @@ def pack(sequences: Sequence[Array], axis: int = 0) -> tuple[Array, HostArray]:
     >>> ats.attend(packed, packed, packed, mask=ats.Packed(cu))[:, 0]
     array([0., 0., 1., 1., 1.])
     """
-    arrays = {f"sequences[{i}]": x for i, x in enumerate(sequences)}
+    arrays = {f"sequences[{i}]": backends.variable_value(x) for i, x in enumerate(backends.variable_value(sequences))}
     if not arrays:
         raise ArgumentError(message("sequences", "one array or more", "none"))
     ops = _dense(arrays)
@@ -90,6 +90,7 @@ def unpack(packed: Array, cu: Any, axis: int = 0) -> list[Array]:
     >>> [x.tolist() for x in ats.unpack(np.arange(5), [0, 2, 2, 5])]
     [[0, 1], [], [2, 3, 4]]
     """
+    packed = backends.variable_value(packed)
     ops = _dense({"packed": packed})
     ends = _cumulative(cu, _length("packed", ops.shape(packed), axis))
     pairs = zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
@@ -121,6 +122,7 @@ def pack_padded(padded: Array, lens: Any) -> tuple[Array, HostArray]:
     >>> packed.tolist(), cu.tolist()
     ([1, 2, 3, 4], [0, 3, 4])
     """
+    padded = backends.variable_value(padded)
     ops = _dense({"padded": padded})
     shape = ops.shape(padded)
     batch, length = (_length("padded", shape, axis) for axis in (0, 1))
@@ -159,6 +161,7 @@ def unpack_padded(packed: Array, cu: Any, length: int | None = None) -> Array:
     >>> ats.unpack_padded(np.array([1, 2, 3, 4]), [0, 3, 4]).tolist()
     [[1, 2, 3], [4, 0, 0]]
     """
+    packed = backends.variable_value(packed)
     ops = _dense({"packed": packed})
     shape = ops.shape(packed)
     ends = _cumulative(cu, _length("packed", shape, 0))

@@ -441,6 +441,32 @@ def test_variables_of_a_layer_of_the_users_own_learn() -> None:
     assert changed[0] and changed[1] and changed[3]
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        ats.softmax_jacobian,
+        lambda x: ats.softmax_pullback(x, x),
+        lambda x: ats.merge(x, X[..., 0] if x is X else keras.Variable(X[..., 0]))[0],
+        lambda x: ats.merge([x, x], [x[..., 0], x[..., 1]])[0],
+        lambda x: ats.pack(x)[0],
+        lambda x: ats.pack([x, x])[0],
+        lambda x: ats.unpack(x, [0, 1, 2])[1],
+        lambda x: ats.pack_padded(x, [1, 2])[0],
+        lambda x: ats.unpack_padded(x, [0, 1, 2]),
+    ],
+)
+def test_variables_go_into_every_function(word: Callable[[Any], Any]) -> None:
+    close(backends.host(word(keras.Variable(X))), word(X))
+
+
+def test_lengths_and_masks_in_variables() -> None:
+    lens, mask = np.array([2, 3], np.int32), np.tri(3, dtype=bool)
+    held = [keras.Variable(x, dtype=x.dtype.name, trainable=False) for x in (lens, mask)]
+    wanted = ats.attend(X, X, X, valid_lens=lens, mask=mask)
+    found = ats.attend(*[keras.Variable(X)] * 3, valid_lens=held[0], mask=held[1])
+    close(backends.host(found), wanted)
+
+
 @pytest.mark.skipif(
     BACKEND != "torch" or not hasattr(keras, "remat"), reason="PyTorch's checkpoints restore its own generator"
 )

@@ -160,6 +160,7 @@ def softmax_jacobian(weights: Array) -> Array:
     array([[ 0.25, -0.25],
            [-0.25,  0.25]])
     """
+    weights = backends.variable_value(weights)
     ops = _check_weights({"weights": weights})
     length = weights.shape[-1]
     positions = ops.positions(0, length, weights)
@@ -189,6 +190,7 @@ def softmax_pullback(weights: Array, grad: Array) -> Array:
     >>> ats.softmax_pullback(np.array([0.5, 0.5]), np.array([1.0, 0.0]))
     array([ 0.25, -0.25])
     """
+    weights, grad = map(backends.variable_value, (weights, grad))
     ops = _check_weights({"weights": weights, "grad": grad})
     if tuple(weights.shape) != tuple(grad.shape):
         raise ShapeError(
@@ -237,12 +239,14 @@ def merge(outs: Sequence[Array], log_sum_exps: Sequence[Array]) -> tuple[Array, 
     >>> print(out, lse.round(4))
     [[2. 2.]] [0.6931]
     """
+    outs, log_sum_exps = map(backends.variable_value, (outs, log_sum_exps))
     for name, parts in (("outs", outs), ("log_sum_exps", log_sum_exps)):
         if not (isinstance(parts, (list, tuple)) or (backends.is_array(parts) and np.ndim(parts))):
             raise FrameworkError(message(name, "a list of arrays", type(parts).__name__))
     if len(outs) != len(log_sum_exps) or len(outs) == 0:
         counts = (len(outs), len(log_sum_exps))
         raise ArgumentError(message("outs, log_sum_exps", "as many of one as of the other, at least one", counts))
+    outs, log_sum_exps = ([*map(backends.variable_value, parts)] for parts in (outs, log_sum_exps))
     by_name = {f"outs[{i}]": x for i, x in enumerate(outs)}
     ops = _check_weights(by_name | {f"log_sum_exps[{i}]": x for i, x in enumerate(log_sum_exps)})
     for i, (out, lse) in enumerate(zip(outs, log_sum_exps, strict=True)):

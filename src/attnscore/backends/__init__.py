@@ -43,13 +43,15 @@ _TABLE = {
     ),
 }
 # By package: the array class ("" for every class with a shape) and the framework. cupy is recognised so that the error
-# can say that it is not supported. `attnscore.Variable` is an array of a custom score on a tape (``tape.py``).
+# can say that it is not supported. `attnscore.Variable` is an array of a custom score on a tape (``tape.py``). Keras's
+# variables are no arrays, though a base of theirs may belong to TensorFlow (`variable_value`).
 _ARRAYS = {
     package: (array_class, name)
     for name, patterns in (
         *((name, entry.arrays) for name, entry in _TABLE.items()),
         ("cupy", ("cupy",)),
         ("numpy", ("attnscore.Variable",)),
+        (None, ("keras",)),
     )
     for package, _, array_class in (pattern.partition(".") for pattern in patterns)
 }
