@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from together import BACKEND, SHOWN, close, quick, slow_on_jax
+from together import BACKEND, SHOWN, close, gradients, quick, slow_on_jax
 
 import attnscore as ats
 from attnscore import backends
@@ -465,6 +465,19 @@ def test_lengths_and_masks_in_variables() -> None:
     wanted = ats.attend(X, X, X, valid_lens=lens, mask=mask)
     found = ats.attend(*[keras.Variable(X)] * 3, valid_lens=held[0], mask=held[1])
     close(backends.host(found), wanted)
+
+
+@pytest.mark.skipif(not hasattr(keras, "RematScope"), reason="an older Keras")
+@slow_on_jax
+def test_a_layer_that_is_recomputed() -> None:
+    plain = AdditiveAttention(7)
+    with keras.RematScope():
+        recomputed = AdditiveAttention(7)
+    plain(X, X, X), recomputed(X, X, X)
+    recomputed.set_weights(plain.get_weights())
+    found, wanted = (keras.tree.flatten(gradients(layer, (X, X, X), X)) for layer in (recomputed, plain))
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other)
 
 
 @pytest.mark.skipif(

@@ -198,7 +198,9 @@ class Attention(BaseAttention[Array], LoadsTorch, keras.layers.Layer):  # type: 
             kwargs |= masks_in_list(kwargs.pop("mask"))
         if self.compute_dtype in HALF_PRECISION:
             valid_lens = whole_numbers(valid_lens)
-        return super().__call__(queries, keys, values, valid_lens, *args, **kwargs)
+        # TensorFlow recomputes no eager call (`keras.RematScope`) that has a None among its positional arguments.
+        lens = () if valid_lens is None and not args else (valid_lens,)
+        return super().__call__(queries, keys, values, *lens, *args, **kwargs)
 
     @documented_call(_CALL + RETURNS_CACHE)
     def call(
