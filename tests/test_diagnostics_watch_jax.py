@@ -253,6 +253,17 @@ def test_transformed_models_keep_their_bits_and_are_recorded(name: str, kind: st
     assert_same_rows(seen.rows(), expected.rows())
 
 
+@pytest.mark.parametrize(("name", "shape"), [("mask", (3, 2, 1, 5, 5)), ("attention_mask", (3, 2, 5))])
+def test_a_batch_of_masks_alone(name: str, shape: tuple[int, ...]) -> None:
+    model, masks, x = Pooled(), jnp.asarray(RNG.random(shape) > 0.4), jnp.asarray(normal(2, 5, 2, 4))
+    with watch(model) as expected:
+        model(*[jnp.tile(x, (3, 1, 1, 1))] * 3, **{name: masks.reshape(6, *shape[2:])})
+    with watch(model) as seen:
+        jax.jit(jax.vmap(lambda mask: model(x, x, x, **{name: mask})))(masks).block_until_ready()
+    assert not seen.unseen
+    assert_same_rows(seen.rows(), expected.rows())
+
+
 def test_layers_in_a_loop_have_a_name_each() -> None:
     model = Scanned()
     function = nnx.jit(nnx.grad(lambda model, x: model(x).sum()))

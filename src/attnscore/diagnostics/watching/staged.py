@@ -288,7 +288,8 @@ class Values:
         """Begin a run of a model when the program runs; return its number, and the inputs that follow from it."""
 
         def call(probe: Any, *masks: Any) -> Any:
-            return np.full(np.shape(probe), begin(key, *map(np.asarray, masks)), np.int32)
+            shape = np.broadcast_shapes(np.shape(probe), *(x.shape[:-2] for x in masks))
+            return np.full(shape, begin(key, *map(np.asarray, masks)), np.int32)
 
         number = self.send(call, self.probe(inputs), *([] if real is None else [real]))
         return number, self.following(inputs, number)
@@ -302,7 +303,8 @@ class Values:
 
         def call(number: Any, *arrays: Any) -> Any:
             receive(int(np.ravel(number)[0]), key, name, build, dict(zip(names, arrays, strict=True)), axis_counts)
-            return np.zeros(np.shape(number), np.int32)
+            leads = (x.shape[: x.ndim - axes] for x, axes in zip(arrays, axis_counts, strict=True))
+            return np.zeros(np.broadcast_shapes(np.shape(number), *leads), np.int32)
 
         # A value of another trace must not go into a program that may run again: use the last run that began.
         number = root.number if self.state(arrays) == root.state else NEWEST
