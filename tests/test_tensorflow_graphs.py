@@ -600,17 +600,21 @@ def test_a_function_that_compares_in_a_session() -> None:
 
 
 @pytest.mark.parametrize("shape", [(None, 4, 5), (2, None, None), (None, None, None)])
-def test_results_that_need_sizes_of_the_graph(shape: tuple[Any, ...]) -> None:
+def test_a_softmax_of_unknown_sizes(shape: tuple[Any, ...]) -> None:
     x = tf.random.normal((2, 4, 5), seed=1)
+    softmax = tf.function(lambda x: ats.masked_softmax(x, [2, 3]), input_signature=[tf.TensorSpec(shape)])
+    close(softmax(x), ats.masked_softmax(x, [2, 3]), 1e-6)
 
-    def call(x: Any) -> Any:
-        _, stats = ats.attend(x, x, x, return_stats=True, kernel="streaming")
-        return ats.masked_softmax(x, [2, 3]), stats.argmax_key
 
-    close(tf.function(call, input_signature=[tf.TensorSpec(shape)])(x), call(x), 1e-6)
-    if shape[1] is None:
-        with pytest.raises(ats.ShapeError, match="number of keys that is known"):
-            tf.function(lambda x: ats.top_weights(x, x, 1), input_signature=[tf.TensorSpec(shape)])(x)
+def test_an_unknown_number_of_keys() -> None:
+    x, signature = tf.random.normal((2, 4, 5), seed=1), [tf.TensorSpec((2, None, 5))]
+
+    def first_keys(x: Any) -> Any:
+        return ats.attend(x, x, x, return_stats=True, kernel="streaming")[1].argmax_key
+
+    close(tf.function(first_keys, input_signature=signature)(x), first_keys(x))
+    with pytest.raises(ats.ShapeError, match="number of keys that is known"):
+        tf.function(lambda x: ats.top_weights(x, x, 1), input_signature=signature)(x)
 
 
 # ------------------------------------------------------------------ and besides
