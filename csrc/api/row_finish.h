@@ -10,9 +10,8 @@
 
 namespace attnscore {
 
-// Run a forward, and unless `rows` is empty, set row_max, log_denom = log sum exp(s - row_max) with the sink among the
-// s (-inf where a row is fully masked), and the statistics that are present, and scale `out` by the keys' share of the
-// weights.
+// Run a forward. Unless `rows` is empty, scale `out` by the keys' share of the weights, and set the statistics that are
+// present, row_max, and log_denom = log sum exp(s - row_max), with the sink as an s (-inf where a row is fully masked).
 void run_forward(const Kernels& kernels, Problem& problem, const std::vector<RowArrays>& rows, Threads threads);
 
 // Run a backward, and set the gradients of the sinks.

@@ -44,10 +44,9 @@ class ForwardTask {
         if (few_rows_ && FullTiles<T>::supports(problem, queries))
             full_tiles_.emplace(arena, problem, queries, softmax);
         const int64_t steps = (queries.panels() + kStepPanels - 1) / kStepPanels;
-        // Each step prefetches a share of the next keys and values: they come from the third-level cache, and
-        // transposing the keys would wait for them (2% of a long pass on Zen 4). Prefetching gains nothing in bfloat16,
-        // where they are half as large, nor for additive scores, which take longer than any memory. With fewer than
-        // four steps a share would be a third of a tile or more; a whole tile at once gained nothing (Zen 5).
+        // Each step prefetches a share of the next keys and values, for which transposing the keys would wait (2% of a
+        // long pass on Zen 4). It gains nothing in bfloat16, where they are half as large, for additive scores, which
+        // take longer than any memory, nor with large shares, of fewer than four steps (a whole tile at once, Zen 5).
         if (!few_rows_ && !bf16_ && problem.form != Form::additive && steps >= 4)
             prefetched_rows_ = (kTileKeys + steps - 1) / steps;
     }

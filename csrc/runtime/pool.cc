@@ -34,8 +34,7 @@ namespace attnscore {
 namespace {
 
 constexpr int kMostThreads = 1024;  // of a call: Pool::threads_ has room for so many
-// A pool bars its workers from the caller's processor while it has at most so many: of more, most find another one.
-// Not tuned: it bounds the system calls (1 to 2 us), one for each worker, of a job whose caller has moved.
+// A pool bars its workers from the caller's processor while it has at most so many: each is a system call (1 to 2 us).
 constexpr int kMostBarred = 16;
 // Iterations of a spin loop before a thread sleeps, about 20 us: successive calls find the workers awake, and an idle
 // program soon uses no CPU.
