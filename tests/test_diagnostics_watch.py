@@ -1146,6 +1146,41 @@ def test_padding_of_two_towers(names: str) -> None:
         assert len(seen.layers) == 2 and bool(seen.failing()) == chained
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("kind", ["two readers", "another sequence", "nested"])
+def test_modules_that_read_the_output_of_a_masked_one(kind: str) -> None:
+    """Each module that reads nothing else has the same padding; one that reads another sequence too has its own."""
+    lens = torch.tensor([5, 2])
+
+    class Reader(nn.Module):
+        def forward(self, x: torch.Tensor, other: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            if x.is_nested:
+                return x
+            mask = mask if mask is None else mask[:, None, None]
+            q, kv = (each[:, None] for each in (x, other))
+            return torch.nn.functional.scaled_dot_product_attention(q, kv, kv, mask)[:, 0]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            self.left, self.right = Reader(), Reader()
+
+        def forward(self, x: torch.Tensor, other: torch.Tensor) -> None:
+            y = self.encoder(x, src_key_padding_mask=torch.arange(5) >= lens[:, None])
+            if kind == "two readers":
+                self.left(y, y), self.right(y, y)
+            elif kind == "another sequence":
+                self.left(y, other, torch.arange(5) < lens.flip(0)[:, None])
+            else:
+                self.left(torch.nested.nested_tensor([x[0], x[1, :2]]), y)
+
+    with watch(model := Model()) as seen:
+        model(torch.randn(2, 5, 16), torch.randn(2, 5, 16))
+    failing = {layer for layer, *_ in seen.failing()}
+    assert failing == ({"left", "right"} if kind == "two readers" else set())
+
+
 def test_patches_of_an_image_are_no_padding() -> None:
     from transformers import CLIPConfig, CLIPModel
 

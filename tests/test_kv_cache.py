@@ -822,6 +822,10 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
             ),
             "append outside of torch.jit.trace and torch.export, and pass them the arrays of cache.arguments(query)",
         ),
+        "nested": (
+            lambda: _cache(torch.nested.nested_tensor([torch.ones(2, 3, 4), torch.ones(2, 1, 4)])),
+            "key: expected a dense array",
+        ),
         "vmap": (
             lambda: torch.vmap(lambda x: OUTSIDE.append(x, x).keys)(EXAMPLES),
             "cache: expected one made inside torch.vmap, got one made outside. Hint: make the cache inside, or append",

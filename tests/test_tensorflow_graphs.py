@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,31 +108,35 @@ def test_axes_beyond_those_of_a_softmax_of_tensorflow(axes: int) -> None:
     close(tf.function(lambda x: with_gradients(x, x, x))(x), with_gradients(x, x, x), 1e-5)
 
 
-# An axis of 1 between others: TensorFlow's operations on two arrays take 5 runs of axes that broadcast alike.
+# Axes of 1 between others: TensorFlow's operations take 5 axes, after merging neighbours that broadcast alike.
 @pytest.mark.parametrize("score", ["scaled_dot", "gaussian", "additive"])
-@pytest.mark.parametrize("kernel", ["dense", "streaming"])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_batch_axes_that_broadcast_apart(score: str, kernel: str, dynamic: bool) -> None:
+# A graph of the dense kernel whose query has an unknown batch, when it runs 1, fails beside a key with another.
+@pytest.mark.parametrize(
+    ("kernel", "batch"), [("dense", None), ("dense", 2), ("streaming", None), ("streaming", 2), ("streaming", 1)]
+)
+def test_batch_axes_that_broadcast_apart(score: str, kernel: str, batch: int | None) -> None:
     rng = np.random.default_rng(6)
-    shapes = (2, 3, 2, 4, 5, 3), (2, 1, 2, 2, 6, 3), (2 if dynamic else 1, 3, 1, 2, 6, 3), (3,)
+    # With a `batch`, the graph does not know the first axes. Where it is 1, those of key and mask differ from it.
+    first = 2 if batch is None else batch
+    shapes = (first, 3, 2, 4, 5, 3), (2, 1, 2, 2, 6, 3), (2 if batch == 2 else 1, 3, 1, 2, 6, 3), (3,)
     *arrays, w_v = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
-    mask = rng.random((2, 1, 2, 1, 1, 6)) < 0.7
+    mask = rng.random((first, 1, 2, 1, 1, 6)) < 0.7
 
-    def call(*arrays: Any) -> Any:
+    def call(*arrays: Any, kernel: str = "auto") -> Any:
         named = ats.Additive(arrays[3]) if score == "additive" else score
         return ats.attend(*arrays[:3], score=named, mask=mask, kernel=kernel)
 
-    def with_gradients_of_all(*arrays: Any) -> Any:
+    def with_gradients_of_all(*arrays: Any, kernel: str = "auto") -> Any:
         with tf.GradientTape() as tape:
             tape.watch(arrays)
-            out = call(*arrays)
+            out = call(*arrays, kernel=kernel)
         return out, tape.gradient(out, arrays, unconnected_gradients="zero")
 
-    signature = [tf.TensorSpec((None, *shape[1:]) if dynamic and len(shape) > 1 else shape) for shape in shapes]
-    out, grads = tf.function(with_gradients_of_all, input_signature=signature)(*arrays, w_v)
-    close(out, call(*arrays, w_v), 1e-5)
-    kernel = "auto"
+    signature = [tf.TensorSpec(shape if batch is None or len(shape) == 1 else (None, *shape[1:])) for shape in shapes]
+    function = tf.function(partial(with_gradients_of_all, kernel=kernel), input_signature=signature)
+    out, grads = function(*arrays, w_v)
     close(grads, with_gradients_of_all(*map(tf.constant, (*arrays, w_v)))[1], 1e-4)
+    close(out, call(*arrays, w_v), 1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 4), (2, 0, 5, 4)], ids=["batch", "heads"])

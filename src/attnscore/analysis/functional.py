@@ -164,7 +164,7 @@ def softmax_jacobian(weights: Array) -> Array:
     ops = _check_weights({"weights": weights})
     length = weights.shape[-1]
     positions = ops.positions(0, length, weights)
-    diagonal = ops.reshape(positions, (length, 1)) == ops.reshape(positions, (1, length))
+    diagonal = ops.equal(ops.reshape(positions, (length, 1)), ops.reshape(positions, (1, length)))
     column, row = ops.expand_dims(weights, -1), ops.expand_dims(weights, -2)
     return ops.where(diagonal, column, 0.0) - column * row
 

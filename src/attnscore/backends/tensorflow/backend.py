@@ -21,7 +21,7 @@ from attnscore.backends.base import Array, Backend, HostArray, Modules, SeedHalv
 from attnscore.backends.numpy import NumpyBackend, is_finite
 from attnscore.backends.tensorflow import dynamic_shapes, gradients, graphs, private
 from attnscore.backends.tensorflow.dynamic_shapes import sizes
-from attnscore.base.layout import Unknown, broadcast, is_unknown
+from attnscore.base.layout import Unknown, is_unknown
 from attnscore.base.threads import get_num_threads
 from attnscore.errors import FrameworkError, message
 
@@ -207,20 +207,11 @@ class TensorFlowBackend(Backend):
         return tf.reshape(x, sizes([next(unknown_sizes) if n is None else n for n in shape]))
 
     def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
-        front = len(shape) - 4
-        if front > 1 and len(x.shape) == len(shape):
-            # In two steps, because one takes 5 axes, after neighbours that broadcast alike are merged.
-            x = tf.broadcast_to(x, sizes([*shape[:front], *self.shape(x)[front:]]))
-        return tf.broadcast_to(x, sizes(shape))
+        return dynamic_shapes.broadcast_to(x, shape)
 
     def pair_axes(self, query: Array, key: Array) -> tuple[Array, Array]:
-        leads = [self.shape(x)[:-2] for x in (query, key)]
-        if len(leads[0]) > 3 and leads[0] != leads[1]:
-            # Like `broadcast_to`, an operation on two arrays takes 5 axes: one batch axis, heads, queries, keys and
-            # features. Of several batch axes, some may broadcast and others not.
-            lead = broadcast(*leads)
-            query, key = (self.broadcast_to(x, (*lead, *self.shape(x)[-2:])) for x in (query, key))
-        return super().pair_axes(query, key)
+        query, key = dynamic_shapes.broadcast_together(super().pair_axes(query, key))
+        return query, key
 
     def swap_axes(self, x: Array, first: int, second: int) -> Array:
         order = list(range(len(x.shape)))
@@ -254,27 +245,23 @@ class TensorFlowBackend(Backend):
         return tf.maximum(a, tf.cast(b, a.dtype))
 
     def where(self, condition: Array, a: Array | float, b: Array | float) -> Array:
-        arrays = [x for x in (a, b) if hasattr(x, "dtype")]
-        dtype = arrays[0].dtype if arrays else tf.float32
-        operands = [condition, *(x if hasattr(x, "dtype") else tf.constant(x, dtype) for x in (a, b))]
-        if len(condition.shape) > 5:  # see `broadcast_to`
-            shape = broadcast(*map(self.shape, operands))
-            operands = [self.broadcast_to(x, shape) if len(x.shape) > 0 else x for x in operands]
-        return tf.where(*operands)
+        dtype = next((x.dtype for x in (a, b) if hasattr(x, "dtype")), tf.float32)
+        values = (x if hasattr(x, "dtype") else tf.constant(x, dtype) for x in (a, b))
+        return tf.where(*dynamic_shapes.broadcast_together((tf.convert_to_tensor(condition), *values)))
 
     def compares_identities(self) -> bool:
-        return not tf.compat.v1.executing_eagerly_outside_functions()
+        return type(tf.zeros(()) == 0) is bool
 
     def logical_and(self, a: Array, b: Array) -> Array:
         # tf.where, because the logical operations of TensorFlow Lite broadcast 4 axes and abort at 5.
-        return tf.where(a, b, False)
+        return self.where(a, tf.convert_to_tensor(b), False)
 
     def logical_or(self, a: Array, b: Array) -> Array:
-        return tf.where(a, True, b)
+        return self.where(a, True, tf.convert_to_tensor(b))
 
     def sum_to_length(self, x: Array, axis: int, length: Any) -> Array:
-        # The length, 1 or the size of the axis (which may be 0), is known when the graph runs: `x` is the gradient of a
-        # bias that may be broadcast. One reshape and sum serves both, without branches of different shapes.
+        # The length, 1 or the size of the axis (which may be 0), is known when the graph runs: `x` is the gradient of
+        # an array that may be broadcast. One reshape and sum serves both, without branches of different shapes.
         shape = sizes(self.shape(x))
         (length,) = sizes((length,))
         parts = tf.reshape(x, [*shape[:axis], length, shape[axis] // tf.maximum(length, 1), *shape[axis + 1 :]])

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +66,39 @@ def shape(x: Array) -> tuple[Any, ...]:
 def sizes(shape: Sequence[Any]) -> list[Any]:
     """Convert sizes and offsets to numbers and 32-bit tensors, which TensorFlow takes in one list."""
     return [n if isinstance(n, (int, np.integer)) else tf.cast(getattr(n, "value", n), tf.int32) for n in shape]
+
+
+def broadcast_together(arrays: Sequence[Array]) -> Sequence[Array]:
+    """Return the arrays, broadcast to one shape if no operation takes them together."""
+    rank = max(len(x.shape) for x in arrays)
+    shapes = [(1,) * (rank - len(x.shape)) + shape(x) for x in arrays]
+    if not _is_too_much_for_one(shapes):
+        return arrays
+    together = [functools.reduce(_broadcast_size, axis) for axis in zip(*shapes, strict=True)]
+    is_ready = (len(x.shape) == 0 or size == tuple(together) for x, size in zip(arrays, shapes, strict=True))
+    return [x if ready else broadcast_to(x, together) for x, ready in zip(arrays, is_ready, strict=True)]
+
+
+def broadcast_to(x: Array, target: Sequence[Any]) -> Array:
+    """Return `x` broadcast to a shape of at most 8 axes, in two steps if one does not take it."""
+    half, own = len(target) - 4, (1,) * (len(target) - len(x.shape)) + shape(x)
+    if _is_too_much_for_one([own, target]):
+        x = tf.broadcast_to(x, sizes([*target[:half], *own[half:]]))
+    return tf.broadcast_to(x, sizes(target))
+
+
+def _is_too_much_for_one(shapes: Sequence[Sequence[Any]]) -> bool:
+    """Whether arrays broadcast in more than 5 axes, which no operation takes; neighbours that do so alike are one."""
+    axes = [tuple(type(n) is int and n == 1 for n in axis) for axis in zip(*shapes, strict=True)]
+    return len(axes) > 5 and len([*itertools.groupby(axis for axis in axes if not all(axis))]) > 5
+
+
+def _broadcast_size(a: Any, b: Any) -> Any:
+    """Return the size of an axis to which both sizes broadcast."""
+    if isinstance(a, Length) and isinstance(b, Length):
+        return Length(tf.where(tf.equal(a.value, 1), b.value, a.value))
+    is_a = (b == 1) if isinstance(a, Length) else a != 1
+    return a if is_a else b
 
 
 def assert_shape(x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[Any]]]]) -> Array:

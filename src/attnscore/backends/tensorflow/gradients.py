@@ -104,9 +104,10 @@ def _times_transposed(rows: Array, matrix: Array) -> Array:
     """Return ``rows @ matrix.T``.
 
     The matrix by the rows takes a quarter of the time of 16 to 128 rows by a (1024, 1024) matrix, twice that of fewer
-    rows, and about as long with as many rows as the matrix has columns.
+    rows or a (256, 256) matrix, and about as long with as many rows as the matrix has columns.
     """
-    if rows.shape[0] is not None and 16 <= rows.shape[0] < matrix.shape[1]:
+    is_large = matrix.shape.num_elements() >= 2**18
+    if is_large and rows.shape[0] is not None and 16 <= rows.shape[0] < matrix.shape[1]:
         return tf.raw_ops.Einsum(inputs=(matrix, rows), equation="yz,rz->ry")
     return tf.matmul(rows, matrix, transpose_b=True)
 

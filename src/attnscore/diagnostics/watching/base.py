@@ -37,8 +37,8 @@ class Step:
     """Whether the step begins here, and not with the call of another part of the model."""
     real: dict[str, Any] = field(default_factory=dict)
     """(batch, token), True where there is a token: by module, the mask of its last call; None: no token is padding."""
-    masked_output: tuple[Any, Any] = (None, None)
-    """Last output of a module with a mask, and this mask, which holds for a module that reads the output too."""
+    masked_outputs: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    """By id: outputs (weak references) of modules with a mask, and the mask: modules that read only them have it."""
     sums: dict[Any, dict[str, Array]] = field(default_factory=dict)
     """Sums by name; before a program's run ends, by module, iteration of a loop and number of the call."""
     calls: Counter[str] = field(default_factory=Counter)

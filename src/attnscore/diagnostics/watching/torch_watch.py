@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -98,11 +99,9 @@ class TorchWatch(Watch):
             named = _named_arguments(module, arguments, options)
             real = _real_tokens(named)
             if real is None:
-                first = next((x for x in (*arguments, *options.values()) if isinstance(x, Tensor)), None)
-                output, mask = state.step.masked_output
-                real = mask if first is not None and first is output else None
+                real = _inherited_mask(state.step, (*arguments, *options.values()))
             state.step.real.pop(name, None)  # of an earlier call
-            if real is not None or "pixel_values" in named:  # the tokens of images are not padded
+            if real is not None or isinstance(named.get("pixel_values"), Tensor):  # an image's tokens are not padded
                 state.step.real[name] = real
             if not state.stack:
                 state.padding = padding_like(named)
@@ -115,11 +114,13 @@ class TorchWatch(Watch):
         if state.stack:  # none when the watch was stopped in the middle
             name = state.stack.pop()
             if state.step is not None and (mask := state.step.real.get(name)) is not None:
-                state.step.masked_output = out[0] if isinstance(out, tuple) and out else out, mask
+                parts = out.values() if isinstance(out, Mapping) else out if isinstance(out, (tuple, list)) else (out,)
+                if isinstance(first := next(iter(parts), None), Tensor):
+                    state.step.masked_outputs[id(first)] = weakref.ref(first), mask
         if not state.stack and state.step is not None:
             step, state.step = state.step, None
             if step.sampled and not failed:
-                if step.sums and all(mask is None for mask in step.real.values()):
+                if step.sums and not step.masked_outputs and all(mask is None for mask in step.real.values()):
                     self.unchecked_padding = state.padding
                 self._finish(step)
 
@@ -182,10 +183,22 @@ class TorchWatch(Watch):
 
 
 def _named_arguments(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name; positional ones by number, unless one of them may be a padding mask."""
+    """Return the arguments of a call by name; positional ones by number, unless one of them may be a padding mask.
+
+    Without nested tensors, whose shape cannot be read.
+    """
     if any(isinstance(x, Tensor) and x.ndim == 2 for x in arguments[1:]):
-        return named_arguments(module.forward, (arguments, options))
-    return options | {f"argument {place}": x for place, x in enumerate(arguments)}
+        named = named_arguments(module.forward, (arguments, options))
+    else:
+        named = options | {f"argument {place}": x for place, x in enumerate(arguments)}
+    return {name: x for name, x in named.items() if not getattr(x, "is_nested", False)}
+
+
+def _inherited_mask(step: Step, arguments: Iterable[Any]) -> Tensor | None:
+    """Return the mask of the module whose output is all that a call reads: it has the same tokens."""
+    inputs = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
+    output, mask = step.masked_outputs.get(id(inputs[0]) if inputs else None, (None, None))
+    return mask if output is not None and all(x is output() for x in inputs) else None
 
 
 def _real_tokens(arguments: dict[str, Any]) -> Tensor | None:
