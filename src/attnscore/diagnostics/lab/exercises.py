@@ -25,13 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class _Matrices(Result):
-    """Result made of matrices (query, key), which the sentence sums up."""
-
-    def summary(self) -> list[Row]:
-        return []
-
-
 def _rows_of(**matrices: Array) -> list[Row]:
     """Return a row for each query and key with the entries of these matrices."""
     shape = next(iter(matrices.values())).shape
@@ -42,7 +35,7 @@ def _rows_of(**matrices: Array) -> list[Row]:
 
 
 @dataclass(frozen=True, eq=False)
-class SumScore(_Matrices):
+class SumScore(Result):
     """Result of `sum_ignores_the_query`: weights (query, key) under the sum and under the dot product."""
 
     weights: Array
@@ -123,6 +116,9 @@ class OtherKeys(Result):
             for noise, mean, low, high in zip(self.noise, self.differences, self.low, self.high, strict=True)
         ]
 
+    def summary(self) -> list[Row]:
+        return self.to_rows()
+
     def sentence(self) -> str:
         return (
             f"Dot product and additive attention agree in the toy example because its keys are all alike (difference "
@@ -184,7 +180,7 @@ def other_keys(
 
 
 @dataclass(frozen=True, eq=False)
-class DifferentDimensions(_Matrices):
+class DifferentDimensions(Result):
     """Result of `different_lengths`: the same weights (query, key) in three ways."""
 
     query_dim: int
@@ -239,7 +235,7 @@ def different_lengths(
 
 
 @dataclass(frozen=True, eq=False)
-class AdditiveAsNetwork(_Matrices):
+class AdditiveAsNetwork(Result):
     """Result of `additive_as_network`: the same scores (query, key), of the network and of the library."""
 
     by_network: Array

@@ -170,16 +170,12 @@ def _point(score: str, query: Array, key: Array, value: Array, incoming: Array) 
     squares = (rest**2).sum(0)
     of_others = (rest**2 * ((1 - rest) ** 2 + squares - rest**2 + largest**2)).sum(0)
     norm = np.sqrt(of_others + largest**2 * (rest.sum(0) ** 2 + squares))
+    of_norm, of_gradient = map(tuple, np.percentile((norm, gradient), (25, 50, 75), axis=1).T.tolist())
     return FlowPoint(
         score,
         query.shape[1],
-        _quartiles(norm),
-        _quartiles(gradient),
+        of_norm,
+        of_gradient,
         float(stats.jacobian_trace().mean()),
         float(stats.saturated().mean()),
     )
-
-
-def _quartiles(rows: Array) -> tuple[float, float, float]:
-    low, middle, high = np.percentile(rows, (25, 50, 75))
-    return float(low), float(middle), float(high)
