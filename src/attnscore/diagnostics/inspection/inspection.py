@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import attnscore as ats
 from attnscore.base.arguments import check_choice, renamed_argument
-from attnscore.diagnostics.inspection.head_metrics import SETTINGS, statistics_of, under
+from attnscore.diagnostics.inspection.head_metrics import SETTINGS, Array, statistics_of, under
 from attnscore.diagnostics.inspection.pretrained import MINILM, MINILM_NAME, load, require_transformers, tokenize
 from attnscore.errors import ArgumentError, AttnscoreError, message
 from attnscore.integrations.transformers import AttentionCall, register
 
-Array = NDArray[np.float64]
 Rows = slice | Sequence[int] | None
 
 _REGISTERED = threading.Lock()

@@ -449,11 +449,10 @@ def _head_counts(rows: Records | Sequence[Row]) -> dict[str, int]:
     elif not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) and "max_logit" in row for row in rows):
         raise ArgumentError(message("rows", "a watch, or a list of its rows", shown(rows)))
     else:
-        for row in rows:
-            counts[row["layer"]] = max(counts.get(row["layer"], 0), row["head"] + 1)
-        for name, count in counts.items():
+        for name in dict.fromkeys(row["layer"] for row in rows):
             heads = sorted(row["head"] for row in rows if row["layer"] == name)
-            if heads != [*range(count)]:
+            counts[name] = len(heads)
+            if heads != [*range(counts[name])]:
                 raise ArgumentError(message("rows", f"rows of all heads of {name!r}", f"those of {heads}"))
     return {_module_name(name): count for name, count in counts.items()} | counts
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from attnscore.diagnostics.watching.causes import (
     EARLY_SAMPLED_STEPS,
@@ -43,7 +42,7 @@ from attnscore.diagnostics.watching.health import (
     loss_trouble,
 )
 from attnscore.diagnostics.watching.remedies import Framework, remedy_for
-from attnscore.diagnostics.watching.sums import LARGEST, merged
+from attnscore.diagnostics.watching.sums import LARGEST, Array, merged
 from attnscore.errors import ArgumentError, message
 from attnscore.io import require
 
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-Array = NDArray[np.float64]
 Row = dict[str, Any]
 # Means over queries; `NUMBERS` has them in this order.
 MEANS = (
