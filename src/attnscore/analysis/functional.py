@@ -20,9 +20,10 @@ from attnscore.base.arguments import (
     reject_unknown,
     shown,
 )
-from attnscore.base.layout import AxisLayout, ScoreShape
+from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, DtypeError, FrameworkError, ShapeError, message
 from attnscore.masks import Mask, as_mask
+from attnscore.masks.lowering import evaluate
 from attnscore.problem.online_softmax import NEG_INF, safe_max, weights_of_rows
 
 
@@ -80,7 +81,7 @@ def masked_softmax(
         transposed = ops.swap_axes(scores, int(axis), -1)
         flat = ops.reshape(transposed, (1, *transposed.shape)) if len(shape) == 1 else transposed
         mask = _move_keys_last(mask, int(axis) % len(shape), len(shape))
-        unmasked = _unmasked(ops, _score_shape(ops.shape(flat)), mask, valid_lens, flat)
+        unmasked = _unmasked(ops, flat, mask, valid_lens)
         if flat.shape[-1] == 0:
             return scores + 0.0
         sum_dtype = accumulator(ops.dtype(flat))
@@ -104,15 +105,15 @@ def _move_keys_last(mask: Any, axis: int, ndim: int) -> Any:
         ops, mask = backends.load("numpy"), np.asarray(mask)
     if len(mask.shape) > ndim:
         return mask
-    for _ in range(ndim - len(mask.shape)):
-        mask = ops.expand_dims(mask, 0)
+    mask = ops.reshape(mask, (*(1,) * (ndim - len(mask.shape)), *ops.shape(mask)))
     return ops.swap_axes(mask, axis, -1)
 
 
-def _score_shape(shape: tuple[int, ...]) -> ScoreShape:
-    """Return the shape of a score array as a `ScoreShape`, against which masks are checked."""
+def _unmasked(ops: Backend, scores: Array, mask: Any, valid_lens: Any) -> Array | None:
+    """Return the unmasked entries of scores on the caller's axes; None: all."""
+    shape = ops.shape(scores)
     has_heads = len(shape) >= 4
-    return ScoreShape(
+    score_shape = ScoreShape(
         lead=shape[: -3 if has_heads else -2] or (1,),
         heads=shape[-3] if has_heads else 1,
         groups=1,
@@ -121,21 +122,15 @@ def _score_shape(shape: tuple[int, ...]) -> ScoreShape:
         has_batch=len(shape) >= 3,
         has_heads=has_heads,
     )
-
-
-def _unmasked(ops: Any, score_shape: ScoreShape, mask: Any, valid_lens: Any, like: Array) -> Array | None:
-    """Return the unmasked entries of scores on the caller's axes; None: all."""
     combined = as_mask(mask, valid_lens, score_shape)
     if combined is None:
         return None
     backends.check_dense(ops, combined.arrays())
     combined.check(ops, score_shape)
-    backends.check_devices(ops, like, combined.arrays(), host_passes=True)
-    rows = ops.reshape(ops.positions(0, score_shape.query_len, like), (score_shape.query_len, 1))
-    cols = ops.reshape(ops.positions(0, score_shape.key_len, like), (1, score_shape.key_len))
-    full = ops.broadcast_to(combined.visible(ops, score_shape, rows, cols), (*score_shape.rows, score_shape.key_len))
-    # The numbers of axes and dimensions, here 0, are not read.
-    return AxisLayout(0, -3, score_shape, 0, 0, 0).scores_from_canonical(ops, full)
+    backends.check_devices(ops, scores, combined.arrays(), host_passes=True)
+    visible = evaluate(ops, score_shape, scores, combined)
+    full = ops.broadcast_to(visible, (*score_shape.rows, score_shape.key_len))
+    return ops.reshape(full, shape)
 
 
 def softmax_jacobian(weights: Array) -> Array:
