@@ -86,7 +86,7 @@ FAULTS: list[Fault] = [
         "torch-new-layouts-not-checked",
         "src/attnscore/layers/torch.py",
         "Attention._checked_once",
-        "_CHECKED.get_or_compute((A.key, len(B), C), D)",
+        "_CHECKED.get_or_compute((A.score, A.options, len(B), C), D)",
         "False",
         "tests/test_layers_plans.py tests/test_layers_errors.py",
         "a PyTorch layer does not check inputs of a new layout",

@@ -149,9 +149,9 @@ class BaseAttention(Generic[A]):
         if not isinstance(self, PreparesKeys):
             hint = "AdditiveAttention takes prepared keys"
             raise FrameworkError(message("keys", "an array", "PreparedKeys", hint=hint))
-        key = keys.key
-        shared.check_features("keys", key.shape[-1], self._layer.after_keys[0].units, "w_v")
-        return key, self._layer.after_keys
+        key, linears = keys.key, tuple(linear for linear in self._layer.linears if linear.input != "keys")
+        shared.check_features("keys", key.shape[-1], linears[0].units, "w_v")
+        return key, linears
 
     def _operands(
         self,

@@ -110,12 +110,8 @@ class Layer:
     """Number of heads; 0: a layer without heads."""
     score_parts: tuple[Linear | Parameter, ...] = field(init=False, repr=False, compare=False)
     """The projections and parameters whose arrays the score has."""
-    after_keys: tuple[Linear, ...] = field(init=False, repr=False, compare=False)
-    """The projections of a call whose keys are projected already."""
     on_inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """Names of the projections and parameters that are sized by the inputs."""
-    key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
-    """Part of the key under which checked calls are cached, next to the signature of the arrays."""
     fixed_score: Any = field(init=False, repr=False, compare=False)
     """The score of a layer without parameters; else None."""
     normalizer: Any = field(init=False, repr=False, compare=False)
@@ -128,9 +124,7 @@ class Layer:
             _options=dict(self.options),
             normalizer=dict(self.options).get("normalizer", "softmax"),
             score_parts=(*[linear for linear in self.linears if linear.input == HIDDEN], *self.parameters),
-            after_keys=tuple(linear for linear in self.linears if linear.input != "keys"),
             on_inputs=tuple(part.name for part in self.parts if part.inputs),
-            key=(self.score, self.options),
         )
         vars(self)["fixed_score"] = None if self.parts else self.make_score({})
 

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Never, Self, final
 
@@ -111,8 +110,7 @@ class _LazyMatrix(LazyModuleMixin, Matrix):
     cls_to_become = Matrix
 
     def __init__(self, parameter: Parameter, *, device: Any, dtype: torch.dtype | None) -> None:
-        super().__init__(dataclasses.replace(parameter, shape=(0, 0)), device=device, dtype=dtype)
-        self._parameter = parameter
+        super().__init__(parameter, device=device, dtype=dtype)
         # torch types neither these arguments nor that this is a Parameter.
         self.weight = UninitializedParameter(device=device, dtype=dtype)  # type: ignore[call-arg, assignment]
 
@@ -260,7 +258,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
             padded = [x for x in linears if x.input in ("keys", "values")]
             return any(may_save_time(_OPS, inputs[x.input], x.units) for x in padded)
 
-        return _CHECKED.get_or_compute((layer.key, len(linears), signature), check)
+        return _CHECKED.get_or_compute((layer.score, layer.options, len(linears), signature), check)
 
     def _weight(self, part: Linear | Parameter) -> Tensor | None:
         """Return the weight of a part; None where it has none yet, or where another module took its place."""
