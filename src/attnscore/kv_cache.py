@@ -400,7 +400,6 @@ class KeyValueCache:
         arguments = {"key": keys, "value": values, "mask": mask, "valid_lens": valid_lens, "head_axis": self.head_axis}
         return arguments if self.score is None else arguments | {"score": self._prepared_score}
 
-    @_in_scope
     def mask(self, query_len: int, *, causal: bool = True) -> Mask:
         """Return the mask of the last `query_len` positions over the slots of `keys` and `values`.
 
@@ -469,7 +468,9 @@ class KeyValueCache:
         ------
         FileError, FrameworkError, AttnscoreError
         """
-        from attnscore.kv_buffers import files  # here, so that importing the package does not import it
+        # Here, so that importing the package does not import them.
+        from attnscore import io
+        from attnscore.kv_buffers import files
 
         self._check_filled("save")
         lens = host_ints(self._lens)
@@ -480,7 +481,7 @@ class KeyValueCache:
         contents = {"keys": keys, "values": values, "lens": lens, "oldest": self._oldest, "slots": self.slots}
         contents |= {"has_heads": int(self._has_heads), "key_sizes": np.array([values.shape[1], self._key_dim])}
         contents |= {name: getattr(self, name) for name in ("window", "sinks", "head_axis")}
-        files.write(Path(path), contents)
+        io.write_arrays(Path(path), {name: np.asarray(x) for name, x in contents.items() if x is not None})
 
     @classmethod
     def load(cls, path: str | Path, *, like: Array = None, score: Any = None) -> Self:

@@ -16,11 +16,6 @@ _ARRAYS = ("keys", "values", "lens", "key_sizes")
 _NUMBERS = ("slots", "has_heads", "head_axis", "sinks")
 
 
-def write(path: Path, contents: dict[str, Any]) -> None:
-    """Write the contents of a cache, except None; raise FileError where that fails."""
-    io.write_arrays(path, {name: np.asarray(x) for name, x in contents.items() if x is not None})
-
-
 def read(path: Path) -> dict[str, Any]:
     """Return the contents of a cache, with `window` and `oldest` or None; raise FileError where a file has others."""
     contents: dict[str, Any] = {"window": None, "oldest": None} | io.read_arrays(path)

@@ -20,8 +20,6 @@ from attnscore.backends.base import Array, Backend, HostArray
 from attnscore.errors import FrameworkError, message
 from attnscore.kv_buffers.slots import AppendedPositions
 
-Written = Callable[[Backend, Array, Array, AppendedPositions, bool], Array]
-
 
 @final
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Storage:
     """Operations that differ between caches that change in place and functional caches."""
 
     is_in_place: bool
-    written: Written
+    written: Callable[[Backend, Array, Array, AppendedPositions, bool], Array]
     """Returns the buffer with entries of a block (batch, head, count, dim) in their slots.
 
     The last argument says whether autograd holds the buffer: then a copy is written to.
