@@ -441,7 +441,9 @@ class PassQueries(MergedCall):
 
         `arrays` are the operands over `keys`.
         """
-        for block in blocks_of(keys, size):
+        firsts = (first for pair in in_blocks(keys, size).ranges for first in range(*pair, size))
+        for first in firsts:
+            block = keys & Shard(((first, min(first + size, keys.length)),), keys.length)
             attending = in_blocks(self.plan.attending_keys(self.queries, block), queries) & self.queries
             if len(attending):
                 block_arrays = {name: slice_ranges(arrays[name], keys.locate(block)) for name in self.names["key"]}
@@ -452,13 +454,6 @@ def index_of(ranges: Sequence[Range]) -> slice | Tensor:
     """Return the index of the positions in `ranges`: a slice, which copies nothing, where that is one range."""
     slices = tuple(slice(*pair) for pair in ranges or ((0, 0),))
     return slices[0] if len(slices) == 1 else torch.from_numpy(np.r_[slices])
-
-
-def blocks_of(shard: Shard, size: int) -> Iterator[Shard]:
-    """Yield the positions of a shard in each block of `size` positions."""
-    firsts = {first for start, stop in shard.ranges for first in range(start // size, -(-stop // size))}
-    for first in sorted(firsts):
-        yield shard & Shard(((first * size, min(shard.length, (first + 1) * size)),), shard.length)
 
 
 @final
