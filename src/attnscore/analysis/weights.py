@@ -241,17 +241,11 @@ def row_gradient(problem: Problem, name: str, grad: Array | None) -> Array | Non
     backends.of({"query": problem.query, name: grad})
     if not ops.is_floating(grad):
         raise DtypeError(message(name, FLOATING, ops.dtype(grad)))
-    if name == "grad_weights":
-        shape = score_shape.user_shape
-    else:
-        last = layout.value_dim if name == "grad_out" else 1
-        like = ops.broadcast_to(ops.zeros((1,), problem.value), (*score_shape.rows, last))
-        shape = tuple(layout.from_canonical(ops, like).shape)
-        shape = shape if name == "grad_out" else shape[:-1]
+    zeros = ops.broadcast_to(ops.zeros((), problem.value), score_shape.rows)
+    rows = tuple(layout.rows_from_canonical(ops, zeros).shape)
+    shape = {"grad_out": (*rows, layout.value_dim), "grad_weights": score_shape.user_shape}.get(name, rows)
     if tuple(grad.shape) != shape:
         raise ShapeError(message(name, f"the shape {shape}", tuple(grad.shape)))
     if name == "grad_weights":
         return ops.reshape(grad, (*score_shape.rows, score_shape.key_len))
-    if name != "grad_out":
-        grad = ops.expand_dims(grad, -1)
-    return layout.output_to_canonical(ops, grad)
+    return layout.output_to_canonical(ops, grad if name == "grad_out" else ops.expand_dims(grad, -1))
