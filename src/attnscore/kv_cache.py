@@ -190,8 +190,7 @@ class KeyValueCache:
         """Bytes of both buffers."""
         if self._keys is None:
             return 0
-        sizes = (math.prod(x.shape) * itemsize(self._ops.dtype(x)) for x in (self._keys, self._values))
-        return sum(map(int, sizes))
+        return sum(int(math.prod(x.shape)) * itemsize(self._ops.dtype(x)) for x in (self._keys, self._values))
 
     @_outside_graphs
     @_in_scope
@@ -343,10 +342,7 @@ class KeyValueCache:
             if name in options:
                 expected = "an argument of the cache, not of its attend()"
                 raise ArgumentError(message(name, expected, shown(options[name])))
-        arguments = self.arguments(query, causal=causal, mask=mask)
-        if self.score is None:
-            arguments["score"] = options.pop("score", "scaled_dot")
-        result = attend(query, arguments.pop("key"), arguments.pop("value"), **arguments, **options)
+        result = attend(query, **self.arguments(query, causal=causal, mask=mask), **options)
         self.hold_for(result[0] if isinstance(result, tuple) else result)
         return result
 

@@ -57,10 +57,9 @@ def check_like_buffer(ops: Backend, values: Array, key_dim: int, axis: int, arra
         raise DtypeError(message(key_name, f"the dtype of the cache ({ops.dtype(values)})", ops.dtype(key)))
     backends.check_devices(ops, values, arrays, owner="the cache")
     for name, x in arrays.items():
-        before, shape = list(values.shape), tuple(x.shape)
-        before[axis] = "n"
-        before[-1] = key_dim if name == key_name else before[-1]
-        if (*shape[:axis], "n", *shape[axis + 1 :]) != tuple(before):
+        shape, last = tuple(x.shape), key_dim if name == key_name else values.shape[-1]
+        before = (*values.shape[:axis], "n", *values.shape[axis + 1 : -1], last)
+        if (*shape[:axis], "n", *shape[axis + 1 :]) != before:
             raise ShapeError(message(name, f"shape ({', '.join(map(str, before))}), as before", shape))
 
 
