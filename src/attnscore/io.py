@@ -150,10 +150,9 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
     check_destination(path, several=len(arrays) != 1)
     check_holds(path, arrays)
     suffix = path.suffix.lower()
-    tensors = _safetensors_bytes(arrays) if suffix == ".safetensors" else b""
     with replacing(path) as file:
         if suffix == ".safetensors":
-            file.write(tensors)
+            file.write(_safetensors_bytes(arrays))
         elif suffix == ".npz":
             np.savez(file, **dict(arrays))  # type: ignore[arg-type]  # the stubs take one name for its own flag
         else:

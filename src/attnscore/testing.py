@@ -31,7 +31,7 @@ from attnscore import __version__, backends, kernels
 from attnscore.analysis.explain import available
 from attnscore.analysis.weights import attention_scores
 from attnscore.api import attend, attend_vjp
-from attnscore.backends.base import Array, Backend
+from attnscore.backends.base import Array, Backend, HostArray
 from attnscore.backends.numpy import detached
 from attnscore.base.arguments import check_choice
 from attnscore.errors import FrameworkError
@@ -47,7 +47,6 @@ from attnscore.scores.base import with_arrays, with_new_arrays
 
 __all__ = ["check_framework", "check_kernel", "check_score", "main"]
 
-_HostArray = np.ndarray[Any, Any]
 _STEP = 1e-5
 """Step of a central difference in float64: rounding (1e-16 / step) and curvature (step^2) both stay near 1e-10."""
 
@@ -561,7 +560,7 @@ def _check_masks(kernel: Kernel, score: Any) -> None:
                 raise AssertionError(f"{label}: {error}") from None
 
 
-def _check_rounding(kernel: Kernel, score: Any, mask: Mask | None, inputs: Sequence[_HostArray]) -> None:
+def _check_rounding(kernel: Kernel, score: Any, mask: Mask | None, inputs: Sequence[HostArray]) -> None:
     """Compare a kernel's output and gradients in the dtype of `inputs` with float64 on the same numbers."""
     dtype = inputs[0].dtype
     leaves = dict(zip(("query", "key", "value"), inputs, strict=True))
@@ -601,7 +600,7 @@ def _against_dense(problem: Problem, kernel: Kernel) -> None:
         _close(f"{kernel.name}: {name}", _values_of(ops, statistic), _values_of(ops, exact))
 
 
-def _gradients(ops: Backend, score: Any, leaves: Mapping[str, Array], mask: Mask | None) -> dict[str, _HostArray]:
+def _gradients(ops: Backend, score: Any, leaves: Mapping[str, Array], mask: Mask | None) -> dict[str, HostArray]:
     """Return the gradient of sum(out * cos(position)) for every leaf."""
     if not ops.has_autodiff:
         return _numpy_gradients(score, leaves, mask=mask)
@@ -624,7 +623,7 @@ def _attended(score: Any, arrays: Mapping[str, Array], function: Callable[..., A
 
 def _numpy_gradients(
     score: Any, arrays: Mapping[str, Array], dtype: Any = np.float64, **options: Any
-) -> dict[str, _HostArray]:
+) -> dict[str, HostArray]:
     """Return the gradient of sum(out * cos(position)) by `attend_vjp`, the cosines rounded to a dtype."""
     out, pullback = _attended(score, arrays, attend_vjp, **options)
     grads = pullback(_grad_out(out.shape).astype(dtype))
@@ -636,7 +635,7 @@ def _check_differences(
     label: str,
     call: Callable[..., Array],
     leaves: Mapping[str, Array],
-    gradients: Mapping[str, _HostArray],
+    gradients: Mapping[str, HostArray],
     rng: np.random.Generator,
 ) -> None:
     """Compare each gradient with a central difference in a random direction."""
@@ -654,17 +653,17 @@ def _check_differences(
         _close(f"{label}: gradient of {name}, along a random direction", got, expected, tolerance=1e-6)
 
 
-def _grad_out(shape: tuple[int, ...]) -> _HostArray:
+def _grad_out(shape: tuple[int, ...]) -> HostArray:
     """Return the gradient of all outputs in these checks, cos(position): all different, none zero."""
     return np.cos(np.arange(int(np.prod(shape)), dtype=np.float64)).reshape(shape)
 
 
-def _native(ops: Backend, x: _HostArray, like: Array) -> Array:
+def _native(ops: Backend, x: HostArray, like: Array) -> Array:
     """Return a copy of `x` as an array of the framework, on the device of `like`."""
     return ops.asarray(np.array(x), like)
 
 
-def _values_of(ops: Backend, x: Array) -> _HostArray:
+def _values_of(ops: Backend, x: Array) -> HostArray:
     """Return the values of an array, on the host."""
     x = ops.stop_gradient(x)
     values = ops.host(x)

@@ -120,11 +120,10 @@ def _with_axes(mask: Array, count: int, axis: int) -> Array:
 
 
 class _OneHead(_DropIn):
-    """Forward pass of the two layers that take a list [query, value] or [query, value, key]."""
+    """Forward pass of the two layers that take a list [query, value] or [query, value, key].
 
-    def _scored(self, query: Array, key: Array) -> tuple[Array, Array, Any]:
-        """Return query, key and score of the call."""
-        raise NotImplementedError
+    The method `_scored` of each returns query, key and score of a call.
+    """
 
     def call(
         self: Any,

@@ -58,9 +58,7 @@ class AttentionCall:
         batch : int, optional
             Index into the batch; None: all.
         """
-        arguments = dict(self.inputs)
-        query, key = arguments.pop("query"), arguments.pop("key")
-        weights: Tensor = ats.attention_weights(query, key, **arguments)
+        weights: Tensor = ats.attention_weights(**self.inputs)
         return weights if batch is None else weights[batch]
 
 
