@@ -873,6 +873,7 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("kind", ERRORS)
 def test_errors(kind: type[Exception]) -> None:
     for name, (call, text) in ERRORS[kind].items():
