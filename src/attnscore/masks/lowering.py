@@ -15,51 +15,14 @@ import numpy as np
 
 from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape, Span, is_unknown
-from attnscore.masks.base import And, Mask, Not, Or, all_of, atoms_of, parts_of
+from attnscore.masks.base import And, Mask, Not, Or, atoms_of, parts_of
 from attnscore.masks.builtin import Dense, Documents, KeyPadding
-from attnscore.masks.dynamic_intervals import without_interval_parts
-from attnscore.masks.function import EvaluatedFunction
 from attnscore.masks.index_values import as_booleans, id_arrays
-from attnscore.masks.intervals import IntervalSet
 from attnscore.masks.shape_spec import shape_of
 
 Parts = list[Mask]
 
-DIRECT: Final = (Dense, Documents, KeyPadding)
-"""Masks that are operands without evaluation."""
 _IDS: Final = ("query_ids", "key_ids")
-
-
-# ---- reasons against a kernel on the CPU
-
-
-def unreadable_reasons(ops: Backend, like: Array, remaining: Mask) -> list[str]:
-    """Return why a CPU kernel cannot read the arrays of `remaining`, the mask without its intervals."""
-    is_readable = all(ops.has_cpu_buffer(ops.asarray(x, like)) for x in remaining.arrays().values())
-    return [] if is_readable else ["a mask whose memory the CPU cannot read"]
-
-
-def staged_reasons(
-    ops: Backend, score_shape: ScoreShape, like: Array, remaining: Mask, intervals: IntervalSet | None, *,
-    has_dropout: bool,
-) -> list[str]:  # fmt: skip
-    """Return why a CPU kernel cannot run in a staged program under the part of a mask that is not `intervals`."""
-    evaluated = without_interval_parts(ops, score_shape, like, remaining, intervals)
-    if not ops.custom_calls():
-        # The program calls back into Python, which evaluates the mask in NumPy.
-        functions = [mask for part in evaluated for mask in atoms_of(part) if _is_custom_code(mask)]
-        return [f"a function that NumPy cannot call while a graph runs: {mask!r}" for mask in functions]
-    # The program evaluates the mask by chunks of queries. Dropout depends on the place of a chunk, which a custom call
-    # does not pass.
-    if not has_dropout:
-        return []
-    _, evaluated = partition_staged(ops, score_shape, like, all_of(evaluated))
-    return [f"dropout in a program, under a mask that has to be evaluated: {part!r}" for part in evaluated]
-
-
-def _is_custom_code(mask: Mask) -> bool:
-    """Return whether a user wrote the mask, with array operations that may be of one framework."""
-    return isinstance(mask, EvaluatedFunction) or not type(mask).__module__.startswith("attnscore.")
 
 
 # ---- operands, and masks to evaluate

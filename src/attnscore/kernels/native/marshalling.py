@@ -16,7 +16,9 @@ from attnscore import backends
 from attnscore.backends import base
 from attnscore.backends.base import HALF_PRECISION, Array, HostArray, SeedHalves, sum_to
 from attnscore.base import thresholds
-from attnscore.masks import lowering
+from attnscore.masks import EvaluatedFunction, Mask, lowering
+from attnscore.masks.base import all_of, atoms_of
+from attnscore.masks.dynamic_intervals import without_interval_parts
 from attnscore.problem.dropout import Dropout, PairDropout
 from attnscore.problem.normalizers import ONLY_SOFTMAX
 from attnscore.problem.problem import Problem
@@ -91,12 +93,11 @@ def reasons(problem: Problem) -> list[str]:
     remaining_mask = None if problem.mask is None else problem.visibility[1]
     if remaining_mask is None:
         return reasons
-    if not isinstance(remaining_mask, lowering.DIRECT) and _is_staged(problem):
-        interval_set, has_dropout = problem.visibility[0], problem.dropout is not None
-        reasons += lowering.staged_reasons(
-            ops, problem.score_shape, problem.value, remaining_mask, interval_set, has_dropout=has_dropout
-        )
-    return reasons + lowering.unreadable_reasons(ops, problem.value, remaining_mask)
+    if _is_staged(problem):
+        reasons += _staged_reasons(problem, remaining_mask)
+    if not all(ops.has_cpu_buffer(ops.asarray(x, problem.value)) for x in remaining_mask.arrays().values()):
+        reasons.append("a mask whose memory the CPU cannot read")
+    return reasons
 
 
 def _is_staged(problem: Problem) -> bool:
@@ -104,6 +105,27 @@ def _is_staged(problem: Problem) -> bool:
     ops, operands = problem.ops, problem.operands().values()
     # Without gradients: a tape that records these arrays now has ended when the program runs the kernel.
     return ops.needs_host_callback(*map(ops.stop_gradient, operands), *arrays_of(problem)[len(operands) :])
+
+
+def _staged_reasons(problem: Problem, remaining: Mask) -> list[str]:
+    """Return why the module cannot run in a staged program under `remaining`, the mask without its known intervals."""
+    ops, score_shape, like = problem.ops, problem.score_shape, problem.value
+    evaluated = without_interval_parts(ops, score_shape, like, remaining, problem.visibility[0])
+    if not ops.custom_calls():
+        # The program calls back into Python, which evaluates the mask in NumPy.
+        functions = [mask for part in evaluated for mask in atoms_of(part) if _is_custom_code(mask)]
+        return [f"a function that NumPy cannot call while a graph runs: {mask!r}" for mask in functions]
+    # The program evaluates the mask by chunks of queries. Dropout depends on the place of a chunk, which a custom call
+    # does not pass.
+    if problem.dropout is None:
+        return []
+    _, evaluated = lowering.partition_staged(ops, score_shape, like, all_of(evaluated))
+    return [f"dropout in a program, under a mask that has to be evaluated: {part!r}" for part in evaluated]
+
+
+def _is_custom_code(mask: Mask) -> bool:
+    """Return whether a user wrote the mask, with array operations that may be of one framework."""
+    return isinstance(mask, EvaluatedFunction) or not type(mask).__module__.startswith("attnscore.")
 
 
 ORDER = (

@@ -66,7 +66,7 @@ class XlaCall(Program):
         ops, dropout = problem.ops, problem.dropout
         seed = None if dropout is None or not isinstance(dropout.seed, SeedHalves) else dropout.seed
         # Left out: the three dtypes, which the operands have, and a chunk's first row and the call's number of queries,
-        # which only dropout reads: a chunk has none in a program (`lowering.staged_reasons`).
+        # which only dropout reads: a chunk has none in a program (`marshalling._staged_reasons`).
         (*score, _, _, _, probability, _, _, known_seed), arrays = score_spec(problem, mask_arrays)
         arrays |= inputs or {}
         if seed is not None:
