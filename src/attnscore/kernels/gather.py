@@ -484,13 +484,6 @@ class _GatheredCall:
             rows = _take(self.ops, rows, order)
         return _rows_back(self.ops, rows, tuple(parts[0].shape[1:-2]), parts[0].shape[-1])
 
-    def join_keys(self, parts: Sequence[Array], joined_rows: Array | None = None) -> Array:
-        """Return an array with an axis of keys: sums of the entries of each key; `joined_rows`: see `_sum_entries`."""
-        sums = self.table.plans.get_or_compute(
-            ("sums", self.split, self.limit), lambda: self._sums(self._keys, self.score_shape.key_len)
-        )
-        return self._sum_entries(parts, sums, joined_rows)
-
     def join_pairs(
         self, parts: Sequence[Array], shape: tuple[int, int], indices_of: Callable[[_Block], HostArray]
     ) -> Array:
@@ -519,10 +512,13 @@ class _GatheredCall:
                 joined[name] = self.join_pairs(grads, tuple(x.shape[-2:]), partial(self._flat_indices, x))
             elif role == "shared":
                 joined[name] = reduce(operator.add, grads)
+            elif role == "query":
+                joined[name] = sum_to(ops, self.join_rows(grads), x.shape)
             else:
-                is_query, joined_rows = role == "query", memory.joined_rows(name, grads)
-                gradient = self.join_rows(grads) if is_query else self.join_keys(grads, joined_rows)
-                joined[name] = sum_to(ops, gradient, x.shape)
+                sums = self.table.plans.get_or_compute(
+                    ("sums", self.split, self.limit), lambda: self._sums(self._keys, self.score_shape.key_len)
+                )
+                joined[name] = sum_to(ops, self._sum_entries(grads, sums, memory.joined_rows(name, grads)), x.shape)
         return joined
 
     def _sums(self, ids_of: Callable[[_Block], HostArray], count: int) -> _Sums:

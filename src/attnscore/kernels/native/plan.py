@@ -282,11 +282,6 @@ class NativePlan(Plan):
                 score.check(query.shape[-1], key.shape[-1])
         if ops.has_autodiff and not self.reads_key_len and ops.needs_grad(*arrays):
             return self.record(arguments, score, arrays)
-        return self.compute(arguments, arrays)
-
-    def compute(self, arguments: CallArguments, arrays: Sequence[Array]) -> Any:
-        """Return the result of `attend` on these arrays, which autograd does not record."""
-        computation = self.computation
         mask = arguments.valid_lens if computation.lens_rows else arguments.mask
         outputs, _ = self.forward(arrays, mask, computation.seed_of(arguments), saves=False)
         return computation.present(outputs)
