@@ -15,7 +15,6 @@ from attnscore.kernels.triton.tile import (
     finite_of,
     function_scores,
     is_finite,
-    is_nan,
     keeps_by_dropout,
     key_segments,
     matrix_of,
@@ -256,13 +255,14 @@ def _store_rows(rows, at, live, softmax, of_keys):
     log_denom = tl.log(divisor)
     tl.store(rows.row_max + at, tl.where(softmax.shifted_max == NEG_INF, 0.0, moments.base + finite_max), mask=live)
     tl.store(rows.log_denom + at, tl.where(is_empty, NEG_INF, log_denom), mask=live)
+    has_nan = of_keys.total != of_keys.total
     if rows.max_score is not None:
-        max_score = tl.where(is_nan(of_keys.total), float("nan"), moments.base + of_keys.shifted_max)
+        max_score = tl.where(has_nan, float("nan"), moments.base + of_keys.shifted_max)
         tl.store(rows.max_score + at, max_score, mask=live)
     if rows.min_score is not None:
-        tl.store(rows.min_score + at, tl.where(is_nan(of_keys.total), float("nan"), of_keys.min_score), mask=live)
+        tl.store(rows.min_score + at, tl.where(has_nan, float("nan"), of_keys.min_score), mask=live)
     if rows.argmax_key is not None:
-        key = tl.where(is_nan(of_keys.total), -1, of_keys.key).to(tl.float32)
+        key = tl.where(has_nan, -1, of_keys.key).to(tl.float32)
         tl.store(rows.argmax_key + at, key, mask=live)
     count = tl.maximum(moments.count, 1.0)
     mean = moments.sum / count

@@ -150,12 +150,6 @@ def finite_of(x, is_bad):
 
 
 @triton.jit
-def is_nan(x):
-    """Return whether each number is NaN."""
-    return x != x
-
-
-@triton.jit
 def tanh(x):
     """Return tanh with a relative error of a few float32 eps, without the device library, which has no interpreter."""
     magnitude = tl.abs(x)
