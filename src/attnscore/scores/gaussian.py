@@ -113,18 +113,12 @@ class Gaussian(Score):
         """Return whether each dimension has a bandwidth: bandwidths then divide the vectors, and the scale is 1/2."""
         return len(getattr(self.bandwidth, "shape", ())) == 2
 
-    def _canonical(self, ops: Backend, query: Array, key: Array) -> Array:
-        """Return the bandwidth as (1, 1) or (head, group, 1, 1), or with dim last; in a dtype that holds sums."""
-        if not self._is_per_dim():
-            return learned(ops, "bandwidth", self.bandwidth, query, key, key)
-        bandwidth = ops.expand_dims(self.bandwidth, -2)
-        return widen(ops, per_head(ops, "bandwidth", bandwidth, query, key, 2), key)[0]
-
     def _in_bandwidths(self, ops: Backend, query: Array, key: Array) -> tuple[Array, Array]:
         """Return query and key over the bandwidth of each dimension; unchanged where one serves all dimensions."""
         if not self._is_per_dim():
             return query, key
-        query, key, bandwidth = widen(ops, query, key, self._canonical(ops, query, key))
+        bandwidth = per_head(ops, "bandwidth", ops.expand_dims(self.bandwidth, -2), query, key, 2)
+        query, key, bandwidth = widen(ops, query, key, bandwidth)
         # Not x / bandwidth: for a huge x of a masked key, that is infinite in the gradient of the bandwidth.
         factor = 1.0 / bandwidth
         query, key = (with_nonfinite_rows_isolated(ops, x, lambda x: x * factor) for x in (query, key))
@@ -134,7 +128,7 @@ class Gaussian(Score):
         """Return 1 / (2 bandwidth^2): a float, or an array where the bandwidth is one."""
         if self._is_per_dim() or not backends.is_array(self.bandwidth):
             return scale_of(1.0 if self._is_per_dim() else float(self.bandwidth))
-        return scale_of(self._canonical(ops, query, key))
+        return scale_of(learned(ops, "bandwidth", self.bandwidth, query, key, key))
 
 
 def scale_of(bandwidth: Any) -> Any:
