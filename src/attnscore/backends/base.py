@@ -183,8 +183,6 @@ class Backend(ABC):
     has_slow_callbacks = False
     """Whether a `host_callback` takes longer than a small call in the framework's own operations. There is then
     `cond_rarely`, a `cond` for a condition that is rarely true: the function costs nothing where it does not run."""
-    has_mutable_arrays = True
-    """Whether arrays may be written to."""
     can_unpad = False
     """Whether there are `indices_before` and `put_rows`, which gather the real keys of a call: not where a program is
     compiled for each number of them."""

@@ -43,6 +43,7 @@ class NumpyBackend(Backend):
     can_unpad = True
     in_c_order: Any = staticmethod(np.ascontiguousarray)
     known_finite = staticmethod(is_finite)
+    number: Any = staticmethod(float)
 
     def dtype(self, x: Array) -> str:
         return name_of(x.dtype)
@@ -106,9 +107,6 @@ class NumpyBackend(Backend):
 
     def needs_grad(self, *arrays: Array) -> bool:
         return False
-
-    def number(self, x: Array) -> float | None:
-        return float(x)
 
     def zeros(self, shape: Sequence[int], like: Array, dtype: str | None = None) -> Array:
         return np.zeros(shape, dtype or like.dtype)

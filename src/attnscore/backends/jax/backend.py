@@ -61,7 +61,6 @@ class JaxBackend(Backend):
 
     name = "jax"
     has_autodiff = True
-    has_mutable_arrays = False
     has_programs = True
     xp = jnp
     register_pytree = staticmethod(register)
@@ -71,6 +70,8 @@ class JaxBackend(Backend):
     sigmoid = staticmethod(jax.nn.sigmoid)
     erf = staticmethod(lax.erf)
     top_k: Any = staticmethod(lax.top_k)
+    # JAX reads a Python number as signed, where 32 bits overflow.
+    uint32: Any = staticmethod(np.uint32)
 
     def dtype(self, x: Array) -> str:
         return name_of(x.dtype)
@@ -222,10 +223,6 @@ class JaxBackend(Backend):
 
     def low_32_bits(self, x: Array) -> Array:
         return x.astype(jnp.uint32)
-
-    def uint32(self, number: int) -> Any:
-        # JAX reads a Python number as signed, where 32 bits overflow.
-        return np.uint32(number)
 
     def numeric_scope(self) -> AbstractContextManager[Any]:
         # Masks, for example, compare positions with ends of more axes. A user may have made rank promotion an error.

@@ -46,7 +46,6 @@ class TensorFlowBackend(Backend):
 
     name = "tensorflow"
     has_autodiff = True
-    has_mutable_arrays = False
     has_programs = True
     has_slow_callbacks = True
     fallbacks = private.FALLBACKS
@@ -59,6 +58,7 @@ class TensorFlowBackend(Backend):
     vjp = staticmethod(gradients.vjp)
     shape = staticmethod(dynamic_shapes.shape)
     assert_shape = staticmethod(dynamic_shapes.assert_shape)
+    broadcast_to: Any = staticmethod(dynamic_shapes.broadcast_to)
     stop_gradient = staticmethod(tf.stop_gradient)
     eager_scope = staticmethod(tf.init_scope)
     threads = staticmethod(_threads)
@@ -205,9 +205,6 @@ class TensorFlowBackend(Backend):
         # None in `shape` is an unknown size: canonical axes keep their order, so it is the next unknown size of `x`.
         unknown_sizes = iter([n for n in self.shape(x) if isinstance(n, Unknown)])
         return tf.reshape(x, sizes([next(unknown_sizes) if n is None else n for n in shape]))
-
-    def broadcast_to(self, x: Array, shape: Sequence[int]) -> Array:
-        return dynamic_shapes.broadcast_to(x, shape)
 
     def pair_axes(self, query: Array, key: Array) -> tuple[Array, Array]:
         query, key = dynamic_shapes.broadcast_together(super().pair_axes(query, key))
