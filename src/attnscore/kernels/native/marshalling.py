@@ -234,12 +234,6 @@ def result_of(problem: Problem, outputs: dict[str, Array]) -> Result:
     return Result(outputs["out"], outputs["row_max"], outputs["log_denom"], statistics, matrix, saved_scores)
 
 
-def outputs_of(problem: Problem, result: Result) -> dict[str, Array]:
-    """Return the arrays of a result by the names in `FILLED`."""
-    matrix = {} if result.matrix is None else {f"attention_{problem.matrix}": result.matrix}
-    return {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom, **matrix, **result.statistics}
-
-
 def backward_inputs(problem: Problem, result: Result, grads: RowGradients) -> dict[str, Array]:
     """Return the arrays that a backward reads in addition to the operands, by the names in `BACKWARD_INPUTS`."""
     ops, accumulator = problem.ops, problem.accumulator
@@ -257,12 +251,6 @@ def backward_inputs(problem: Problem, result: Result, grads: RowGradients) -> di
     if ops.dtype(grad_out) not in DTYPES:
         grad_out = ops.astype(grad_out, accumulator)
     return arrays | {"out": result.out, "grad_out": grad_out}
-
-
-def result_and_gradients(problem: Problem, inputs: dict[str, Array]) -> tuple[Result, RowGradients]:
-    """Return a result and gradients of which `backward_inputs` makes these inputs: its inverse."""
-    names = ("grad_out", "grad_log_sum_exp", "grad_entropy", f"grad_attention_{problem.matrix}")
-    return result_of(problem, inputs), RowGradients(*map(inputs.get, names))
 
 
 def gradient_shapes(problem: Problem, requested: frozenset[str]) -> Shapes:

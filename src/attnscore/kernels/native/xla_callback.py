@@ -25,8 +25,6 @@ from attnscore.kernels.native.marshalling import (
     arrays_of,
     backward_inputs,
     output_shapes,
-    outputs_of,
-    result_and_gradients,
     result_of,
 )
 from attnscore.kernels.native.plan import NativePlan, reusable_plan
@@ -215,7 +213,12 @@ class HostCallback:
 
 def _run(kernel: Kernel, problem: Problem, inputs: dict[str, Array], names: Collection[str]) -> dict[str, Array]:
     """Run the forward, or with `inputs` the backward, which computes the gradients `names`."""
-    tiles = tiling.plan(problem)
-    if not inputs:
-        return outputs_of(problem, kernel.forward(problem, tiles))
-    return kernel.backward(problem, tiles, *result_and_gradients(problem, inputs), frozenset(names))
+    tiles, matrix_name = tiling.plan(problem), f"attention_{problem.matrix}"
+    if inputs:
+        # The inverse of `backward_inputs`.
+        incoming = ("grad_out", "grad_log_sum_exp", "grad_entropy", f"grad_{matrix_name}")
+        grads = RowGradients(*map(inputs.get, incoming))
+        return kernel.backward(problem, tiles, result_of(problem, inputs), grads, frozenset(names))
+    result = kernel.forward(problem, tiles)
+    matrix = {} if result.matrix is None else {matrix_name: result.matrix}
+    return {"out": result.out, "row_max": result.row_max, "log_denom": result.log_denom, **matrix, **result.statistics}
