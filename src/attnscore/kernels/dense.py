@@ -22,7 +22,7 @@ from attnscore.problem.online_softmax import NEG_INF
 from attnscore.problem.problem import Problem
 from attnscore.problem.results import Result, RowGradients
 from attnscore.problem.statistics import TABLE, Matrix
-from attnscore.scores.base import nonfinite_rows, with_dtype
+from attnscore.scores.base import nonfinite_rows, with_arrays
 from attnscore.scores.forms import checked_tile
 
 
@@ -166,7 +166,7 @@ def _scores(problem: Problem) -> tuple[Array, Array]:
         is_nonfinite = ops.logical_or(bad_query, ops.matrix_transpose(bad_key))
         query = ops.where(ops.logical_or(bad_query, _fully_masked(ops, visible, query)), 0.0, query)
         key = ops.where(ops.logical_or(bad_key, _fully_masked(ops, ops.matrix_transpose(visible), key)), 0.0, key)
-    score = with_dtype(ops, problem.score, dtype)
+    score = with_arrays(problem.score, lambda x: ops.astype(x, dtype))
     scores = ops.broadcast_to(ops.astype(checked_tile(ops, score, query, key), dtype), shape)
     if is_nonfinite is not None:
         scores = ops.where(is_nonfinite, float("nan"), scores)

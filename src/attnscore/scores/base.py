@@ -270,11 +270,6 @@ def check_all_positive(name: str, x: Any) -> None:
         raise ArgumentError(message(name, "finite numbers above 0", f"{values.reshape(-1)[:8].tolist()}"))
 
 
-def with_dtype(ops: Backend, score: Any, dtype: str) -> Any:
-    """Return the score with its array fields, and the fields of a wrapped score, cast to `dtype`."""
-    return with_arrays(score, lambda x: ops.astype(x, dtype) if ops.dtype(x) != dtype else x)
-
-
 def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
     """Raise unless the score's arrays are of the caller's framework, floating, and on the device of `query`.
 
