@@ -24,7 +24,6 @@ from attnscore.kernels.native.marshalling import ChunkDropout, MaskArrays, Shape
 from attnscore.kernels.tiling import TilePlan
 from attnscore.masks import Mask, lowering
 from attnscore.problem.problem import Problem
-from attnscore.scores.forms import Role
 
 
 class Program(ABC):
@@ -116,10 +115,6 @@ def chunk_size(problem: Problem, mask: Mask) -> int:
 def _chunk_of(problem: Problem, start: Any, size: int) -> Problem:
     """Return the problem of a chunk of queries, without a mask: `run` passes the booleans of the chunk."""
     ops, dropout, bias, shape = problem.ops, problem.dropout, problem.bias, problem.score_shape
-
-    def rows_of_operand(x: Array, role: Role) -> Array:
-        return _rows(ops, x, start, size) if role == "query" else x
-
     if bias is not None and problem.has_relative_bias:
         # Entry key - query + query_len - 1 is the bias of a pair.
         bias = ops.slice_axis(bias, -1, shape.query_len - start - size, size + shape.key_len - 1)
@@ -129,7 +124,7 @@ def _chunk_of(problem: Problem, start: Any, size: int) -> Problem:
         dropout = ChunkDropout(dropout.probability, dropout.seed, start, shape.query_len)
     layout = dataclasses.replace(problem.layout, score_shape=dataclasses.replace(shape, query_len=size))
     # `problem.query` keeps all rows: kernels read the form's, and outside a gradient hook it may be of another tape.
-    form = problem.form.part(rows_of_operand)
+    form = problem.form.part(lambda x, role: _rows(ops, x, start, size) if role == "query" else x)
     return dataclasses.replace(problem, layout=layout, form=form, bias=bias, mask=None, dropout=dropout)
 
 
