@@ -26,7 +26,6 @@ from attnscore.backends import native
 from attnscore.backends import torch_private as private
 from attnscore.backends.base import (
     ACCELERATORS,
-    DTYPES,
     Array,
     Backend,
     DifferentiableOp,
@@ -41,7 +40,6 @@ from attnscore.errors import FrameworkError, message
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_FLOATS = tuple(_DTYPES[name] for name in DTYPES)
 # Types without overridden operations (__torch_function__, __torch_dispatch__).
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NO_DISPATCH: Any = torch.Tensor.__torch_dispatch__
@@ -93,9 +91,6 @@ class TorchBackend(Backend):
 
     def dtype(self, x: Array) -> str:
         return _NAMES[x.dtype]
-
-    def is_floating(self, x: Array) -> bool:
-        return x.dtype in _FLOATS
 
     def unsupported(self, x: Array) -> tuple[str, str] | None:
         if x.is_nested:
