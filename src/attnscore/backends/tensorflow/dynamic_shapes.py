@@ -72,23 +72,23 @@ def broadcast_together(arrays: Sequence[Array]) -> Sequence[Array]:
     """Return the arrays, broadcast to one shape if no operation takes them together."""
     rank = max(len(x.shape) for x in arrays)
     shapes = [(1,) * (rank - len(x.shape)) + shape(x) for x in arrays]
-    if not _is_too_much_for_one(shapes):
+    if not _needs_more_axes(shapes):
         return arrays
-    together = [functools.reduce(_broadcast_size, axis) for axis in zip(*shapes, strict=True)]
-    is_ready = (len(x.shape) == 0 or size == tuple(together) for x, size in zip(arrays, shapes, strict=True))
-    return [x if ready else broadcast_to(x, together) for x, ready in zip(arrays, is_ready, strict=True)]
+    common = [functools.reduce(_broadcast_size, axis) for axis in zip(*shapes, strict=True)]
+    is_ready = (len(x.shape) == 0 or each == tuple(common) for x, each in zip(arrays, shapes, strict=True))
+    return [x if ready else broadcast_to(x, common) for x, ready in zip(arrays, is_ready, strict=True)]
 
 
 def broadcast_to(x: Array, target: Sequence[Any]) -> Array:
     """Return `x` broadcast to a shape of at most 8 axes, in two steps if one does not take it."""
-    half, own = len(target) - 4, (1,) * (len(target) - len(x.shape)) + shape(x)
-    if _is_too_much_for_one([own, target]):
-        x = tf.broadcast_to(x, sizes([*target[:half], *own[half:]]))
+    half, source = len(target) - 4, (1,) * (len(target) - len(x.shape)) + shape(x)
+    if _needs_more_axes([source, target]):
+        x = tf.broadcast_to(x, sizes([*target[:half], *source[half:]]))
     return tf.broadcast_to(x, sizes(target))
 
 
-def _is_too_much_for_one(shapes: Sequence[Sequence[Any]]) -> bool:
-    """Whether arrays broadcast in more than 5 axes, which no operation takes; neighbours that do so alike are one."""
+def _needs_more_axes(shapes: Sequence[Sequence[Any]]) -> bool:
+    """Whether these shapes broadcast in more axes than the 5 of an operation, after neighbours alike are merged."""
     axes = [tuple(type(n) is int and n == 1 for n in axis) for axis in zip(*shapes, strict=True)]
     return len(axes) > 5 and len([*itertools.groupby(axis for axis in axes if not all(axis))]) > 5
 
