@@ -442,7 +442,7 @@ def test_variables_of_a_layer_of_the_users_own_learn() -> None:
 
 
 @pytest.mark.parametrize(
-    "word",
+    "function",
     [
         ats.softmax_jacobian,
         lambda x: ats.softmax_pullback(x, x),
@@ -455,16 +455,16 @@ def test_variables_of_a_layer_of_the_users_own_learn() -> None:
         lambda x: ats.unpack_padded(x, [0, 1, 2]),
     ],
 )
-def test_variables_go_into_every_function(word: Callable[[Any], Any]) -> None:
-    close(backends.host(word(keras.Variable(X))), word(X))
+def test_variables_go_into_every_function(function: Callable[[Any], Any]) -> None:
+    close(backends.host(function(keras.Variable(X))), function(X))
 
 
 def test_lengths_and_masks_in_variables() -> None:
     lens, mask = np.array([2, 3], np.int32), np.tri(3, dtype=bool)
-    held = [keras.Variable(x, dtype=x.dtype.name, trainable=False) for x in (lens, mask)]
-    wanted = ats.attend(X, X, X, valid_lens=lens, mask=mask)
-    found = ats.attend(*[keras.Variable(X)] * 3, valid_lens=held[0], mask=held[1])
-    close(backends.host(found), wanted)
+    variables = [keras.Variable(x, dtype=x.dtype.name, trainable=False) for x in (lens, mask)]
+    expected = ats.attend(X, X, X, valid_lens=lens, mask=mask)
+    result = ats.attend(*[keras.Variable(X)] * 3, valid_lens=variables[0], mask=variables[1])
+    close(backends.host(result), expected)
 
 
 @pytest.mark.skipif(not hasattr(keras, "RematScope"), reason="an older Keras")
