@@ -185,7 +185,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(target)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and str(error.filename) == str(temporary):
+        # A full disk names no file.
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary)):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 

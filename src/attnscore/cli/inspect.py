@@ -50,10 +50,7 @@ def inspect(
     with error_console().status("running the model"):
         inspection = inspect_model(model, content, max_tokens=tokens or max_tokens)
     with error_console().status("writing the report"):
-        try:
-            inspection.to_html(out, megabytes=megabytes)
-        except OSError as error:
-            raise FileError(f"{out}: cannot be written: {error.strerror}") from error
+        inspection.to_html(out, megabytes=megabytes)
     names = ("entropy", "effective_keys", "largest_weight", "logit_variance", "first_key")
     rows = sorted(inspection.to_rows(), key=lambda row: row["entropy"])
     shown = [*rows[:4], *rows[-2:]] if len(rows) > 6 else rows
