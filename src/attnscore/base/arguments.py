@@ -123,7 +123,7 @@ def is_whole(x: object) -> bool:
 
 
 def shown(x: object) -> str:
-    """Format a value for a message: an array by type and shape, everything else by its repr, cut short."""
+    """Format a value for a message: an array with axes by type and shape, a scalar by its repr, all else cut short."""
     shape = getattr(x, "shape", None)
     if shape is not None and not isinstance(x, type):
         return f"{type(x).__name__} of shape {tuple(shape)}" if tuple(shape) else f"{x!r}"

@@ -226,7 +226,6 @@ def _tile(problem: Problem, tiles: TilePlan, expands_square: bool, with_vjp: boo
     else:
         form_scores = scores_of(*form.arrays().values())
     shape = (*score_shape.rows, score_shape.key_len)
-    # Heads that share query and key have the same scores.
     scores = form_scores if tuple(form_scores.shape) == shape else ops.broadcast_to(form_scores, shape)
     unmasked = None
     if problem.mask is not None:
@@ -331,6 +330,7 @@ class FewKeys(_Formula):
 def _has_few_keys(problem: Problem) -> bool:
     """Whether a call has one or two queries over few keys, in a program whose compiler fuses its operations."""
     score_shape, form = problem.score_shape, problem.form
+    # Without channels the rows of a reshape to (-1, ..., 0) are undetermined (`_by_rows`).
     if not _can_use_formula(problem) or 0 in form.key.shape:
         return False
     # The functions below have no dropout, caps or biases.

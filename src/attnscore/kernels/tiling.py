@@ -66,7 +66,7 @@ class TilePlan:
         whole_tiles = self.segments[: self.query_len // self.query_tile]
         if all(segments == whole_tiles[0] for segments in whole_tiles) and len(whole_tiles[0]) < 2:
             return whole_tiles[0]
-        # All keys from the first segment to the last, as one segment.
+        # One loop over all keys from the first segment to the last, also where all tiles have the same two or more.
         ends = np.array([(s[0].start, s[-1].stop) if s else (0, 0) for s in whole_tiles])
         max_key_tiles = max(-(-stop // self.key_tile) - start // self.key_tile for start, stop in ends.tolist())
         start, stop = (ops.take(ops.asarray(end, like), tile, 0) for end in ends.T.copy())

@@ -132,7 +132,7 @@ def _copy_array(x: Any) -> Snapshot:
 
 
 def _is_of_library(x: Any) -> bool:
-    """Return whether a module, class or function is one of NumPy, a framework or the standard library."""
+    """Return whether `x` is a module, class or function of `_LIBRARIES`, or a function in C of any module."""
     if isinstance(x, ModuleType):
         name = x.__name__
     elif isinstance(x, BuiltinFunctionType):

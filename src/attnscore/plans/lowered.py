@@ -120,7 +120,7 @@ class LoweredPlan(Plan):
         return self.plan.run(tuple.__new__(CallArguments, lowered_arguments))
 
     def _project_by_product(self, score: Any, query: Array, key: Array) -> list[Array] | None:
-        """Return query and key of a bilinear score as `lower` does; None where that is more than a matrix product."""
+        """Return query and key of a bilinear score; None where `lower` has to cast, or to isolate non-finite rows."""
         if not self.is_matrix_product:
             return None
         ops, is_query = self.ops, self.computed[0]

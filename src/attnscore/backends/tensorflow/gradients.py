@@ -50,7 +50,6 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
     """``run.forward(operands)``, with ``run.backward`` as its gradient."""
     operands = [tf.convert_to_tensor(x) for x in operands]
     if has_tangents(operands):
-        # A custom gradient has no forward mode.
         return run.streaming().forward(operands)
     is_eager, requested = tf.executing_eagerly(), None
     if is_eager:
@@ -74,6 +73,7 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
             # `results` and not `outputs`, so that a second tape differentiates through them.
             saved, incoming = results[: run.saved_count], grads[: run.differentiable_count]
             gradients = run.backward(operands, saved, incoming, requested)
+            # `variables` are those that the forward reads beside its operands; they get no gradient.
             return gradients if variables is None else (gradients, [None] * len(variables))
 
         return outputs, vjp
