@@ -155,7 +155,7 @@ bool ArrayView::read(PyObject* object) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == numpy_type) return read_numpy(numpy_array(object));
     DlTensor x;
     if (!is_tensor_type(Py_TYPE(object))) return false;
-    // Tensors that have no memory of the CPU (fake, sparse, wrapped by a transform) fail here.
+    // Tensors without strided memory (fake, sparse, wrapped by a transform) fail here.
     if (exchange->view(object, &x) != 0) {
         PyErr_Clear();
         return false;

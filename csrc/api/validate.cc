@@ -276,7 +276,7 @@ std::vector<RowArrays> build_forward(Problem& p, const Inputs& in, const Forward
     check_all(p, s, kForwardArrays, a);
     for (size_t i = 0; i < std::size(kNeeded); ++i)
         if (kNeeded[i] && (a.*kForwardArrays[kFirstStatistic + i].array).present) p.*kNeeded[i] = true;
-    p.exact_row_max = p.exact_row_max || p.first_key;
+    p.exact_row_max = p.exact_row_max || p.first_key;  // the first key of that maximum
     set_pointers(p, s, kForwardArrays, a, rows);
     return rows;
 }

@@ -239,8 +239,8 @@ inline StoredRows<T> stored_rows(const Matrix& m, Dtype dtype, int64_t first) {
     return {m.data + first * m.row_stride * attnscore::size_of(dtype), m.row_stride, dtype};
 }
 
-// Whether no vector of the rows spans two cache lines. NumPy's large arrays begin 16 bytes after a line: their vectors
-// do, which takes 2% of a pass.
+// Whether no vector of the rows spans two cache lines. NumPy's large arrays begin 16 bytes after a line, and their
+// vectors span two, which takes 2% of a pass.
 template <class T>
 inline bool is_aligned(const View<T>& rows) {
     return (reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.stride) * sizeof(T)) % kVectorBytes ==

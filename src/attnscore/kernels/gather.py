@@ -440,7 +440,7 @@ class _GatheredCall:
     def _reader(self, x: Array, indices_of: Callable[[_Block], HostArray]) -> Callable[[_Block], Array]:
         """Return a function that gives the entries of `x` at ``indices_of(block)``: (batch, *lead, entry, width)."""
         ops, (*lead, _, width) = self.ops, x.shape
-        # A view of arrays (length, head, dim).
+        # A view, without a copy, where memory has the order (length, head, dim).
         rows = ops.in_c_order(_flatten_entries(ops, ops.expand_dims(x, 0)))
 
         def read(block: _Block) -> Array:

@@ -84,7 +84,7 @@ def _score_tile(
         nonfinite = ops.logical_or(
             _slice(ops, inputs.nonfinite_query, -2, rows), _slice(ops, inputs.nonfinite_key, -1, cols)
         )
-        # The scores of zeros, by which `_isolate_nonfinite` has replaced such queries and keys.
+        # So far these are scores of the zeros by which `_isolate_nonfinite` has replaced such queries and keys.
         scores = ops.where(nonfinite, float("nan"), scores)
     if problem.bias is not None:
         scores = scores + ops.where(unmasked, bias, 0.0)
@@ -206,7 +206,7 @@ def _normalized_query_tile(
     """Return the results of a query tile as `forward` does, with another normalizer than the softmax.
 
     It passes over the key tiles for the largest score and the statistics of the scores, then for the threshold (several
-    times), then for the weighted sum.
+    times), then for the weighted sum. A matrix has weights: one of scores needs no normalizer.
     """
     problem, ops, dtype = inputs.problem, inputs.problem.ops, inputs.problem.accumulator
     shape, requested = (*problem.score_shape.rows[:-1], rows[1]), problem.statistics

@@ -218,7 +218,7 @@ def tile_sizes(score_shape: ScoreShape, values_per_pair: int, numbers: int) -> t
 
 
 def _divisor(length: int, size: int) -> int:
-    """Return the largest divisor of a length from half of `size` to `size`, or `size` if there is none.
+    """Return the largest divisor of a length above half of `size` and up to `size`, or `size` if there is none.
 
     Otherwise the last tile is smaller than the others, and its operations are compiled in addition to theirs.
     """

@@ -124,11 +124,11 @@ class _Tracer:
         """Return a mask of the whole sequence at the rows of the shard, as intervals of the keys of the shard."""
         ops = self.ops
         rows, cols = (ops.astype(ops.asarray(x, self.like), "int64") for x in (mask.rows, mask.cols))
-        tracer = _Tracer(ops, mask.part_shape(self.score_shape), self.like)
-        intervals = [tracer._all_keys()] if mask.mask is None else tracer.trace(mask.mask)
+        whole_tracer = _Tracer(ops, mask.part_shape(self.score_shape), self.like)
+        intervals = [whole_tracer._all_keys()] if mask.mask is None else whole_tracer.trace(mask.mask)
 
         def to_shard(ends: Ends) -> Ends:
-            start, stop = (end if end.shape[-1] == 1 else ops.take(end, rows, -1) for end in tracer._clamp(ends))
+            start, stop = (end if end.shape[-1] == 1 else ops.take(end, rows, -1) for end in whole_tracer._clamp(ends))
             # The number of keys of the shard before each end: `searchsorted` counts those at most equal to its value.
             start, stop = (
                 ops.reshape(ops.searchsorted(cols, ops.reshape(end, (-1,)) - 1), end.shape) for end in (start, stop)

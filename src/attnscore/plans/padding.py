@@ -43,7 +43,7 @@ def real_rows(ops: Backend, x: Array, lens: Any, units: int) -> Array | None:
     real = sum(lens.tolist())
     if not _saves_time(real, batch * length - real, features, units):
         return None
-    # Lengths out of range become possible ones here; the call itself raises.
+    # Lengths out of range are clipped here; the call itself raises for them.
     return ops.indices_before(ops.asarray(lens, x), length)
 
 

@@ -46,7 +46,7 @@ class Form(ABC):
     roles: ClassVar[Mapping[str, Role]] = {}
     keeps_infinity: ClassVar[bool] = False
     """Whether a row with an infinity has the scores of the definition; otherwise they are NaN, as for a row with a NaN.
-    Then the VJP of `raw` maps a gradient of 0 to 0 whatever the row holds."""
+    If it has, the VJP of `raw` maps a gradient of 0 to 0 whatever the row holds."""
 
     @abstractmethod
     def raw(self, ops: Backend, visible: Array | None = None) -> tuple[Array, FormPullback]:

@@ -86,7 +86,7 @@ def host_callback(
         return [tf.cast(x, dtype) for x, dtype in zip(otherwise(*arrays), dtypes, strict=True)]
 
     outputs = _case(_runs_here(arrays[0]), [elsewhere, here])  # `_runs_here` is 0 or 1
-    for x, shape in zip(outputs, shapes, strict=True):
+    for x, shape in zip(outputs, shapes, strict=True):  # a case keeps only the sizes that both branches know
         x.set_shape(shape)
     return tuple(outputs)
 

@@ -99,7 +99,7 @@ class _Plans:
     names: tuple[str, ...]
     """Names of the operands, in the order in which the callback gets them; arrays of the mask follow, then a seed."""
     has_lens: bool
-    """Whether the valid lengths are the only array of the mask."""
+    """Whether valid lengths are the only array of the mask that the callback gets."""
     seed: int | None
     """The seed of the dropout; None where the callback gets it as two arrays."""
     _plans: BoundedCache[NativePlan | None] = field(default_factory=lambda: BoundedCache(16))

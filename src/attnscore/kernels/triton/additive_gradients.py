@@ -235,8 +235,8 @@ def side_gradient(
     a, other_a = side_of(target, m), side_of(other, m)
     common = (position, c, chunk, ds, masking, m.b, target_tile, target_len, other_len, slope)
     if ACTIVATION == "tanh" or ACTIVATION == "sigmoid":
-        # `TERMS` of `_sums`: 2 or 1 exponentials from the tables to a division, as long as no denominator overflows;
-        # then 0, from the sides themselves. The limits are for exp(2 z); a sigmoid has exp(-z).
+        # `TERMS` of `_sums`: 2 if products of two denominators are finite; 1 if the exponentials in the tables are, as
+        # 1 / inf = 0 is right; else 0, from the sides. The limits are for exp(2 z); a sigmoid has exp(-z).
         reach: tl.constexpr = 1.0 if ACTIVATION == "tanh" else 2.0
         # The largest absolute values: of these positions, and of the whole other side.
         size = tl.max(tl.load(base(target_sizes, m) + position, mask=live, other=0.0), 0)
@@ -270,7 +270,7 @@ def side_gradient(
         total = tl.sum(acc_act, 0)
         if ACTIVATION == "tanh":
             total = tl.sum(acc_ds, 0) - 2.0 * total
-        # The last query tile may have more blocks than queries.
+        # The last query tile may have blocks without a query.
         blocks = tl.cdiv(target_len, BLOCK)
         at_w_v = grad_w_v + (matrix.to(tl.int64) * blocks + block) * hidden + c
         tl.store(at_w_v, total, mask=(c < hidden) & (block < blocks))
