@@ -120,8 +120,7 @@ class _Plans:
     ) -> dict[str, HostArray] | None:
         """Run the forward, or the backward on `inputs`, which computes the gradients `names`; return results by name.
 
-        Statistics get the last axis of 1 that they have on the canonical axes. None where the module cannot read arrays
-        of these layouts.
+        Statistics get their last axis of 1 on the canonical axes. None where the module cannot read these layouts.
         """
         key = tuple((x.shape, x.strides) for x in arrays)
         plan = self._plans.get_or_compute(key, lambda: self._build(arrays))
@@ -140,6 +139,7 @@ class _Plans:
             outputs, saved = plan.forward(operands, bounds, seed, saves=True)
             filled = dict(zip((*computation.returned, *computation.saved), (*outputs, *saved), strict=True))
             return {name: x if name in ("out", "attention_weights") else x[..., None] for name, x in filled.items()}
+        # A plan reads saved arrays in C order, as its forward allocates them.
         read = {**inputs, **{name: np.ascontiguousarray(inputs[name]) for name in computation.saved}}
         is_requested = [name in names for name in operand_names]
         gradients = plan.backward(operands, bounds, [*map(read.get, computation.backward_inputs)], seed, is_requested)
