@@ -96,7 +96,23 @@ def test_a_batch_that_only_the_values_have(framework: str) -> None:
         np.testing.assert_allclose(x, wanted, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("make", [lambda: NoDataclass(torch.tensor(2.0, requires_grad=True)), Module])
+@dataclass(frozen=True, eq=False)
+class ByModule:
+    net: Any
+
+    def tile(self, ops: Any, query: Any, key: Any) -> Any:
+        return ops.matmul(self.net(query), ops.swapaxes(key, -1, -2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: NoDataclass(torch.tensor(2.0, requires_grad=True)),
+        Module,
+        lambda: ByModule(torch.nn.Linear(2, 2)),
+        lambda: ByModule(torch.ones((), requires_grad=True).mul),
+    ],
+)
 @pytest.mark.parametrize(
     "wrap", [lambda x: x, lambda x: ats.SoftCap(x, 3.0), lambda x: ats.Combination((ats.Dot(), x), (1.0, 2.0))]
 )

@@ -143,6 +143,26 @@ def test_an_own_score_with_tile_alone() -> None:
     check_score(OwnAbsolute(tf.constant(0.7, tf.float64)), like=tf.zeros(1, tf.float64))
 
 
+@pytest.mark.parametrize("compiled", [lambda call: call, tf.function], ids=["eager", "graph"])
+def test_a_variable_that_no_gradient_reaches_is_an_error(compiled: Any) -> None:
+    factor = tf.Variable(1.5)
+
+    class Product:
+        def tile(self, ops: Any, query: Any, key: Any) -> Any:
+            return factor * ops.matmul(query, ops.swapaxes(key, -1, -2))
+
+    x = tf.ones((3, 2))
+
+    def gradient() -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            out = ats.attend(x, x, x, score=Product(), kernel="streaming")
+        return tape.gradient(out, factor)
+
+    with pytest.raises(ats.ArgumentError, match="score: expected a dataclass whose fields are its"):
+        compiled(gradient)()
+
+
 # -------------------------------------------------------- what a graph does not know
 
 

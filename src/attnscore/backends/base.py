@@ -320,6 +320,10 @@ class Backend(ABC):
     def needs_grad(self, *arrays: Array) -> bool:
         """Whether the framework's own autodiff may differentiate operations on these."""
 
+    def is_recorded(self, function: Callable[[], Array]) -> bool:
+        """Whether autodiff follows the result; False where the framework itself raises for a captured array."""
+        return False
+
     def is_writable(self, x: Array) -> bool:
         """Whether an array, of a framework whose arrays are written to in place, may be written to here."""
         return True

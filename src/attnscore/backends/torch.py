@@ -223,6 +223,9 @@ class TorchBackend(Backend):
                     return True
         return False
 
+    def is_recorded(self, function: Callable[[], Array]) -> bool:
+        return torch.is_grad_enabled() and bool(getattr(function(), "requires_grad", False))
+
     def is_writable(self, x: Array) -> bool:
         return torch.is_inference_mode_enabled() or not x.is_inference()
 

@@ -270,6 +270,9 @@ def check_all_positive(name: str, x: Any) -> None:
         raise ArgumentError(message(name, "finite numbers above 0", f"{values.reshape(-1)[:8].tolist()}"))
 
 
+_GRADIENTS_REACH_FIELDS = "a dataclass whose fields are its arrays, so that gradients reach them"
+
+
 def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
     """Raise unless the score's arrays are of the caller's framework, floating, and on the device of `query`.
 
@@ -283,13 +286,26 @@ def check_score_arrays(ops: Backend, score: object, query: Array) -> None:
     for part in scores_in(score):
         if dataclasses.is_dataclass(part):
             continue
-        values = [*getattr(part, "__dict__", {}).values()]
-        # PyTorch's modules hold their parameters in a dictionary among their attributes.
-        values += [x for each in values if isinstance(each, dict) for x in each.values()]
+        values = getattr(part, "__dict__", {}).values()
         values = [x for x in values if backends.is_array(x) and backends.of_type(type(x)) is ops]
         if values and ops.needs_grad(*values):
-            expected = "a dataclass whose fields are its arrays, so that gradients reach them"
-            raise ArgumentError(message("score", expected, type(part).__name__))
+            raise ArgumentError(message("score", _GRADIENTS_REACH_FIELDS, type(part).__name__))
+
+
+def _check_captured(ops: Backend, score: Any, query: Array, key: Array) -> None:
+    """Raise where ``tile`` reads an array that needs a gradient and is no field, in a closure or a module for instance.
+
+    Streaming kernels compute the gradients of query, key and the fields alone.
+    """
+
+    def scores() -> Array:
+        one_of_each = (ops.stop_gradient(ops.slice_axis(x, -2, 0, 1)) for x in (query, key))
+        return with_arrays(score, ops.stop_gradient).tile(ops, *one_of_each)
+
+    if ops.is_recorded(scores):
+        got = f"a tile of {type(score).__name__} that reads another array that needs a gradient"
+        hint = "a field may be a tuple, as of a module's parameters"
+        raise ArgumentError(message("score", _GRADIENTS_REACH_FIELDS, got, hint=hint))
 
 
 def generic_form(ops: Backend, score: Any, query: Array, key: Array) -> TileForm:
@@ -301,6 +317,8 @@ def generic_form(ops: Backend, score: Any, query: Array, key: Array) -> TileForm
         return x
 
     with_arrays(score, keep)
+    if 0 not in (*query.shape, *key.shape):
+        _check_captured(ops, score, query, key)
     parameters = arrays_of(score)
     if len(arrays) != len(parameters):
         expected = f"arrays of different names in {type(score).__name__} and the scores in it"

@@ -51,6 +51,7 @@ class TensorFlowBackend(Backend):
     fallbacks = private.FALLBACKS
     xp = Modules(tf.math, tf, tf.experimental.numpy)
     needs_grad = staticmethod(gradients.needs_grad)
+    is_recorded = staticmethod(gradients.is_recorded)
     needs_host_callback = staticmethod(graphs.calls_back)
     host_callback = staticmethod(graphs.host_callback)
     differentiable = staticmethod(gradients.differentiable)

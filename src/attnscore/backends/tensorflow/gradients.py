@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from attnscore.backends.base import Array, DifferentiableOp, VjpFunction, accumulator
 from attnscore.backends.tensorflow import graphs, private
+from attnscore.errors import ArgumentError, message
 
 
 def needs_grad(*arrays: Array) -> bool:
@@ -30,6 +31,13 @@ def needs_grad(*arrays: Array) -> bool:
         return True
     tensors = [x for x in arrays if isinstance(x, tf.Tensor)]
     return bool(private.should_record(tensors)) or has_tangents(tensors)
+
+
+def is_recorded(function: Callable[[], Array]) -> bool:
+    """Whether a tape follows the result; False in a graph, and where TensorFlow does not tell."""
+    if not tf.executing_eagerly() or private.FALLBACKS or not private.could_possibly_record():
+        return False
+    return bool(private.should_record([function()]))
 
 
 def has_tangents(arrays: Sequence[Array]) -> bool:
@@ -73,8 +81,11 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
             # `results` and not `outputs`, so that a second tape differentiates through them.
             saved, incoming = results[: run.saved_count], grads[: run.differentiable_count]
             gradients = run.backward(operands, saved, incoming, requested)
-            # `variables` are those that the forward reads beside its operands; they get no gradient.
-            return gradients if variables is None else (gradients, [None] * len(variables))
+            if variables:  # those that the forward reads beside its operands, and that no gradient would reach
+                names = ", ".join(variable.name for variable in variables)
+                expected = "a dataclass whose fields are its variables, so that gradients reach them"
+                raise ArgumentError(message("score", expected, f"a tile that reads {names}"))
+            return gradients
 
         return outputs, vjp
 
