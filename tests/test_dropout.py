@@ -216,3 +216,13 @@ def test_a_compiled_backward_that_computes_again_replays_the_mask(
         compiled = torch.compile(again, fullgraph=True, backend=backend)
         assert _error_of_replay(first) < 1e-12
     torch.compiler.reset()
+
+
+def test_a_compiled_call_of_arrays_without_gradients() -> None:
+    torch.compiler.reset()
+    x = torch.ones(1, 2, 5, 3)
+    out = torch.compile(
+        lambda x: ats.attend(x, x, x, dropout=0.5), fullgraph=True, backend="aot_eager_decomp_partition"
+    )(x)
+    assert out.shape == x.shape and len(out.unique()) > 1
+    torch.compiler.reset()

@@ -237,18 +237,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Any:
     if _OPS.has_autocast(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = [x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value)]
-    if arguments["dropout"] != 0 and arguments["seed"] is None:
+    seed, slots = arguments.pop("seed"), Slots()
+    written = {name: slots.written(x) for name, x in arguments.items()}
+    if arguments["dropout"] != 0 and seed is None:
         # Drawn in the graph: an operator has no state. The compiler may compute any part of the graph again in the
-        # backward, but restores the generator for random operators of a checkpoint alone.
-        if torch.compiler.is_dynamo_compiling() and not is_exporting():
-            arguments["seed"] = checkpoint(_replayed_seed, use_reentrant=False)
+        # backward, but restores the generator for random operators of a checkpoint alone. In a graph without gradients
+        # it raises for such an operator.
+        is_replayed = torch.compiler.is_dynamo_compiling() and not is_exporting()
+        if is_replayed and _OPS.needs_grad(query, key, value, *slots.arrays):
+            seed = checkpoint(_replayed_seed, use_reentrant=False)
         else:
-            arguments["seed"] = torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
-    if isinstance(arguments["seed"], int):
-        arguments["seed"] %= 2**63  # the seed of `attend`, in 64 bits
-    slots = Slots()
-    written = ", ".join([f"{name}={slots.written(x)}" for name, x in arguments.items()])
-    out, rows, weights = _attend(query, key, value, slots.arrays, slots.integers, f"attend({written})")
+            seed = torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
+    if isinstance(seed, int):
+        seed %= 2**63  # the seed of `attend`, in 64 bits
+    written["seed"] = slots.written(seed)
+    expression = f"attend({', '.join(f'{name}={text}' for name, text in written.items())})"
+    out, rows, weights = _attend(query, key, value, slots.arrays, slots.integers, expression)
     results: list[Any] = [out]
     if has_weights:
         results.append(weights.to(out.dtype))
