@@ -219,6 +219,16 @@ class TestSnapshots:
             array[:] = 5
             assert first.value(2) == before != function(2)
 
+    def test_lists_and_dictionaries_are_copied(self) -> None:
+        limits, table = [3], {"limit": 3}
+        kept = snapshot(lambda i: (i < limits[0], i < table["limit"]))
+        limits[0] = table["limit"] = 9
+        assert kept.value(5) == (False, False) and kept.key is not None
+
+    def test_a_vectorized_function_has_no_key(self) -> None:
+        assert snapshot(np.frompyfunc(lambda i: i < len(GLOBAL), 1, 1)).key is None
+        assert snapshot(np.less).key is not None
+
     def test_a_function_that_names_itself(self) -> None:
         array = np.arange(9)
 

@@ -66,7 +66,7 @@ class _Reader:
     def _rebuild(
         self, value: Any, parts: Iterable[Any], rebuild: Callable[[Sequence[Any]], Any], *constants: Hashable
     ) -> Snapshot:
-        """Return ``rebuild(parts)`` of the parts as they are now; `value` itself where none of them is copied.
+        """Return ``rebuild(parts)`` of the parts as they are now; `value` itself where nothing in it can change.
 
         `constants`, the keys of a dictionary, join the key.
         """
@@ -74,7 +74,8 @@ class _Reader:
         snapshots = [self.read(x) for x in parts]
         keys = tuple(x.key for x in snapshots)
         key = None if None in keys else (type(value), constants, keys)
-        if all(x.value is part for x, part in zip(snapshots, parts, strict=True)):
+        is_mutable = type(value) in (list, dict)
+        if not is_mutable and all(x.value is part for x, part in zip(snapshots, parts, strict=True)):
             return Snapshot(value, key)
         return Snapshot(rebuild([x.value for x in snapshots]), key)
 
@@ -88,15 +89,16 @@ class _Reader:
         # Registered before its parts are read, which may name it; its number among the functions is then its key.
         number = len(self.functions)
         self.functions[id(function)] = Snapshot(copy, number)
-        values = {name: scope[name] for name in sorted(set(_names(code))) if name in scope}
-        parts = (list(_contents(function)), values, function.__defaults__, function.__kwdefaults__)
+        names = tuple(name for name in sorted(set(_names(code))) if name in scope)
+        values = tuple(map(scope.__getitem__, names))
+        parts = (tuple(_contents(function)), names, values, function.__defaults__, function.__kwdefaults__)
         current, key = self.read(parts)
         key = None if key is None else (code, key)
         if current is parts:
             self.functions[id(function)] = Snapshot(function, number)  # the empty copy is dropped
             return Snapshot(function, key)
-        contents, values, copy.__defaults__, copy.__kwdefaults__ = current
-        scope.update(values)
+        contents, _, values, copy.__defaults__, copy.__kwdefaults__ = current
+        scope.update(zip(names, values, strict=True))
         for cell, x in zip(cells, contents, strict=True):
             cell.cell_contents = x
         return Snapshot(copy, key)
@@ -139,7 +141,8 @@ def _is_of_library(x: Any) -> bool:
         # A method of an array has this type too, and reads the array.
         return x.__self__ is None or isinstance(x.__self__, ModuleType)
     elif isinstance(x, np.ufunc):
-        return True
+        # Not one of `np.frompyfunc`, which calls a Python function.
+        return x is getattr(np, x.__name__, None)
     elif isinstance(x, (FunctionType, type)) or type(x).__module__.startswith("jaxlib"):
         # The functions of jax.jit, of a type of jaxlib, have the module of the Python function that they compile.
         name = str(x.__module__)
