@@ -265,6 +265,23 @@ def test_cross_attention_and_masks(framework: str) -> None:
         np.testing.assert_allclose(np.asarray(found), np.asarray(ats.attend(q, k, v, mask=visible)), rtol=1e-12)
 
 
+@pytest.mark.parametrize("framework", ["numpy", pytest.param("jax", marks=pytest.mark.slow)])
+def test_a_mask_is_aligned_with_the_last_position(framework: str) -> None:
+    """Not with the last slot: two of the eight, and of a shorter sequence more, hold no position."""
+    q, k, v = (_drawn(framework, 2, HEADS, 6, DIM, seed=i) for i in range(3))
+    cache = ats.KeyValueCache(capacity=8).append(k[:, :, :4], v[:, :, :4], lens=np.array([4, 2]))
+    cache = cache.append(k[:, :, 4:], v[:, :, 4:])
+    last = ats.SlidingWindow(1, 0, align="bottom_right")
+    for mask in (last, last & ats.Causal("bottom_right")):
+        found = np.asarray(cache.attend(q[:, :, 4:], mask=mask))
+        for b, held in enumerate((slice(None), np.array([0, 1, 4, 5]))):
+            one_pass = ats.attend(q[b][:, 4:], k[b][:, held], v[b][:, held], mask=last)
+            np.testing.assert_allclose(found[b], np.asarray(one_pass), rtol=1e-12)
+    of_all = np.asarray(ats.attend(q[:1, :, 4:], k[:1], v[:1], mask=last))
+    cache = ats.KeyValueCache(capacity=8).append(k[:1], v[:1])
+    np.testing.assert_allclose(np.asarray(cache.attend(q[:1, :, 4:], causal=False, mask=last)), of_all, rtol=1e-12)
+
+
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_slots_without_a_position_are_not_read(framework: str) -> None:
     """NaN in the rest of the buffers changes nothing."""
@@ -861,6 +878,12 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
             "query: expected at most as many queries as the last append had positions (3), got 4",
         ),
         "query axes": (lambda: _cache().attend(X[0]), "query: expected 4 axes, as the keys of the cache"),
+    },
+    ats.MaskError: {
+        "aligned over a ring": (
+            lambda: _cache(window=4).attend(X, mask=ats.Causal("bottom_right")),
+            "mask: expected none with an alignment in a cache with a window, got Causal(align='bottom_right')",
+        ),
     },
     ats.DtypeError: {
         "integers": (lambda: _cache(X.astype(int), X), "key: expected a floating"),

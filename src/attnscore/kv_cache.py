@@ -20,7 +20,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast, final
 
@@ -31,12 +31,13 @@ from attnscore.api import attend
 from attnscore.backends.base import Array, Backend, itemsize
 from attnscore.base import thresholds
 from attnscore.base.arguments import check_count, check_flag, is_whole, shown
-from attnscore.errors import ArgumentError, FileError, FrameworkError, ShapeError, message
+from attnscore.errors import ArgumentError, FileError, FrameworkError, MaskError, ShapeError, message
 from attnscore.kv_buffers import checks
 from attnscore.kv_buffers.checks import with_heads_first
 from attnscore.kv_buffers.slots import AppendedPositions, RollingWindow, positions_of_slots, slots_of_positions
 from attnscore.kv_buffers.storage import STORAGE, Storage, moved
-from attnscore.masks import Dense, Mask, ValidLens
+from attnscore.masks import Causal, Dense, Mask, SlidingWindow, ValidLens
+from attnscore.masks.base import map_atoms
 from attnscore.masks.index_values import host_ints
 from attnscore.masks.shape_spec import shape_of
 from attnscore.plans.prepared import prepare_keys
@@ -326,7 +327,8 @@ class KeyValueCache:
         causal : bool
             False attends to all positions held, as a decoder does to an encoder's; not with a window.
         mask : a mask object or a boolean array over (..., query, slot), optional
-            Combined with the cache's mask by AND; `positions` has the position of each slot.
+            Combined with the cache's mask by AND; `positions` has the position of each slot. ``align="bottom_right"``
+            refers to the last position.
         **options
             As in `attend`, except `valid_lens` and `head_axis`, and `score` where the cache has one.
 
@@ -381,7 +383,8 @@ class KeyValueCache:
         count = query.shape[self._length_axis]
         visible, valid_lens = self._visible_slots(count, causal), None
         if mask is not None:
-            mask = self.mask(count, causal=causal) & (mask if isinstance(mask, Mask) else Dense(mask))
+            others = self._aligned(mask, count, causal) if isinstance(mask, Mask) else Dense(mask)
+            mask = self.mask(count, causal=causal) & others
         elif not isinstance(visible, Mask):
             valid_lens = visible
         else:
@@ -408,6 +411,20 @@ class KeyValueCache:
         """
         visible = self._check_filled("mask")._visible_slots(query_len, causal)
         return visible if isinstance(visible, Mask) else ValidLens(visible)
+
+    @_in_scope
+    def _aligned(self, mask: Mask, count: int, causal: bool) -> Mask:
+        """Return a mask in which "bottom_right" refers to the last positions, not to slots that hold none yet."""
+
+        def align(atom: Mask) -> Mask:
+            if not isinstance(atom, (Causal, SlidingWindow)) or atom.align != "bottom_right":
+                return atom
+            if self.window is not None:
+                hint = "leave it out; the mask of the cache is causal, and has its window"
+                raise MaskError(message("mask", "none with an alignment in a cache with a window", atom, hint=hint))
+            return replace(atom, align=None, offset=self._first_positions(count) if causal else self._lens - count)
+
+        return map_atoms(mask, align)
 
     @_in_scope
     def _visible_slots(self, count: int, causal: bool) -> Array | RollingWindow:
