@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from attnscore.base.arguments import hides_unknown, reject_unknown
-from attnscore.base.layout import ScoreShape, check_bias_shape
+from attnscore.base.layout import check_bias_shape
 from attnscore.errors import ArgumentError, message
 from attnscore.parallel.explanation import ParallelExplanation
 from attnscore.parallel.jax_modes import MODE_CLASSES, lax
@@ -27,7 +27,7 @@ from attnscore.parallel.options import Options
 from attnscore.parallel.parts import Call
 from attnscore.parallel.plan import exchange
 from attnscore.parallel.shard import Shard
-from attnscore.problem.problem import Problem, check_extra
+from attnscore.problem.problem import check_extra
 from attnscore.problem.results import present
 
 __all__ = ["attend", "explain", "gather_rows", "join_rows", "merge_over", "split_rows"]
@@ -185,26 +185,18 @@ def _plan_call(
     keys = rows_of_devices("keys", options.queries if options.keys is None else options.keys, shape.key_len, axis_name)
     sequence_shape = dataclasses.replace(shape, query_len=queries.length, key_len=keys.length)
     mask = sequence_mask(problem.ops, options.mask, options.valid_lens, sequence_shape)
-    bias = None if options.bias is None else _check_bias(problem, options.bias, query, sequence_shape)
-    problem = dataclasses.replace(problem, mask=mask, bias=bias)
+    problem, bias_has_queries = dataclasses.replace(problem, mask=mask), False
+    if options.bias is not None:
+        bias = check_extra(problem.ops, "bias", options.bias, query)
+        is_relative = sequence_shape.is_relative(tuple(bias.shape))
+        own_shape = dataclasses.replace(shape, key_len=keys.length)
+        check_bias_shape(tuple(bias.shape), sequence_shape if is_relative else own_shape)
+        bias = sequence_shape.to_canonical(problem.ops, bias)
+        # With one query a device, an axis of queries of size 1 has the device's own query.
+        bias_has_queries = not is_relative and (bias.shape[-2] > 1 or queries.rows <= 1)
+        problem = dataclasses.replace(problem, bias=bias)
     plan = exchange(mask, queries.shards, keys.shards, batch=sequence_shape.batch)
     explanation = options.choose(problem, sequence_shape, plan, MODE_CLASSES, "reduce")
     mode_class = MODE_CLASSES[explanation.mode]
-    # With one query a device, an axis of queries of size 1 has the device's own query.
-    bias_has_queries = bias is not None and not (
-        sequence_shape.is_relative(tuple(bias.shape)) or (bias.shape[-2] == 1 and queries.rows > 1)
-    )
     call = mode_class(plan, sequence_shape, problem, options.kernel, bias_has_queries, axis_name, queries, keys)
     return call, explanation
-
-
-def _check_bias(problem: Problem, bias: Any, query: Array, sequence_shape: ScoreShape) -> Array:
-    """Return the bias of the device's queries and all keys on the canonical axes; raise where it does not fit."""
-    bias = check_extra(problem.ops, "bias", bias, query)
-    shape = tuple(bias.shape)
-    covered = sequence_shape
-    if not sequence_shape.is_relative(shape):
-        covered = dataclasses.replace(problem.score_shape, key_len=sequence_shape.key_len)
-    check_bias_shape(shape, covered)
-    canonical: Array = covered.to_canonical(problem.ops, bias)
-    return canonical

@@ -58,8 +58,7 @@ class DeviceCall(parts.Call):
     def bias_of(self, bias: Array, keys: DeviceRows, rows: Array, cols: Array) -> Array:
         """Return the bias of the queries at `rows` and the keys at `cols`; clipped for padding, which is masked."""
         if not self.sequence_shape.is_relative(tuple(bias.shape)):
-            is_whole = all(len(shard) == keys.length for shard in keys.shards)
-            return bias if is_whole or bias.shape[-1] == 1 else jnp.take(bias, cols, -1, mode="clip")
+            return bias if keys.is_whole or bias.shape[-1] == 1 else jnp.take(bias, cols, -1, mode="clip")
         if keys.is_consecutive and self.queries.is_consecutive and rows.shape[0] and cols.shape[0]:
             # One number for each relative offset, key minus query, in rising order.
             count = rows.shape[0] + cols.shape[0] - 1
@@ -75,7 +74,7 @@ class Gather(DeviceCall):
     def compute(self) -> Result:
         arrays = {name: self._fetch(x) for name, x in self.operands("key").items()}
         # Positions are on the host where all devices need all keys.
-        cols = np.arange(self.keys.length) if self._is_whole else self._needed.of_device(self.device)
+        cols = np.arange(self.keys.length) if self._needed.is_whole else self._needed.of_device(self.device)
         operands = {**self.operands("query", "shared", "bias", "sink"), **arrays}
         return parts.run_part(self.part(self._needed, cols, operands), cols)
 
@@ -83,11 +82,6 @@ class Gather(DeviceCall):
     def _needed(self) -> DeviceRows:
         """The keys that each device gets."""
         return DeviceRows(self.plan.needed)
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether all devices need all keys, which are then gathered at once."""
-        return all(len(shard) == self.keys.length for shard in self.plan.needed)
 
     def _fetch(self, x: Array) -> Array:
         """Return the rows that this device needs, of an array (..., own rows, dim)."""
@@ -110,7 +104,7 @@ class Gather(DeviceCall):
 
     def _rows(self, x: Array) -> Array:
         """Return the rows that this device needs, by collectives of JAX, which it can differentiate."""
-        if self._is_whole:
+        if self._needed.is_whole:
             gathered = lax.all_gather(x, self.axis_name, axis=x.ndim - 2, tiled=True)
             return join_rows(gathered, self.keys.shards)
         row_blocks = [x]
@@ -215,10 +209,6 @@ class Ring(DeviceCall):
         # A kernel that is chosen without the log-sum-exp may have no gradient of it.
         return statistics_to_join(("log_sum_exp", *self.problem.statistics))
 
-    @property
-    def _sum_dtype(self) -> Any:
-        return jnp.dtype(accumulator(self.problem.dtype))
-
     def _from_previous_device(self, arrays: Arrays) -> dict[str, Array]:
         """Return the previous device's arrays."""
         ranks = self.plan.ranks
@@ -229,7 +219,7 @@ class Ring(DeviceCall):
         """Return the plan over the keys that the device has at a step, and their positions."""
         cols = self.keys.of_device((self.device - step) % self.plan.ranks)
         # The parts are merged in the dtype of sums.
-        operands = {**operands, "value": operands["value"].astype(self._sum_dtype)}
+        operands = {**operands, "value": operands["value"].astype(self.problem.accumulator)}
         return self.part(self.keys, cols, operands), cols
 
     def _forward(self, operands: Arrays) -> dict[str, Array]:
@@ -250,7 +240,7 @@ class Ring(DeviceCall):
         def gradients_at(step: int, keys: Arrays) -> dict[str, Array]:
             shares, vjp = jax.vjp(functools.partial(self._share_of_part, step, outputs), {**operands, **keys})
             (gradients,) = vjp({name: grads[name] for name in shares})
-            return {name: x.astype(self._sum_dtype) for name, x in gradients.items()}
+            return {name: x.astype(self.problem.accumulator) for name, x in gradients.items()}
 
         keys = {name: operands[name] for name in self.operands("key")}
         totals = gradients_at(0, keys)

@@ -85,6 +85,11 @@ class DeviceRows:
         return max(map(len, self.shards))
 
     @property
+    def is_whole(self) -> bool:
+        """Whether each device has the whole sequence."""
+        return all(len(shard) == self.length for shard in self.shards)
+
+    @property
     def is_full(self) -> bool:
         """Whether no device has padding."""
         return all(len(shard) == self.rows for shard in self.shards)

@@ -19,8 +19,9 @@ from attnscore.backends.base import Array, Backend
 from attnscore.base.layout import ScoreShape
 from attnscore.errors import KernelUnavailable, message
 from attnscore.kernels import SinglePlan
-from attnscore.masks import Mask
-from attnscore.parallel.plan import Exchange, heads_attend_differently
+from attnscore.masks import EvaluatedFunction, Mask
+from attnscore.masks.base import atoms_of
+from attnscore.parallel.plan import Exchange
 from attnscore.parallel.shard import Shard
 from attnscore.problem import dropout as dropouts
 from attnscore.problem import online_softmax
@@ -104,8 +105,9 @@ class HeadsCall(Call):
 
     @staticmethod
     def reasons_against(problem: Problem, sequence_shape: ScoreShape) -> tuple[str, ...]:
-        reasons = []
-        if heads_attend_differently(problem.mask, sequence_shape):
+        reasons, atoms = [], [] if problem.mask is None else atoms_of(problem.mask)
+        # A function may read the index of the head.
+        if sequence_shape.has_heads and any(x.heads > 1 or isinstance(x, EvaluatedFunction) for x in atoms):
             reasons.append("each head has a mask of its own")
         if any(PARAMETER in name and math.prod(x.shape) > 1 for name, x in problem.form.arrays().items()):
             reasons.append("each head may have parameters of its own")

@@ -13,10 +13,8 @@ import numpy as np
 
 from attnscore.base.arguments import shown
 from attnscore.base.cache import BoundedCache
-from attnscore.base.layout import ScoreShape
 from attnscore.errors import ArgumentError, message
-from attnscore.masks import EvaluatedFunction, Mask
-from attnscore.masks.base import atoms_of
+from attnscore.masks import Mask
 from attnscore.masks.cached import arguments_signature
 from attnscore.masks.intervals import HostArray
 from attnscore.parallel.pairs import Pairs, Range, check_batch
@@ -186,14 +184,6 @@ def _exchange(mask: Mask | None, queries: tuple[Shard, ...], keys: tuple[Shard, 
         needed.append(Shard.of(ranges, pairs.key_len))
         counts.append(count)
     return Exchange(queries, keys, tuple(needed), tuple(counts), pairs)
-
-
-def heads_attend_differently(mask: Mask | None, sequence_shape: ScoreShape) -> bool:
-    """Return whether heads may attend different keys, so that a rank cannot compute some heads by themselves."""
-    if mask is None or not sequence_shape.has_heads:
-        return False
-    # A function may read the index of the head.
-    return any(atom.heads > 1 or isinstance(atom, EvaluatedFunction) for atom in atoms_of(mask))
 
 
 def in_blocks(shard: Shard, size: int) -> Shard:
