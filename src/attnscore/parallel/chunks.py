@@ -147,7 +147,7 @@ def _attended_chunks(mask: Mask | None, shape: ScoreShape, chunk: int | None, fi
         chunk = max(1, thresholds.FILE_CHUNK_BYTES // max(1, row_bytes))
     elif check_count("chunk", chunk) < 1:
         raise ArgumentError(message("chunk", "a whole number of keys, 1 or more", chunk))
-    strips = Pairs(mask, shape.query_len, shape.key_len, shape.batch).strips(((0, shape.query_len),))
+    strips = Pairs(mask, shape.query_len, shape.key_len, shape.batch).strips(Shard.whole(shape.query_len).positions())
     attended = Shard.of((pair for strip in strips for pair in strip.keys), shape.key_len)
     ranges = ((first, min(first + chunk, shape.key_len)) for first in range(0, shape.key_len, chunk))
     return [key_range for key_range in ranges if attended & Shard((key_range,), shape.key_len)] or [(0, 0)]

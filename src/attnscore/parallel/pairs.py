@@ -42,24 +42,20 @@ class Pairs:
     key_len: int
     batch: int = 1
 
-    def strips(self, ranges: Iterable[Range]) -> Iterator[Strip]:
-        """Yield the pairs of the queries in `ranges`, some queries at a time."""
-        rows = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in ranges)])
-        for first in range(0, len(rows), thresholds.COUNTED_QUERIES):
-            yield self._strip(rows[first : first + thresholds.COUNTED_QUERIES])
-
-    def _strip(self, rows: HostArray) -> Strip:
-        """Return the pairs of the queries `rows`, without the parts of the mask that the host cannot read."""
-        intervals, remaining = None, None
-        if self.mask is not None:
-            intervals, remaining = split_intervals(self.mask, self.query_len, self.key_len, self.batch, rows)
-        if intervals is None:
-            zero = np.zeros((1, 1, len(rows)), np.int64)
-            intervals = IntervalSet(zero, zero + self.key_len)
-        parts = [] if remaining is None else parts_of(remaining)
-        tables = [part.table(self.key_len) for part in parts if isinstance(part, Neighbours)]
-        evaluated = [part for part in parts if not isinstance(part, Neighbours) and _is_readable(part)]
-        return Strip(self, rows, intervals, tuple(table for table in tables if table is not None), all_of(evaluated))
+    def strips(self, queries: HostArray) -> Iterator[Strip]:
+        """Yield the pairs of `queries`, some queries at a time; parts that the host cannot read mask nothing."""
+        for first in range(0, len(queries), thresholds.COUNTED_QUERIES):
+            rows = queries[first : first + thresholds.COUNTED_QUERIES]
+            intervals, remaining = None, None
+            if self.mask is not None:
+                intervals, remaining = split_intervals(self.mask, self.query_len, self.key_len, self.batch, rows)
+            if intervals is None:
+                zero = np.zeros((1, 1, len(rows)), np.int64)
+                intervals = IntervalSet(zero, zero + self.key_len)
+            parts = [] if remaining is None else parts_of(remaining)
+            tables = [part.table(self.key_len) for part in parts if isinstance(part, Neighbours)]
+            evaluated = [part for part in parts if not isinstance(part, Neighbours) and _is_readable(part)]
+            yield Strip(self, rows, intervals, tuple(table for table in tables if table is not None), all_of(evaluated))
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,15 +95,19 @@ class Strip:
             return ranges
         # One flag per key: the masks themselves take far more memory.
         attended = _flags(ranges, self.pairs.key_len)
+        gap = thresholds.FETCHED_GAP
         for graph in self.graphs:
-            attended &= _flags(_ranges_near(edges_of(graph, self.rows)[1]), self.pairs.key_len)
+            neighbours = edges_of(graph, self.rows)[1]
+            # Few ranges: they include the gaps between keys that are close to each other.
+            ranges = tuple((start, stop - gap + 1) for start, stop in union(neighbours, neighbours + gap))
+            attended &= _flags(ranges, self.pairs.key_len)
         if self.remaining_mask is not None:
             evaluated = np.zeros(self.pairs.key_len, bool)
             for block in self._blocks(self.remaining_mask):
                 evaluated |= block.any((0, 1))
             attended &= evaluated
         steps = np.diff(attended.astype(np.int8), prepend=0, append=0)
-        return _ranges(np.flatnonzero(steps == 1), np.flatnonzero(steps == -1))
+        return union(np.flatnonzero(steps == 1), np.flatnonzero(steps == -1))
 
     def attending(self, keys: Iterable[Range]) -> tuple[Range, ...]:
         """Return the queries that may attend any of `keys`, by their intervals, as ranges in rising order."""
@@ -150,7 +150,8 @@ def union(start: HostArray, stop: HostArray) -> tuple[Range, ...]:
     start, stop = start[order], np.maximum.accumulate(stop[order])
     begins = np.flatnonzero(start[1:] > stop[:-1]) + 1
     # Cut to the number of intervals, which may be 0.
-    return _ranges(start[np.append(0, begins)[: len(start)]], stop[np.append(begins - 1, -1)[: len(start)]])
+    first, last = start[np.append(0, begins)[: len(start)]], stop[np.append(begins - 1, -1)[: len(start)]]
+    return tuple(zip(first.tolist(), last.tolist(), strict=True))
 
 
 def _is_readable(mask: Mask) -> bool:
@@ -159,18 +160,8 @@ def _is_readable(mask: Mask) -> bool:
     return readable and all(isinstance(atom, BUILTIN) for atom in atoms_of(mask))
 
 
-def _ranges_near(keys: HostArray) -> tuple[Range, ...]:
-    """Return few ranges that cover all `keys`: they include the gaps between keys that are close to each other."""
-    gap = thresholds.FETCHED_GAP
-    return tuple((start, stop - gap + 1) for start, stop in union(keys, keys + gap))
-
-
 def _flags(ranges: tuple[Range, ...], length: int) -> HostArray:
     flags = np.zeros(length, bool)
     for start, stop in ranges:
         flags[start:stop] = True
     return flags
-
-
-def _ranges(start: HostArray, stop: HostArray) -> tuple[Range, ...]:
-    return tuple(zip(start.tolist(), stop.tolist(), strict=True))

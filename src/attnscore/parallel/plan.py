@@ -83,12 +83,12 @@ class Exchange:
 
     def attending_keys(self, queries: Shard, keys: Shard) -> Shard:
         """Return the part of `queries` that attends any of `keys`, as `attending` does."""
-        strips = self._mask_pairs.strips(queries.ranges) if len(keys) else ()
+        strips = self._mask_pairs.strips(queries.positions()) if len(keys) else ()
         return Shard.of((pair for strip in strips for pair in strip.attending(keys.ranges)), queries.length)
 
     def keys_of(self, queries: Shard) -> Shard:
         """Return the keys that any of these queries attends."""
-        strips = self._mask_pairs.strips(queries.ranges)
+        strips = self._mask_pairs.strips(queries.positions())
         return Shard.of((pair for strip in strips for pair in strip.keys), self.keys[0].length)
 
     @cached_property
@@ -178,7 +178,7 @@ def _exchange(mask: Mask | None, queries: tuple[Shard, ...], keys: tuple[Shard, 
     for shard in queries:
         ranges: list[Range] = []
         count = 0
-        for strip in pairs.strips(shard.ranges):
+        for strip in pairs.strips(shard.positions()):
             ranges += strip.keys
             count += int(strip.counts.sum())
         needed.append(Shard.of(ranges, pairs.key_len))

@@ -325,7 +325,7 @@ def _chunks(
     if mask is not None:
         check_batch(mask, length, keys, batch)
         mask = mask.for_call(backends.load("numpy"), ScoreShape((batch,), 1, 1, length, keys, has_heads=False))
-    strips = Pairs(mask, length, keys, batch).strips(((0, length),))
+    strips = Pairs(mask, length, keys, batch).strips(Shard.whole(length).positions())
     pairs = np.concatenate([np.zeros(0, np.int64), *(strip.counts for strip in strips)])
     starts = np.arange(0, length, chunk)
     return starts, np.add.reduceat(pairs, starts) if length else pairs
