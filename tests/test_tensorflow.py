@@ -213,10 +213,11 @@ def test_unknown_lengths(unknown: str, arguments: str, jit: bool, monkeypatch: p
     compiled = tf.function(call, input_signature=[*signature, tf.TensorSpec([None], tf.int32)], jit_compile=jit)
     parts = [arrays]
     if unknown != "lengths":
-        parts += [[x[:1] for x in arrays], [arrays[0], *(x[:1] for x in arrays[1:3]), arrays[3]]]
+        parts += [[arrays[0][:1], *arrays[1:]], [x[:1] for x in arrays]]
+        parts.append([arrays[0], *(x[:1] for x in arrays[1:3]), arrays[3]])
     if unknown != "batch":
         parts.append([arrays[0][:, :, :3], *(x[:, :, :4] for x in arrays[1:3]), arrays[3]])
-    for part in parts[: 2 if jit else 4]:
+    for part in parts[: 2 if jit else 5]:
         for found, wanted in zip(compiled(*part), call(*part), strict=True):
             assert found.shape == wanted.shape
             np.testing.assert_allclose(found, wanted, atol=1e-11)
@@ -245,8 +246,10 @@ def test_masks_of_unknown_lengths(name: str) -> None:
         lambda q, k, v, x: ats.attend(q, k, v, mask=make(x)),
         input_signature=[*specs, tf.TensorSpec([None, *x.shape[1:-1], *[None] * (x.ndim > 1)], x.dtype)],
     )
-    wanted = ats.attend(query, key, value, mask=make(x))
-    np.testing.assert_allclose(compiled(query, key, value, x), wanted, atol=1e-12)
+    # A query of batch 1 takes on that of the keys.
+    for part in (query, query[:1]):
+        wanted = ats.attend(part, key, value, mask=make(x))
+        np.testing.assert_allclose(compiled(part, key, value, x), wanted, atol=1e-12)
 
 
 # For 6 queries and keys in 3 batches of 4 heads: shapes that fit, and shapes that do not.
@@ -328,9 +331,10 @@ def test_a_bias_of_unknown_shape(knows: str, how: str, monkeypatch: pytest.Monke
     )
     for shape in ((2, 4, 9, 11), (1, 1, 9, 11), (2, 4, 1, 11), (1, 4, 9, 1)):
         bias = tf.constant(RNG.standard_normal(shape))
-        for found, wanted in zip(compiled(*arrays, bias), call(*arrays, bias), strict=True):
-            assert found.shape == wanted.shape
-            np.testing.assert_allclose(found, wanted, atol=1e-11)
+        for query in (arrays[0], *([] if knows == "lengths" else [arrays[0][:1]])):
+            for found, wanted in zip(compiled(query, *arrays[1:], bias), call(query, *arrays[1:], bias), strict=True):
+                assert found.shape == wanted.shape
+                np.testing.assert_allclose(found, wanted, atol=1e-11)
     for shape in ((2, 4, 9, 10), (2, 4, 9, 12), (2, 4, 8, 11), (2, 2, 9, 11)):
         with pytest.raises(tf.errors.InvalidArgumentError):
             compiled(*arrays, tf.zeros(shape, tf.float64))
@@ -346,6 +350,21 @@ def test_known_numbers_that_turn_out_not_to_fit(kernel: str, keys: int) -> None:
     )
     with pytest.raises(tf.errors.InvalidArgumentError):
         compiled(query)
+
+
+@pytest.mark.parametrize("how", ["native", "streaming", "xla"])
+@pytest.mark.slow_rows("native", "xla")
+def test_sizes_that_turn_out_not_to_fit(how: str) -> None:
+    """XLA alone would multiply such matrices, and tiles would end where the value ends."""
+    if how == "native" and not (works := ats.available()["kernels"]["native"]):
+        pytest.skip(str(works))
+    kernel = "auto" if how == "xla" else how
+    spec = tf.TensorSpec([None, None, 4])
+    call = tf.function(lambda *x: ats.attend(*x, kernel=kernel), [spec] * 3, jit_compile=how == "xla")
+    for batches, keys in (((2, 3, 3), (5, 5)), ((3, 3, 2), (5, 5)), ((2, 2, 2), (6, 5)), ((2, 2, 2), (5, 6))):
+        arrays = [tf.ones((batch, n, 4)) for batch, n in zip(batches, (5, *keys), strict=True)]
+        with pytest.raises(tf.errors.InvalidArgumentError, match="expected" if how == "native" else "do_not_fit"):
+            call(*arrays)
 
 
 @pytest.mark.slow

@@ -110,17 +110,15 @@ def test_axes_beyond_those_of_a_softmax_of_tensorflow(axes: int) -> None:
 
 # Axes of 1 between others: TensorFlow's operations take 5 axes, after merging neighbours that broadcast alike.
 @pytest.mark.parametrize("score", ["scaled_dot", "gaussian", "additive"])
-# A graph of the dense kernel whose query has an unknown batch, when it runs 1, fails beside a key with another.
-@pytest.mark.parametrize(
-    ("kernel", "batch"), [("dense", None), ("dense", 2), ("streaming", None), ("streaming", 2), ("streaming", 1)]
-)
+@pytest.mark.parametrize("kernel", ["dense", "streaming"])
+@pytest.mark.parametrize("batch", [None, 2, 1])
 def test_batch_axes_that_broadcast_apart(score: str, kernel: str, batch: int | None) -> None:
     rng = np.random.default_rng(6)
     # With a `batch`, the graph does not know the first axes. Where it is 1, those of key and mask differ from it.
     first = 2 if batch is None else batch
     shapes = (first, 3, 2, 4, 5, 3), (2, 1, 2, 2, 6, 3), (2 if batch == 2 else 1, 3, 1, 2, 6, 3), (3,)
     *arrays, w_v = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
-    mask = rng.random((first, 1, 2, 1, 1, 6)) < 0.7
+    mask = rng.random((2, 1, 2, 1, 1, 6)) < 0.7
 
     def call(*arrays: Any, kernel: str = "auto") -> Any:
         named = ats.Additive(arrays[3]) if score == "additive" else score

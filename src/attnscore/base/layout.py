@@ -62,8 +62,14 @@ def surely_equal(length: Any, other: Any) -> bool:
     return bool(length == other)
 
 
+@functools.singledispatch
+def unknown_broadcast(length: Any, other: Any) -> Any:
+    """Return the size to which two unknown ones broadcast: here they count as equal; backends register theirs."""
+    return length
+
+
 def broadcast(*shapes: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the shape that all broadcast to; ValueError if there is none. Unknown sizes of one axis count as equal."""
+    """Return the shape that all broadcast to; ValueError if there is none. Unknown sizes fit any number."""
     if not any(is_unknown(n) for shape in shapes for n in shape):
         return tuple(np.broadcast_shapes(*map(tuple, shapes)))
     axes = max(map(len, shapes))
@@ -72,9 +78,9 @@ def broadcast(*shapes: Sequence[Any]) -> tuple[Any, ...]:
         numbers = {n for n in lengths if not is_unknown(n)} - {1}
         if len(numbers) > 1:
             raise ValueError(f"lengths {sorted(numbers)} do not broadcast")
-        # An `Unknown` before a None, which has no arithmetic.
-        unknown = sorted((n for n in lengths if is_unknown(n)), key=lambda n: n is None)
-        result.append(numbers.pop() if numbers else unknown[0] if unknown else 1)
+        # None has no arithmetic.
+        unknown: list[Any] = [n for n in lengths if isinstance(n, Unknown)] or [n for n in lengths if n is None]
+        result.append(numbers.pop() if numbers else functools.reduce(unknown_broadcast, unknown) if unknown else 1)
     return tuple(result)
 
 

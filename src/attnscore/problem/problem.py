@@ -128,23 +128,28 @@ def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Axis
         )
     heads, groups = _heads(query[-3], key[-3], value[-3], shapes) if axes >= 4 else (1, 1)
     trailing = 3 if axes >= 4 else 2
-    try:
-        lead = broadcast(*(shape[:-trailing] for shape in padded.values()))
-    except ValueError:
-        leads = ", ".join(f"{shape[:-trailing]} of {name}" for name, shape in padded.items())
-        raise ShapeError(message(names, "leading axes that broadcast", leads, shapes=shapes)) from None
+    lead = broadcast_lead({name: shape[:-trailing] for name, shape in padded.items()}, shapes)
     score_shape = ScoreShape(
         lead=tuple(lead) or (1,),
         heads=heads,
         groups=groups,
         query_len=query[-2],
-        key_len=value[-2] if is_unknown(key[-2]) else key[-2],
+        key_len=broadcast(value[-2:-1], key[-2:-1])[0],
         has_batch=axes >= 3,
         has_heads=axes >= 4,
     )
     dims = (query[-1], key[-1], value[-1])
     _check_addressable(score_shape, dims, names, shapes)
     return AxisLayout(axes, int(head_axis), score_shape, *dims)
+
+
+def broadcast_lead(leads: dict[str, Shape], shapes: dict[str, Shape] | None = None) -> Shape:
+    """Return the axes to which the leading axes of the named arrays broadcast, or raise ShapeError."""
+    try:
+        return broadcast(*leads.values())
+    except ValueError:
+        got = ", ".join(f"{lead} of {name}" for name, lead in leads.items())
+        raise ShapeError(message(", ".join(leads), "leading axes that broadcast", got, shapes=shapes)) from None
 
 
 def _check_each(ops: Backend, arrays: dict[str, Array]) -> dict[str, Shape]:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from attnscore.backends.base import Array
-from attnscore.base.layout import Unknown, at_most
+from attnscore.base.layout import Unknown, at_most, broadcast, unknown_broadcast
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -50,6 +49,13 @@ def _(length: Length, limit: int) -> Length:
     return Length(tf.clip_by_value(length.value, 1, limit))
 
 
+@unknown_broadcast.register
+def _(length: Length, other: Length) -> Length:
+    # Sizes that do not fit raise here: XLA's products of matrices take them.
+    with tf.name_scope("axes_of_query_key_and_value_do_not_fit"):
+        return Length(tf.broadcast_dynamic_shape([length.value], [other.value])[0])
+
+
 tf.register_tensor_conversion_function(
     Length, lambda x, dtype=None, name=None, as_ref=False: tf.cast(x.value, dtype or tf.int32)
 )
@@ -74,8 +80,8 @@ def broadcast_together(arrays: Sequence[Array]) -> Sequence[Array]:
     shapes = [(1,) * (rank - len(x.shape)) + shape(x) for x in arrays]
     if not _needs_more_axes(shapes):
         return arrays
-    common = [functools.reduce(_broadcast_size, axis) for axis in zip(*shapes, strict=True)]
-    is_ready = (len(x.shape) == 0 or each == tuple(common) for x, each in zip(arrays, shapes, strict=True))
+    common = broadcast(*shapes)
+    is_ready = (len(x.shape) == 0 or each == common for x, each in zip(arrays, shapes, strict=True))
     return [x if ready else broadcast_to(x, common) for x, ready in zip(arrays, is_ready, strict=True)]
 
 
@@ -91,14 +97,6 @@ def _needs_more_axes(shapes: Sequence[Sequence[Any]]) -> bool:
     """Whether these shapes broadcast in more axes than the 5 of an operation, after neighbours alike are merged."""
     axes = [tuple(type(n) is int and n == 1 for n in axis) for axis in zip(*shapes, strict=True)]
     return len(axes) > 5 and len([*itertools.groupby(axis for axis in axes if not all(axis))]) > 5
-
-
-def _broadcast_size(a: Any, b: Any) -> Any:
-    """Return the size of an axis to which both sizes broadcast."""
-    if isinstance(a, Length) and isinstance(b, Length):
-        return Length(tf.where(tf.equal(a.value, 1), b.value, a.value))
-    is_a = (b == 1) if isinstance(a, Length) else a != 1
-    return a if is_a else b
 
 
 def assert_shape(x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[Any]]]]) -> Array:

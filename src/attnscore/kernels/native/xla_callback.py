@@ -17,7 +17,7 @@ import numpy as np
 from attnscore import backends
 from attnscore.backends.base import Array, Backend, HostArray, SeedHalves
 from attnscore.base.cache import BoundedCache
-from attnscore.base.layout import AxisLayout, CanonicalLayout, broadcast, is_unknown
+from attnscore.base.layout import AxisLayout, CanonicalLayout, is_unknown
 from attnscore.kernels import tiling
 from attnscore.kernels.base import Kernel
 from attnscore.kernels.native.marshalling import (
@@ -33,7 +33,7 @@ from attnscore.masks import ValidLens
 from attnscore.masks.base import check_shapes
 from attnscore.masks.cached import intervals_of
 from attnscore.masks.shape_spec import PLACEHOLDER
-from attnscore.problem.problem import Problem
+from attnscore.problem.problem import Problem, broadcast_lead
 from attnscore.problem.results import Result, RowGradients
 
 
@@ -75,7 +75,7 @@ def _rebuilder(problem: Problem, ops: Backend) -> Callable[[Sequence[Array]], Pr
             query, key, value = (
                 ops.shape(x) for x in (*(new_form.arrays()[n] for n in ("query", "key")), fields["value"])
             )
-            lead = broadcast(query[:-4], key[:-4], value[:-4])
+            lead = broadcast_lead({"query": query[:-4], "key": key[:-4], "value": value[:-4]})
             fields["layout"] = _with_lengths(layout, lead, query[-2], key[-2])
         rebuilt = dataclasses.replace(empty, **fields)
         if is_checked and rebuilt.mask is not None:
