@@ -109,18 +109,21 @@ def test_axes_beyond_those_of_a_softmax_of_tensorflow(axes: int) -> None:
 
 
 # Axes of 1 between others: TensorFlow's operations take 5 axes, after merging neighbours that broadcast alike.
-@pytest.mark.parametrize("score", ["scaled_dot", "gaussian", "additive"])
+@pytest.mark.parametrize("score", ["scaled_dot", "gaussian", "additive", "with a bias"])
 @pytest.mark.parametrize("kernel", ["dense", "streaming"])
 @pytest.mark.parametrize("batch", [None, 2, 1])
 def test_batch_axes_that_broadcast_apart(score: str, kernel: str, batch: int | None) -> None:
     rng = np.random.default_rng(6)
     # With a `batch`, the graph does not know the first axes. Where it is 1, those of key and mask differ from it.
     first = 2 if batch is None else batch
-    shapes = (first, 3, 2, 4, 5, 3), (2, 1, 2, 2, 6, 3), (2 if batch == 2 else 1, 3, 1, 2, 6, 3), (3,)
-    *arrays, w_v = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
+    shapes = (first, 3, 2, 4, 5, 3), (2, 1, 2, 2, 6, 3), (2 if batch == 2 else 1, 3, 1, 2, 6, 3)
+    shapes = *shapes, (1, 3, 1, 4, 1, 6) if score == "with a bias" else (3,)
+    *arrays, parameter = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
     mask = rng.random((2, 1, 2, 1, 1, 6)) < 0.7
 
     def call(*arrays: Any, kernel: str = "auto") -> Any:
+        if score == "with a bias":
+            return ats.attend(*arrays[:3], bias=arrays[3], kernel=kernel)
         named = ats.Additive(arrays[3]) if score == "additive" else score
         return ats.attend(*arrays[:3], score=named, mask=mask, kernel=kernel)
 
@@ -132,9 +135,9 @@ def test_batch_axes_that_broadcast_apart(score: str, kernel: str, batch: int | N
 
     signature = [tf.TensorSpec(shape if batch is None or len(shape) == 1 else (None, *shape[1:])) for shape in shapes]
     function = tf.function(partial(with_gradients_of_all, kernel=kernel), input_signature=signature)
-    out, grads = function(*arrays, w_v)
-    close(grads, with_gradients_of_all(*map(tf.constant, (*arrays, w_v)))[1], 1e-4)
-    close(out, call(*arrays, w_v), 1e-5)
+    out, grads = function(*arrays, parameter)
+    close(grads, with_gradients_of_all(*map(tf.constant, (*arrays, parameter)))[1], 1e-4)
+    close(out, call(*arrays, parameter), 1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 4), (2, 0, 5, 4)], ids=["batch", "heads"])

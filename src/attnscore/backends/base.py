@@ -425,6 +425,10 @@ class Backend(ABC):
         return self.expand_dims(query, -2), self.expand_dims(key, -3)
 
     # Arithmetic
+    def add(self, a: Array, b: Array) -> Array:
+        """Add arrays that broadcast, in any number of axes: TensorFlow's ``+`` has a limit."""
+        return a + b
+
     def softmax(self, x: Array) -> Array:
         """Return the softmax over the last axis."""
         weights = self.exp(x - self.stop_gradient(self.max(x, axis=-1, keepdims=True)))

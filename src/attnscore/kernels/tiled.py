@@ -87,7 +87,7 @@ def _score_tile(
         # So far these are scores of the zeros by which `_isolate_nonfinite` has replaced such queries and keys.
         scores = ops.where(nonfinite, float("nan"), scores)
     if problem.bias is not None:
-        scores = scores + ops.where(unmasked, bias, 0.0)
+        scores = ops.add(scores, ops.where(unmasked, bias, 0.0))
     if unmasked is not None:
         scores = ops.where(unmasked, scores, NEG_INF)
     return scores, unmasked, score_vjp

@@ -211,6 +211,10 @@ class TensorFlowBackend(Backend):
         query, key = dynamic_shapes.broadcast_together(super().pair_axes(query, key))
         return query, key
 
+    def add(self, a: Array, b: Array) -> Array:
+        a, b = dynamic_shapes.broadcast_together((a, b))
+        return a + b
+
     def swap_axes(self, x: Array, first: int, second: int) -> Array:
         order = list(range(len(x.shape)))
         order[first], order[second] = order[second], order[first]

@@ -95,8 +95,13 @@ def broadcast_to(x: Array, target: Sequence[Any]) -> Array:
 
 def _needs_more_axes(shapes: Sequence[Sequence[Any]]) -> bool:
     """Whether these shapes broadcast in more axes than the 5 of an operation, after neighbours alike are merged."""
-    axes = [tuple(type(n) is int and n == 1 for n in axis) for axis in zip(*shapes, strict=True)]
-    return len(axes) > 5 and len([*itertools.groupby(axis for axis in axes if not all(axis))]) > 5
+    # An unknown size may turn out to be 1, unlike its neighbours.
+    axes = [
+        tuple(n if isinstance(n, Length) else type(n) is int and n == 1 for n in axis)
+        for axis in zip(*shapes, strict=True)
+    ]
+    groups = itertools.groupby(axis for axis in axes if any(n is not True for n in axis))
+    return len(axes) > 5 and len([*groups]) > 5
 
 
 def assert_shape(x: Array, shapes: Sequence[tuple[str, Array, Sequence[Sequence[Any]]]]) -> Array:
