@@ -340,6 +340,31 @@ def test_a_bias_of_unknown_shape(knows: str, how: str, monkeypatch: pytest.Monke
             compiled(*arrays, tf.zeros(shape, tf.float64))
 
 
+@pytest.mark.parametrize("kernel", ["native", "streaming"])
+@pytest.mark.slow_rows("native")
+def test_a_row_of_biases_beside_unknown_lengths(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number for each key (11), or for each relative position (9 + 11 - 1)."""
+    monkeypatch.undo()
+    if kernel == "native" and not (works := ats.available()["kernels"]["native"]):
+        pytest.skip(str(works))
+
+    def call(query: Any, key: Any, value: Any, bias: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([query, key, value, bias])
+            loss = ats.attend(query, key, value, bias=bias, kernel=kernel) ** 2
+        return [loss, *tape.gradient(loss, [query, key, value, bias])]
+
+    arrays = inputs()
+    for size in (11, 19):
+        bias = tf.constant(RNG.standard_normal((4, 1, size)))
+        signature = [
+            *(tf.TensorSpec(UNKNOWN["both"](x.shape), x.dtype) for x in arrays),
+            tf.TensorSpec.from_tensor(bias),
+        ]
+        for found, wanted in zip(tf.function(call, signature)(*arrays, bias), call(*arrays, bias), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=1e-11)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [5, 7])
 @pytest.mark.parametrize("kernel", ["auto", "streaming"])
