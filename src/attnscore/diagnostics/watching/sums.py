@@ -133,6 +133,8 @@ def sums_of(call: Call | Scores, real: Any, saturated_weight: float) -> dict[str
         value = ops.broadcast_to(marks, (*key.shape[:-1], marks.shape[-1]))
         marked, stats = ats.attend(query, key, value, **block.options, return_stats=NEEDED)
         parts.append(query_sums(block, marked, stats, counted, saturated_weight))
+    for later in parts[1:]:  # they lack the first query
+        later["causal_sequences"] *= 0
     sums = merged(parts)
     return sums | input_sums(call, len(sums["rows"]))
 
@@ -216,12 +218,15 @@ def _add_up(numbers: list[NDArray[Any]], counted: NDArray[Any] | None, saturated
     alive, empty, is_nan = (x & is_counted for x in (sum_weights > 0, sum_weights <= 0, np.isnan(sum_weights)))
     # A single attended key has the whole weight and no variance; saturated queries with a choice have a variance.
     choice = alive & ~((variance == 0) & (max_weight >= 1 - 1e-6))
+    alone = alive & ~choice
+    # Under a causal mask the first query has one key. Other masks may leave one key to any query, as those of a graph.
+    is_first_alone = np.take_along_axis(alone, alive.argmax(-1)[..., None], -1) if alone.shape[-1] else alone
     counts = {
         "rows": alive,
         "empty_rows": empty,
         "nan_rows": is_nan,
         "choice_rows": choice,
-        "causal_sequences": (alive & ~choice).any(-1, keepdims=True) & choice.any(-1, keepdims=True),
+        "causal_sequences": np.where(is_first_alone, choice.any(-1, keepdims=True), -1 * alone.any(-1, keepdims=True)),
         "saturated_rows": choice & (max_weight >= saturated_weight),
         "padding_rows": alive & bool(padding),
         # Weights are NaN where a score is infinite: the sum of exponentials was.
