@@ -202,6 +202,8 @@ def test_a_jump_is_no_learning() -> None:
     jumped = sums(saturated_rows={3: 0.5}, logit_variance={3: 60.0})
     slow = [sums(saturated_rows={3: 0.1 * i}, logit_variance={3: 1.0 + 12 * i}) for i in range(6)]
     assert said(*[sums()] * 3, jumped, jumped)[0] == ("saturated", 3, 30, True)
+    # In 100 steps a head may learn as much.
+    assert [sign for sign, *_ in said(*[sums()] * 3, jumped, jumped, every=100)] == ["sharp"]
     assert not any(failure for *_, failure in said(*slow))
 
 

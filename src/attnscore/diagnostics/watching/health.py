@@ -41,8 +41,8 @@ class Thresholds:
         look is sharp with less
     loss_allows : multiplies `saturated_variance` for a head that has come there gradually, while a loss is recorded
         that neither rises nor stays at its start
-    jump : and with a quarter of that variance, where the variance has risen by this factor between two sampled steps:
-        an optimiser's steps do not do that to one head
+    jump : and with a quarter of that variance, where the variance has risen by this factor between two sampled steps,
+        or in 20 steps of those further apart: an optimiser's steps do not do that to one head
     collapse : entropy collapses when it falls to this share of its largest or less
     growth : logits grow when the largest one is this multiple of the first sampled step's
     growth_least : and is this large; smaller logits saturate no softmax
@@ -153,6 +153,8 @@ class Verdict:
 
 # Signs that need no second step: they do not come and go with a batch.
 _AT_ONCE = ("not a number", "near overflow", "causal leak")
+# A jump takes at most this number of steps.
+_JUMP_STEPS = 20
 _WITHOUT_NUMBERS = ("not a number", "near overflow", "empty rows")
 FAILURES = (
     "not a number", "near overflow", "padding", "causal leak", "saturated", "dead", "no use of the query",
@@ -261,7 +263,7 @@ class Memory:
         self._so_far: dict[str, Array] = {
             name: np.full(heads, math.nan) for name in ("logit_variance", "entropy", "max_logit", "query_variance")
         }
-        self._steps = 0
+        self._steps, self._last_step = 0, 0
 
     def add(self, step: int, numbers: Mapping[str, Array], limit: Thresholds, **of_other_calls: bool) -> None:
         """Begin, lengthen or end periods by the signs of a sampled step (`signs_of`).
@@ -270,7 +272,10 @@ class Memory:
         """
         self._steps += 1
         old = self._so_far
-        signs = signs_of(numbers, old, limit, **of_other_calls)
+        # Steps of which few are sampled may have raised the variance so far in small steps.
+        rest = min(50.0, max(0.0, (step - self._last_step) / _JUMP_STEPS - 1))
+        before = old["logit_variance"] * limit.jump**rest
+        signs = signs_of(numbers, old | {"logit_variance": before}, limit, **of_other_calls)
         flags, saturated = np.stack([signs[sign] for sign in SIGNS]), SIGNS.index("saturated")
         # A head that has jumped keeps the sign.
         keeps = self._holds[saturated] | (self._streak[saturated] > 0)
@@ -283,15 +288,14 @@ class Memory:
         self._first = np.where(began, step, self._first)
         for sign, head in np.argwhere(began).tolist():
             evidence = {name: float(values[head]) for name, values in numbers.items()}
-            before = float(old["logit_variance"][head])
-            evidence["rise"] = evidence["logit_variance"] / before if before > 0 else math.nan
+            evidence["rise"] = evidence["logit_variance"] / before[head] if before[head] > 0 else math.nan
             self._evidence[sign, head] = evidence
         self._last = np.where(flags & has_numbers, step, self._last)
         needed = np.where(np.isin(SIGNS, _AT_ONCE), 1, min(limit.window, self._steps))[:, None]
         holds = np.where(self._holds, self._streak > -limit.window, self._streak >= needed)
         for sign, head in np.argwhere(self._holds & ~holds).tolist():
             self._ended[sign, head] = self._period(sign, head, holds=False)
-        self._holds = holds
+        self._holds, self._last_step = holds, step
         first, largest = old["max_logit"], numbers["max_logit"]
         is_first = np.isnan(first) & (largest > 0) & np.isfinite(largest)
         self._so_far = {
