@@ -385,6 +385,8 @@ def test_losses() -> None:
     for start in (FALLING, [4 * 0.99**i + 0.1 * x for i, x in enumerate(noisy)]):
         assert loss_trouble(start, limit) == "" and loss_trouble([*start, math.nan], limit) == "is not finite"
     assert loss_trouble(RISING, limit) == "rises" and loss_trouble([2.77 + 0.02 * x for x in noisy], limit) != "rises"
+    flat = np.random.default_rng(1).normal(2.77, 0.02, (100, 100))
+    assert sum(loss_trouble(losses, limit) == "rises" for losses in flat) < 20, "half of them by two standard errors"
     spikes = [*FALLING, 2.0, 9.0, 2.0, 2.0, 9.0, *[2.0] * 5]
     assert loss_trouble(spikes, limit) == "", "two batches of ten are no rise"
     assert loss_trouble([*FALLING, *[4.0, 9.0] * 5], limit) == "rises"

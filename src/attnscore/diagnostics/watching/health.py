@@ -328,8 +328,8 @@ def loss_trouble(losses: Sequence[float], limit: Thresholds) -> str:
     """Return the trouble with the losses of a run so far: "is not finite", "rises", "stays at its start", or "".
 
     Means over a tenth of the run, at least five steps, are compared. A loss rises when it gives back `loss_rise` of its
-    gain and more than twice the spread of the last steps, by their mean and by their median: a few batches with a large
-    loss raise the mean alone.
+    gain and more than two standard errors of the last steps, or four where it never fell by `loss_rise`, by their mean
+    and by their median: a few batches with a large loss raise the mean alone.
 
     >>> falling = [3.0 - 0.01 * i for i in range(100)]
     >>> loss_trouble(falling, Thresholds()), loss_trouble(falling + [3.0] * 40, Thresholds())
@@ -347,10 +347,11 @@ def loss_trouble(losses: Sequence[float], limit: Thresholds) -> str:
     sums = np.cumsum(np.concatenate([[0.0], values]))
     means = (sums[part:] - sums[:-part]) / part
     start, best, now = means[0], means.min(), means[-1]
-    noise = 2 * float(np.std(values[-part:])) / math.sqrt(part)
+    never_fell = start - best < limit.loss_rise * abs(start)
+    # Of a loss that only varies, the best of the means is by chance about three standard errors below the others.
+    noise = (4 if never_fell else 2) * float(np.std(values[-part:])) / math.sqrt(part)
     rise = min(now, float(np.median(values[-part:]))) - best
     if rise > max(limit.loss_rise * (start - best), noise) and rise > 1e-3 * abs(start):
         return "rises"
     # A loss that had fallen and is back at its start has risen, however unsteady it is now.
-    never_fell = start - best < limit.loss_rise * abs(start)
     return "stays at its start" if never_fell and start - now < limit.loss_start * abs(start) else ""
