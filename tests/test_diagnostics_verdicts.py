@@ -28,7 +28,8 @@ MEANS = {
 OTHERS = {
     "rows": ROWS, "choice_rows": ROWS, "padding_rows": 0.0, "sequences": 0.0, "value_sequences": 0.0, "empty_rows": 0.0,
     "nan_rows": 0.0, "nan_query": 0.0, "nan_key": 0.0, "nan_value": 0.0, "overflow_rows": 0.0, "max_logit": 4.0,
-    "dtype_max": 3e38, "scale_ratio": 1.0, "causal_sequences": 0.0, "other_score": 0.0, "queries": 10.0, "keys": 20.0,
+    "dtype_max": 3e38, "scale_ratio": 1.0, "causal_sequences": 0.0, "other_score": 0.0, "biased": 0.0,
+    "queries": 10.0, "keys": 20.0,
 }  # fmt: skip
 
 
@@ -115,11 +116,25 @@ def test_a_whole_layer_may_wait_while_the_loss_falls() -> None:
     assert said(*[sums(query_variance={1: 1e-6})] * 3, losses=little) == [("no use of the query", 1, 0, True)]
 
 
-@pytest.mark.parametrize(("before", "signs"), [(3e-4, {"uniform"}), (2e-3, {"uniform", "no use of the query"})])
+@pytest.mark.parametrize(("before", "signs"), [(3e-4, {"uniform"}), (3e-2, {"uniform", "no use of the query"})])
 def test_queries_that_never_had_much_effect_may_lose_it(before: float, signs: set[str]) -> None:
     """In a Perceiver whose latents start small, numbers around the threshold are no fault."""
     first, later = (sums(query_variance={1: x}, logit_variance={1: 1e-3}) for x in (before, 5e-5))
     assert {sign for sign, *_ in said(first, later, later)} == signs
+
+
+def test_queries_may_become_alike_slowly_while_the_loss_falls() -> None:
+    """Latents of a Perceiver, where all look at the same tokens; weights set to a constant do so at once."""
+    for factor, fails in ((0.3, False), (1e-6, True)):
+        drift = [sums(query_variance={1: max(1e-3 * factor**i, 1e-5)}) for i in range(6)]
+        assert said(*drift, losses=FALLING) == [("no use of the query", 1, 20 if factor > 0.1 else 10, fails)]
+        assert recorded(*drift).failing() == [("a.0", 1)]
+    never = [sums(query_variance={1: 1e-8}, logit_variance={1: x}) for x in (1e-3, 1e-2, 0.1, 0.1)]
+    assert ("no use of the query", 1, 10, True) in said(*never, losses=FALLING)
+    # The logits of a bias, as ALiBi's, differ whatever the queries are.
+    assert said(*[sums(query_variance={1: 1e-8}, biased=1.0)] * 3) == []
+    lost = sums(query_variance={1: 1e-8}, biased=1.0)
+    assert said(sums(biased=1.0), lost, lost) == [("no use of the query", 1, 10, True)]
 
 
 def test_keys_at_padding_make_a_head_average() -> None:
@@ -342,6 +357,8 @@ def test_a_scale_that_the_weights_do_not_show_is_no_verdict() -> None:
 
 def test_an_unusual_scale_is_a_failure_while_the_loss_suffers() -> None:
     flat = recorded(*[sums(**SMALL_SCALE)] * 9, losses=[4.0] * 90)
+    assert flat.failing() == [], "a warm-up"
+    flat = recorded(*[sums(**SMALL_SCALE)] * 20, losses=[4.0] * 200)
     assert {(v.sign, v.cause) for v in flat.verdicts() if v.failure} == {("uniform", TWICE), ("unusual scale", TWICE)}
     large = recorded(*[sums(**LARGE_SCALE)] * 16, losses=RISING)
     assert ("unusual scale", NO_SCALE) in {(v.sign, v.cause) for v in large.verdicts() if v.failure}
@@ -365,8 +382,25 @@ def test_what_healthy_training_shows_too_is_a_failure_while_the_loss_suffers() -
     assert recorded(*grows, losses=RISING).failing() == [("a.0", 1)]
     flat = sums(logit_variance=1e-3)
     assert recorded(*[flat] * 9).failing() == []
-    (verdict, *_) = recorded(*[flat] * 9, losses=[4.0] * 90).verdicts()
+    assert recorded(*[flat] * 9, losses=[4.0] * 90).failing() == [], "a warm-up"
+    (verdict, *_) = recorded(*[flat] * 20, losses=[4.0] * 200).verdicts()
     assert verdict.sign == "uniform" and verdict.cause == "scale applied twice, or weights that are too small"
+
+
+def test_a_layer_whose_weights_start_at_0_gets_a_few_steps() -> None:
+    layer, head = sums(logit_variance=0.0), sums(logit_variance={1: 0.0})
+    for step, losses, count in ((layer, [], 4), (layer, [2.8], 0), (layer, [2.8] * 20, 4), (head, [2.8], 1)):
+        assert len(recorded(step, losses=losses).failing()) == count
+    assert len(recorded(sums(), layer, layer, losses=[2.8]).failing()) == 4
+
+
+def test_what_has_been_there_from_the_start_does_not_keep_the_loss_there() -> None:
+    """A model that was trained before has sharp heads, and may learn nothing more."""
+    sharp = sums(saturated_rows={1: 0.6}, logit_variance={1: 30.0}, max_logit={1: 120.0})
+    assert {sign for sign, *_ in said(*[sharp] * 9)} == {"sharp", "large logits"}
+    assert recorded(*[sharp] * 9, losses=[1.4] * 90).failing() == []
+    assert recorded(sums(), *[sharp] * 9, losses=[1.4] * 90).failing() == [("a.0", 1)]
+    assert recorded(*[sharp] * 16, losses=RISING).failing() == [("a.0", 1)]
 
 
 def test_a_loss_that_falls_allows_a_head_to_become_sharper() -> None:

@@ -33,6 +33,7 @@ from attnscore.diagnostics.watching import rebinding, records, torch_patches, to
 from attnscore.diagnostics.watching import sums as sums_module
 from attnscore.diagnostics.watching.health import Thresholds
 from attnscore.diagnostics.watching.sums import Call, Scores, sums_of
+from attnscore.diagnostics.watching.torch_calls import sdpa_call
 from attnscore.diagnostics.watching.watch import watch
 from attnscore.errors import ArgumentError
 from attnscore.integrations.transformers import register
@@ -167,6 +168,22 @@ def test_scores_that_the_model_made_are_read_in_blocks(block: int, lowest: float
 
 TOKENS = torch.arange(7)
 ALL = torch.ones(7, 7).bool()
+BIASES = {
+    "a causal mask": (torch.zeros(7, 7).masked_fill(ALL.triu(1), -torch.inf), 0),
+    "ALiBi": (-(TOKENS[:, None] - TOKENS).abs().float(), 1),
+    "of one key": (torch.eye(7)[0], 1),
+    "none": (None, 0),
+}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_bias_that_is_no_mask_is_known(bias: str) -> None:
+    array, known = BIASES[bias]
+    query = torch.randn(1, 2, 7, 4)
+    call = sdpa_call(query, query, {"attn_mask": array})
+    assert sums_of(call, None, WEIGHT)["biased"].tolist() == [known] * 2
+
+
 CAUSAL_SIGNS = {
     "causal": (ALL.tril(), 1),
     "causal, a window of 2": (ALL.tril() & ALL.triu(-1), 1),

@@ -49,8 +49,8 @@ class Thresholds:
     dead_variance : a head is dead when the variance of a query's logits is below this: its weights are even to a tenth
         of a percent, and it averages all values
     query_variance : queries have no effect when the variance that they can give a logit is below this, so that none
-        changes a weight by more than about a percent, where it was `jump` times as large before or the logits differ
-        all the same; weights that are small from the start are "uniform" alone
+        changes a weight by more than about a percent, where it was `jump`² times as large before or the logits differ
+        all the same, without a bias; weights that are small from the start are "uniform" alone
     value_spread : values are alike when their mean explains all but this share of their squares: the weights have no
         effect on the output, and no gradient
     uniform_variance : weights are nearly uniform when the variance of the logits is below this, so that entropy is
@@ -153,7 +153,7 @@ class Verdict:
 
 # Signs that need no second step: they do not come and go with a batch.
 _AT_ONCE = ("not a number", "near overflow", "causal leak")
-# A jump takes at most this number of steps.
+# Steps that a jump may take.
 _JUMP_STEPS = 20
 _WITHOUT_NUMBERS = ("not a number", "near overflow", "empty rows")
 FAILURES = (
@@ -206,6 +206,8 @@ def signs_of(
     uniform = (variance < limit.uniform_variance) & ~dead & has_choice
     sinks = numbers["first_key"] >= limit.sink_layer
     scale = numbers["scale_ratio"]
+    # A bias makes the logits of other queries differ, whatever the queries are.
+    varies_alike = ~(variance < limit.uniform_variance) & ~(numbers["biased"] > 0)
     unusual = ((scale >= limit.scale_factor) & sharp) | ((scale <= 1 / limit.scale_factor) & uniform)
     return {
         "not a number": numbers["nan_rows"] + numbers["nan_value"] > 0,
@@ -216,7 +218,7 @@ def signs_of(
         "dead": dead & has_choice,
         "no use of the query": has_choice
         & (numbers["query_variance"] < limit.query_variance)
-        & ((memory["query_variance"] >= limit.jump * limit.query_variance) | ~(variance < limit.uniform_variance)),
+        & ((memory["query_variance"] >= limit.jump**2 * limit.query_variance) | varies_alike),
         "values alike": has_choice & (numbers["value_spread"] < limit.value_spread),
         "sink in every head": np.full(len(largest), bool((sinks & has_choice).all()) and not uses_other_keys),
         "another scale": unusual & usual_siblings,
@@ -261,7 +263,8 @@ class Memory:
         self._evidence: dict[tuple[int, int], dict[str, float]] = {}
         self._ended: dict[tuple[int, int], Period] = {}
         self._so_far: dict[str, Array] = {
-            name: np.full(heads, math.nan) for name in ("logit_variance", "entropy", "max_logit", "query_variance")
+            name: np.full(heads, math.nan)
+            for name in ("logit_variance", "entropy", "max_logit", "query_variance", "query_before")
         }
         self._steps, self._last_step = 0, 0
 
@@ -288,6 +291,8 @@ class Memory:
         self._first = np.where(began, step, self._first)
         for sign, head in np.argwhere(began).tolist():
             evidence = {name: float(values[head]) for name, values in numbers.items()}
+            had_effect = old["query_variance"][head] >= limit.query_variance
+            evidence["drifted"] = had_effect and old["query_before"][head] < limit.jump * evidence["query_variance"]
             evidence["rise"] = evidence["logit_variance"] / before[head] if before[head] > 0 else math.nan
             self._evidence[sign, head] = evidence
         self._last = np.where(flags & has_numbers, step, self._last)
@@ -303,6 +308,7 @@ class Memory:
             "entropy": np.fmax(old["entropy"], numbers["entropy"]),
             "query_variance": np.fmax(old["query_variance"], numbers["query_variance"]),
             "max_logit": np.where(is_first, largest, first),
+            "query_before": numbers["query_variance"],
         }
 
     def periods(self) -> Iterator[Period]:

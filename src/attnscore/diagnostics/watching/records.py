@@ -76,7 +76,7 @@ NUMBERS = (
     "rows", "empty_rows", "nan_rows", *MEANS, "query_variance", "value_spread", "max_logit", "choice_rows",
     "saturated_rows", "padding", "clip",
 )  # fmt: skip
-_JUDGED = (*NUMBERS, *_MARKS, "dtype_max", "scale_ratio")
+_JUDGED = (*NUMBERS, *_MARKS, "dtype_max", "scale_ratio", "biased")
 # Columns of tables, and their titles.
 COLUMNS = {
     "max_logit": "largest logit",
@@ -91,6 +91,8 @@ COLUMNS = {
 _MOST_LOSSES = 4096
 # Fewer losses are not judged.
 _LOSSES_TO_JUDGE = 20
+# Weights that are uniform from the start are judged after this number of steps, in which a learning rate warms up.
+_STEPS_OF_WARM_UP = 200
 # Signs that other layers show too where the whole model's learning rate is too large.
 _GROWTH = ("saturated", "sharp", "large logits", "growing logits")
 
@@ -358,7 +360,7 @@ class Records:
         # A sign that is a failure by itself explains the trouble of the loss: growing logits, say, are none then.
         is_explained = any(period.holds and period.sign in FAILURES for _, period in periods)
         unmasked = {(name, period.head) for name, period in periods if period.holds and period.sign == "padding"}
-        idle = Counter(name for name, period in periods if period.holds and period.sign == "no use of the query")
+        idle = Counter((name, period.sign) for name, period in periods if period.holds)
         loss_falls = len(self._losses) >= _LOSSES_TO_JUDGE and not trouble
 
         def fails(name: str, period: Period) -> bool:
@@ -366,7 +368,12 @@ class Records:
                 return False
             if period.sign in NO_EFFECT and (name, period.head) in unmasked:
                 return False  # most of its keys are at padding, and alike
-            if period.sign == "no use of the query" and loss_falls and 1 < idle[name] == heads[name]:
+            was_always = period.first == self._first_steps[0]
+            if period.sign == "dead" and was_always and 0 < len(self._losses) < _LOSSES_TO_JUDGE:
+                return idle[name, "dead"] < heads[name]  # weights that start at 0, as some of muP, do not stay so
+            if period.sign == "no use of the query" and loss_falls and period.evidence["drifted"]:
+                return False  # as latents of a Perceiver, which become alike while it learns
+            if period.sign == "no use of the query" and loss_falls and 1 < idle[name, period.sign] == heads[name]:
                 # Before the model has learnt much, a post-norm layer may wait so and learn later.
                 first, now = (np.mean([loss for _, loss in part]) for part in (self._losses[:5], self._losses[-5:]))
                 return bool(first - now > limit.loss_rise * abs(first))
@@ -379,6 +386,10 @@ class Records:
                 period.sign == "unusual scale" and period.evidence["scale_ratio"] < 1
             )
             stays = trouble == "stays at its start"
+            # Nothing has grown: such a model may have been trained before. In a warm-up weights stay as they were.
+            may_stay = period.sign in ("sharp", "large logits") or (is_flat and self.steps < _STEPS_OF_WARM_UP)
+            if stays and was_always and may_stay:
+                return False
             return bool(trouble) and not is_explained and period.sign in WITH_LOSS and (not is_flat or stays)
 
         return [(name, period) for name, period in periods if fails(name, period)]

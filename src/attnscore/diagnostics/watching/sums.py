@@ -52,7 +52,7 @@ NEEDED = (
 
 
 # Numbers that are the largest over several parts, not their sum.
-LARGEST = ("max_logit", "dtype_max", "scale_ratio", "other_score", "queries", "keys")
+LARGEST = ("max_logit", "dtype_max", "scale_ratio", "other_score", "biased", "queries", "keys")
 # Scores that are q.k times a number, up to a cap, where the scores in them are.
 _PRODUCTS = (ats.Dot, ats.ScaledDot, ats.Bilinear, ats.Temperature, ats.SoftCap, ats.Combination)
 
@@ -259,20 +259,22 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
     `query_variance` bounds the variance of a logit over the queries, Var(q.k) <= trace Cov(q) trace Cov(k), where the
     score is a multiple of q.k; `scale_ratio` is its scale as a multiple of 1/sqrt(d); `value_spread` is the share of
     the values' squares that their mean does not explain: 0 where all are alike; `other_score` is 1 where the score is
-    known to be no multiple of q.k, as a cosine.
+    known to be no multiple of q.k, as a cosine; `biased` is 1 where a bias is no mask.
     """
     sums = {name: np.zeros(heads) for name in ("sequences", "query_variance", "value_sequences", "value_spread")}
     sums |= {f"nan_{name}": np.zeros(heads) for name in ("query", "key", "value")}
     first = call.scores if isinstance(call, Scores) else call.query
     sums["dtype_max"] = np.full(heads, -lowest_finite(first))
     sums["scale_ratio"] = np.full(heads, math.nan)
-    sums["other_score"] = np.zeros(heads)
+    sums["other_score"], sums["biased"] = np.zeros(heads), np.zeros(heads)
     for name, length in zip(("queries", "keys"), call.lengths, strict=True):
         sums[name] = np.full(heads, float(length))
     if isinstance(call, Scores):
         return sums
     score = scores.resolve(call.options.get("score", "scaled_dot"))
     sums["other_score"] += not all(type(part) in _PRODUCTS for part in scores_in(score))
+    if (bias := call.options.get("bias")) is not None:
+        sums["biased"] += bool(((bias != 0) & (bias != -math.inf)).any())
     arrays = {"query": call.query, "key": call.key, "value": call.value}
     moments = {name: _moments(x, call.head_axis, heads) for name, x in arrays.items() if x is not None}
     known = {name: x for name, x in moments.items() if x is not None}
