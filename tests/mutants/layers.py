@@ -155,6 +155,15 @@ FAULTS: list[Fault] = [
         "watch(one_pass=True) cuts the gradient of the outputs that it computes",
     ),
     Fault(
+        "watch-any-query-of-one-key-is-causal",
+        "src/attnscore/diagnostics/watching/sums.py",
+        "_add_up",
+        "A.argmax(-1)",
+        "alone.argmax(-1)",
+        "tests/test_diagnostics_watch.py -k causal_mask_is_known",
+        "layers beside one whose mask leaves some query one key, as a graph's, are called a causal leak",
+    ),
+    Fault(
         "health-variance-that-overflowed",
         "src/attnscore/diagnostics/watching/health.py",
         "signs_of",
