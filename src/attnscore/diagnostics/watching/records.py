@@ -91,7 +91,7 @@ COLUMNS = {
 _MOST_LOSSES = 4096
 # Fewer losses are not judged.
 _LOSSES_TO_JUDGE = 20
-# Weights that are uniform from the start are judged after this number of steps, in which a learning rate warms up.
+# Uniform weights are judged after this number of steps, in which a learning rate warms up.
 _STEPS_OF_WARM_UP = 200
 # Signs that other layers show too where the whole model's learning rate is too large.
 _GROWTH = ("saturated", "sharp", "large logits", "growing logits")
@@ -387,8 +387,8 @@ class Records:
             )
             stays = trouble == "stays at its start"
             # Nothing has grown: such a model may have been trained before. In a warm-up weights stay as they were.
-            may_stay = period.sign in ("sharp", "large logits") or (is_flat and self.steps < _STEPS_OF_WARM_UP)
-            if stays and was_always and may_stay:
+            is_old = was_always and period.sign in ("sharp", "large logits")
+            if stays and (is_old or (is_flat and self.steps < _STEPS_OF_WARM_UP)):
                 return False
             return bool(trouble) and not is_explained and period.sign in WITH_LOSS and (not is_flat or stays)
 
