@@ -272,7 +272,7 @@ def test_a_mask_is_aligned_with_the_last_position(framework: str) -> None:
     cache = ats.KeyValueCache(capacity=8).append(k[:, :, :4], v[:, :, :4], lens=np.array([4, 2]))
     cache = cache.append(k[:, :, 4:], v[:, :, 4:])
     last = ats.SlidingWindow(1, 0, align="bottom_right")
-    for mask in (last, last & ats.Causal("bottom_right")):
+    for mask in (last, ats.SlidingWindow(1, 0) & ats.Causal("bottom_right"), last & ats.PrefixLM([1, 1])):
         found = np.asarray(cache.attend(q[:, :, 4:], mask=mask))
         for b, held in enumerate((slice(None), np.array([0, 1, 4, 5]))):
             one_pass = ats.attend(q[b][:, 4:], k[b][:, held], v[b][:, held], mask=last)
@@ -882,7 +882,7 @@ ERRORS: dict[type[Exception], dict[str, tuple[Callable[[], Any], str]]] = {
     ats.MaskError: {
         "aligned over a ring": (
             lambda: _cache(window=4).attend(X, mask=ats.Causal("bottom_right")),
-            "mask: expected none with an alignment in a cache with a window, got Causal(align='bottom_right')",
+            "mask: expected none with a diagonal in a cache with a window, got Causal(align='bottom_right')",
         ),
     },
     ats.DtypeError: {

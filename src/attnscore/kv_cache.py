@@ -36,7 +36,7 @@ from attnscore.kv_buffers import checks
 from attnscore.kv_buffers.checks import with_heads_first
 from attnscore.kv_buffers.slots import AppendedPositions, RollingWindow, positions_of_slots, slots_of_positions
 from attnscore.kv_buffers.storage import STORAGE, Storage, moved
-from attnscore.masks import Causal, Dense, Mask, SlidingWindow, ValidLens
+from attnscore.masks import Causal, Dense, Mask, PrefixLM, SlidingWindow, ValidLens
 from attnscore.masks.base import map_atoms
 from attnscore.masks.index_values import host_ints
 from attnscore.masks.shape_spec import shape_of
@@ -327,8 +327,8 @@ class KeyValueCache:
         causal : bool
             False attends to all positions held, as a decoder does to an encoder's; not with a window.
         mask : a mask object or a boolean array over (..., query, slot), optional
-            Combined with the cache's mask by AND; `positions` has the position of each slot. ``align="bottom_right"``
-            refers to the last position.
+            Combined with the cache's mask by AND; `positions` has the position of each slot. The diagonal of `Causal`,
+            `SlidingWindow` and `PrefixLM` ends at the last position, unless they have an `offset` or ``"top_left"``.
         **options
             As in `attend`, except `valid_lens` and `head_axis`, and `score` where the cache has one.
 
@@ -414,15 +414,20 @@ class KeyValueCache:
 
     @_in_scope
     def _aligned(self, mask: Mask, count: int, causal: bool) -> Mask:
-        """Return a mask in which "bottom_right" refers to the last positions, not to slots that hold none yet."""
+        """Return a mask whose diagonal ends at the last position, not at a slot that holds none yet."""
 
         def align(atom: Mask) -> Mask:
-            if not isinstance(atom, (Causal, SlidingWindow)) or atom.align != "bottom_right":
+            if not isinstance(atom, (Causal, SlidingWindow, PrefixLM)):
+                return atom
+            if not isinstance(atom, PrefixLM) and (atom.offset is not None or atom.align == "top_left"):
                 return atom
             if self.window is not None:
                 hint = "leave it out; the mask of the cache is causal, and has its window"
-                raise MaskError(message("mask", "none with an alignment in a cache with a window", atom, hint=hint))
-            return replace(atom, align=None, offset=self._first_positions(count) if causal else self._lens - count)
+                raise MaskError(message("mask", "none with a diagonal in a cache with a window", atom, hint=hint))
+            offset = self._first_positions(count) if causal else self._lens - count
+            if isinstance(atom, PrefixLM):
+                return Causal(offset=offset) | ValidLens(atom.prefix_lens)
+            return replace(atom, align=None, offset=offset)
 
         return map_atoms(mask, align)
 
