@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torch
+from torch.nn.attention.flex_attention import and_masks
 
 import attnscore as ats
 import attnscore.parallel
@@ -224,6 +225,15 @@ class TestSnapshots:
         kept = snapshot(lambda i: (i < limits[0], i < table["limit"]))
         limits[0] = table["limit"] = 9
         assert kept.value(5) == (False, False) and kept.key is not None
+
+    def test_attributes_and_functions_that_a_library_returns_are_read(self) -> None:
+        def below(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return k < below.limit  # type: ignore[attr-defined]
+
+        below.limit = torch.tensor(3)  # type: ignore[attr-defined]
+        kept = snapshot(and_masks(below, below))
+        below.limit[...] = 9  # type: ignore[attr-defined]
+        assert not kept.value(*torch.tensor([0, 0, 0, 5])) and snapshot(and_masks(below, below)).key != kept.key
 
     def test_a_vectorized_function_has_no_key(self) -> None:
         assert snapshot(np.frompyfunc(lambda i: i < len(GLOBAL), 1, 1)).key is None

@@ -91,14 +91,16 @@ class _Reader:
         self.functions[id(function)] = Snapshot(copy, number)
         names = tuple(name for name in sorted(set(_names(code))) if name in scope)
         values = tuple(map(scope.__getitem__, names))
-        parts = (tuple(_contents(function)), names, values, function.__defaults__, function.__kwdefaults__)
+        attributes = tuple(function.__dict__.items())
+        parts = (tuple(_contents(function)), names, values, function.__defaults__, function.__kwdefaults__, attributes)
         current, key = self.read(parts)
         key = None if key is None else (code, key)
         if current is parts:
             self.functions[id(function)] = Snapshot(function, number)  # the empty copy is dropped
             return Snapshot(function, key)
-        contents, _, values, copy.__defaults__, copy.__kwdefaults__ = current
+        contents, _, values, copy.__defaults__, copy.__kwdefaults__, attributes = current
         scope.update(zip(names, values, strict=True))
+        copy.__dict__.update(attributes)
         for cell, x in zip(cells, contents, strict=True):
             cell.cell_contents = x
         return Snapshot(copy, key)
@@ -143,6 +145,8 @@ def _is_of_library(x: Any) -> bool:
     elif isinstance(x, np.ufunc):
         # Not one of `np.frompyfunc`, which calls a Python function.
         return x is getattr(np, x.__name__, None)
+    elif isinstance(x, FunctionType) and "<locals>" in x.__qualname__:
+        return False  # it may hold functions of the caller, as FlexAttention's `and_masks` returns one
     elif isinstance(x, (FunctionType, type)) or type(x).__module__.startswith("jaxlib"):
         # The functions of jax.jit, of a type of jaxlib, have the module of the Python function that they compile.
         name = str(x.__module__)
