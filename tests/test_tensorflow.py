@@ -388,7 +388,8 @@ def test_sizes_that_turn_out_not_to_fit(how: str) -> None:
     call = tf.function(lambda *x: ats.attend(*x, kernel=kernel), [spec] * 3, jit_compile=how == "xla")
     for batches, keys in (((2, 3, 3), (5, 5)), ((3, 3, 2), (5, 5)), ((2, 2, 2), (6, 5)), ((2, 2, 2), (5, 6))):
         arrays = [tf.ones((batch, n, 4)) for batch, n in zip(batches, (5, *keys), strict=True)]
-        with pytest.raises(tf.errors.InvalidArgumentError, match="expected" if how == "native" else "do_not_fit"):
+        # Of the operations that fail, any may be the first.
+        with pytest.raises(tf.errors.InvalidArgumentError, match="expected" if how == "native" else None):
             call(*arrays)
 
 

@@ -323,7 +323,7 @@ class TensorFlowBackend(Backend):
     def known_finite(self, x: Array) -> bool:
         if _is_eager_on_cpu(x):
             return is_finite(_array(x))
-        return hasattr(x, "numpy") and bool(tf.reduce_all(tf.math.is_finite(x)))
+        return hasattr(x, "numpy") and tf.executing_eagerly() and bool(tf.reduce_all(tf.math.is_finite(x)))
 
     def product_of_rows(self, x: Array, matrix: Array, bias: Array | None = None) -> Array | None:
         # Not in rewritten graphs, where TensorFlow drops a custom gradient, nor under XLA, which fuses the zeros that

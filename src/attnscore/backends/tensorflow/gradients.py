@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from attnscore.backends.base import Array, DifferentiableOp, VjpFunction, accumulator
 from attnscore.backends.tensorflow import graphs, private
-from attnscore.errors import ArgumentError, message
 
 
 def needs_grad(*arrays: Array) -> bool:
@@ -34,10 +33,25 @@ def needs_grad(*arrays: Array) -> bool:
 
 
 def is_recorded(function: Callable[[], Array]) -> bool:
-    """Whether a tape follows the result; False in a graph, and where TensorFlow does not tell."""
-    if not tf.executing_eagerly() or private.FALLBACKS or not private.could_possibly_record():
+    """Whether a tape follows the result; in a graph, whether it is computed from variables. False if it is unknown."""
+    if not tf.executing_eagerly():
+        return _reads_variables(function())
+    if private.FALLBACKS or not private.could_possibly_record():
         return False
     return bool(private.should_record([function()]))
+
+
+def _reads_variables(x: Array) -> bool:
+    """Whether a tensor of a graph is computed from variables of this graph, by operations that pass gradients on."""
+    seen, remaining = set(), [x.op]
+    while remaining:
+        operation = remaining.pop()
+        if operation.type == "ReadVariableOp":
+            return True
+        if operation.type != "StopGradient" and operation not in seen:
+            seen.add(operation)
+            remaining += [each.op for each in operation.inputs if each.dtype.is_floating]
+    return False
 
 
 def has_tangents(arrays: Sequence[Array]) -> bool:
@@ -81,11 +95,8 @@ def differentiable(run: DifferentiableOp, operands: Sequence[Array]) -> tuple[Ar
             # `results` and not `outputs`, so that a second tape differentiates through them.
             saved, incoming = results[: run.saved_count], grads[: run.differentiable_count]
             gradients = run.backward(operands, saved, incoming, requested)
-            if variables:  # those that the forward reads beside its operands, and that no gradient would reach
-                names = ", ".join(variable.name for variable in variables)
-                expected = "a dataclass whose fields are its variables, so that gradients reach them"
-                raise ArgumentError(message("score", expected, f"a tile that reads {names}"))
-            return gradients
+            # `variables` are those that a mask reads; they get no gradient.
+            return gradients if variables is None else (gradients, [None] * len(variables))
 
         return outputs, vjp
 
