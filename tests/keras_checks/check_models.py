@@ -28,6 +28,7 @@ from attnscore.layers.keras import (
 IDS = np.array([[3, 4, 5, 0, 0], [1, 2, 0, 0, 0], [0, 0, 0, 0, 0], [6, 7, 8, 9, 1]])
 OTHERS = np.array([[1, 2, 0], [3, 4, 5], [6, 7, 8], [9, 0, 0]])
 X = np.random.default_rng(0).normal(size=(2, 3, 6)).astype("float32")
+SQUARE = np.eye(6, dtype="float32")
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "dot": lambda **more: DotProductAttention(scaled=False, **more),
@@ -441,6 +442,28 @@ def test_variables_of_a_layer_of_the_users_own_learn() -> None:
     assert changed[0] and changed[1] and changed[3]
 
 
+class Pooled(keras.layers.Layer):
+    """A few learned queries for a whole sequence, as a set transformer pools."""
+
+    def build(self, shape: Any) -> None:
+        self.query = self.add_weight(shape=(1, 2, shape[-1]), name="query")
+        self.pool = MultiHeadAttention(4, 2)
+
+    def call(self, x: Any) -> Any:
+        return self.pool(self.query, x, x)
+
+
+@pytest.mark.slow
+def test_learned_queries_of_a_layer_learn() -> None:
+    layer = Pooled()
+    model = keras.Sequential([layer, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model(X)
+    before = np.array(backends.host(backends.variable_value(layer.query)))
+    model.fit(X, np.ones((2, 1)), epochs=1, verbose=0)
+    assert not np.array_equal(before, backends.host(backends.variable_value(layer.query)))
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -453,6 +476,7 @@ def test_variables_of_a_layer_of_the_users_own_learn() -> None:
         lambda x: ats.unpack(x, [0, 1, 2])[1],
         lambda x: ats.pack_padded(x, [1, 2])[0],
         lambda x: ats.unpack_padded(x, [0, 1, 2]),
+        lambda x: ats.prepare_keys(ats.Bilinear(SQUARE if x is X else keras.Variable(SQUARE)), x).key,
     ],
 )
 def test_variables_go_into_every_function(function: Callable[[Any], Any]) -> None:

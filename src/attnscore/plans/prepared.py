@@ -13,7 +13,7 @@ from attnscore.base.arguments import shown
 from attnscore.base.layout import AxisLayout, may_equal
 from attnscore.errors import ArgumentError, ShapeError, message, with_shapes
 from attnscore.problem.problem import check_arrays
-from attnscore.scores.base import describe
+from attnscore.scores.base import describe, with_arrays
 from attnscore.scores.base import prepare_keys as prepare_keys_of
 
 
@@ -112,7 +112,7 @@ def prepare_keys(score: Any, key: Array, *, head_axis: int = -3) -> PreparedKeys
     key = backends.variable_value(key)
     ops = backends.of({"key": key})
     backends.check_not_recorded(ops, "prepare_keys")
-    score = scores.resolve(score)
+    score = with_arrays(scores.resolve(score), backends.variable_value)
     layout = check_arrays(ops, {"key": key}, head_axis)
     scores.check_score_arrays(ops, score, key)
     # A compiler records the operations below with autocast's own casts; otherwise autocast is applied once, here.
