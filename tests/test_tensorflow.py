@@ -163,6 +163,37 @@ def test_a_variable_that_no_gradient_reaches_is_an_error(compiled: Any) -> None:
         compiled(gradient)()
 
 
+@pytest.mark.parametrize("read", [tf.stop_gradient, tf.convert_to_tensor], ids=["stopped", "not watched"])
+def test_a_variable_that_needs_no_gradient(read: Any) -> None:
+    factor, x = tf.Variable(1.5), tf.constant(RNG.standard_normal((3, 2)), tf.float32)
+
+    class Product:
+        def tile(self, ops: Any, query: Any, key: Any) -> Any:
+            return read(factor) * ops.matmul(query, ops.swapaxes(key, -1, -2))
+
+    def gradient(score: Any) -> Any:
+        with tf.GradientTape(watch_accessed_variables=read is tf.stop_gradient) as tape:
+            tape.watch(x)
+            out = ats.attend(x, x, x, score=score) ** 2
+        return tape.gradient(out, x)
+
+    np.testing.assert_allclose(gradient(Product()), gradient(1.5 * ats.Dot()), atol=1e-5)
+
+
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_offset_in_a_variable(jit: bool) -> None:
+    offset, x = tf.Variable(1), tf.constant(RNG.standard_normal((5, 3)), tf.float32)
+
+    def gradient(offset: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            out = ats.attend(x, x, x, mask=ats.Causal(offset=offset)) ** 2
+        return tape.gradient(out, x)
+
+    compiled = tf.function(lambda: gradient(offset), jit_compile=jit)
+    np.testing.assert_allclose(compiled(), gradient(1), atol=1e-5)
+
+
 # -------------------------------------------------------- what a graph does not know
 
 
