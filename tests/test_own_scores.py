@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -122,6 +122,33 @@ def test_an_array_that_no_gradient_reaches_is_an_error(make: Callable[[], Any], 
         ats.attend(x, x, x, score=wrap(make()))
     with torch.no_grad():
         ats.attend(x, x, x, score=wrap(NoDataclass(torch.tensor(2.0))))
+
+
+def test_a_transform_of_torch_reaches_what_a_tile_reads() -> None:
+    x, matrix = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+
+    def loss(matrix: Any) -> Any:
+        return ats.attend(x, x, x, score=ByModule(lambda query: query @ matrix)).square().sum()
+
+    wanted = torch.func.grad(lambda matrix: ((x @ matrix @ x.mT).softmax(-1) @ x).square().sum())(matrix)
+    np.testing.assert_allclose(torch.func.grad(loss)(matrix), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_score_of_constants_is_not_rebuilt() -> None:
+    class Pair(NamedTuple):
+        weight: Any
+        bias: Any
+
+    @dataclass(frozen=True, eq=False)
+    class Affine:
+        pair: Pair
+
+        def tile(self, ops: Any, query: Any, key: Any) -> Any:
+            return ops.matmul(query @ self.pair.weight + self.pair.bias, ops.swapaxes(key, -1, -2))
+
+    x, pair = torch.randn(5, 3), Pair(torch.randn(3, 3), torch.randn(3))
+    wanted = ((x @ pair.weight + pair.bias) @ x.mT).softmax(-1) @ x
+    np.testing.assert_allclose(ats.attend(x, x, x, score=Affine(pair)), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_gradient_that_tile_gradient_leaves_out_is_an_error() -> None:

@@ -224,7 +224,11 @@ class TorchBackend(Backend):
         return False
 
     def is_recorded(self, function: Callable[[], Array]) -> bool:
-        return torch.is_grad_enabled() and bool(getattr(function(), "requires_grad", False))
+        if not torch.is_grad_enabled():
+            return False
+        scores = function()
+        # PyTorch differentiates the operations on traced tensors (`differentiable`), and reaches all that they read.
+        return getattr(scores, "requires_grad", False) and not is_traced(scores)
 
     def is_writable(self, x: Array) -> bool:
         return torch.is_inference_mode_enabled() or not x.is_inference()

@@ -298,9 +298,12 @@ def _check_captured(ops: Backend, score: Any, query: Array, key: Array) -> None:
     Streaming kernels compute the gradients of query, key and the fields alone.
     """
 
+    def constant(x: Array) -> Array:
+        return ops.stop_gradient(x) if ops.needs_grad(x) else x
+
     def scores() -> Array:
-        one_of_each = (ops.stop_gradient(ops.slice_axis(x, -2, 0, 1)) for x in (query, key))
-        return with_arrays(score, ops.stop_gradient).tile(ops, *one_of_each)
+        one_of_each = (constant(ops.slice_axis(x, -2, 0, 1)) for x in (query, key))
+        return with_arrays(score, constant).tile(ops, *one_of_each)
 
     if ops.is_recorded(scores):
         got = f"a tile of {type(score).__name__} that reads another array that needs a gradient"
