@@ -410,16 +410,24 @@ def test_known_numbers_that_turn_out_not_to_fit(kernel: str, keys: int) -> None:
 
 @pytest.mark.parametrize(
     ("known", "how"),
-    [("key", "streaming"), ("value", "streaming"), ("value", "dense"), ("key", "xla"), ("value", "xla")],
+    [(name, how) for name in ("key", "value") for how in ("streaming", "auto", "xla")] + [("value", "dense")],
 )
-@pytest.mark.slow_rows("value-*", "key-xla")
-def test_one_key_that_only_one_array_knows(known: str, how: str) -> None:
+@pytest.mark.slow_rows("value-*", "*-auto", "key-xla")
+def test_one_key_that_only_one_array_knows(known: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     arrays = [tf.constant(RNG.standard_normal((2, n, 4)), tf.float32) for n in (3, 1, 1)]
     key, value = ([2, 1 if name == known else None, 4] for name in ("key", "value"))
     signature = [tf.TensorSpec(shape) for shape in ([2, 3, 4], key, value)]
     kernel = "auto" if how == "xla" else how
     call = tf.function(lambda *x: ats.attend(*x, kernel=kernel), signature, jit_compile=how == "xla")
     np.testing.assert_allclose(call(*arrays), tf.broadcast_to(arrays[2], (2, 3, 4)), atol=1e-6)
+
+
+def test_a_batch_that_only_the_values_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    arrays = [tf.constant(RNG.standard_normal((2, n, 4)), tf.float32) for n in (3, 5, 5)]
+    signature = [tf.TensorSpec(shape) for shape in ([None, 3, 4], [None, 5, 4], [2, 5, 4])]
+    np.testing.assert_allclose(tf.function(ats.attend, signature)(*arrays), ats.attend(*arrays), atol=1e-6)
 
 
 @pytest.mark.parametrize("how", ["native", "streaming", "xla"])

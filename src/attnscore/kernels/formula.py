@@ -49,7 +49,8 @@ def _can_use_formula(problem: Problem) -> bool:
     if type(problem.form) not in _FORMS:
         return False
     sizes = (*problem.score_shape.rows, problem.score_shape.key_len, problem.layout.value_dim)
-    if any(map(is_unknown, sizes)) or 0 in sizes or problem.statistics or problem.matrix == "scores":
+    of_arrays = (n for x in (problem.query, problem.key, problem.value) for n in x.shape)
+    if any(map(is_unknown, (*sizes, *of_arrays))) or 0 in sizes or problem.statistics or problem.matrix == "scores":
         return False
     if any(x is not None for x in (problem.bias, problem.sink, problem.normalizer)):
         return False
