@@ -298,8 +298,10 @@ def _check_captured(ops: Backend, score: Any, query: Array, key: Array) -> None:
     Streaming kernels compute the gradients of query, key and the fields alone.
     """
 
+    dtype = accumulator(ops.dtype(query))
+
     def constant(x: Array) -> Array:
-        return ops.stop_gradient(x) if ops.needs_grad(x) else x
+        return ops.astype(ops.stop_gradient(x) if ops.needs_grad(x) else x, dtype)
 
     def scores() -> Array:
         one_of_each = (constant(ops.slice_axis(x, -2, 0, 1)) for x in (query, key))
