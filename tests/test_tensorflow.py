@@ -144,12 +144,13 @@ def test_an_own_score_with_tile_alone() -> None:
 
 
 @pytest.mark.parametrize("compiled", [lambda call: call, tf.function], ids=["eager", "graph"])
-def test_a_variable_that_no_gradient_reaches_is_an_error(compiled: Any) -> None:
-    factor = tf.Variable(1.5)
+@pytest.mark.parametrize("read", [tf.convert_to_tensor, tf.nn.softplus, lambda x: tf.gather(x, 0)])
+def test_a_variable_that_no_gradient_reaches_is_an_error(compiled: Any, read: Any) -> None:
+    factor = tf.Variable([1.5])
 
     class Product:
         def tile(self, ops: Any, query: Any, key: Any) -> Any:
-            return factor * ops.matmul(query, ops.swapaxes(key, -1, -2))
+            return read(factor) * ops.matmul(query, ops.swapaxes(key, -1, -2))
 
     x = tf.ones((3, 2))
 
@@ -163,26 +164,33 @@ def test_a_variable_that_no_gradient_reaches_is_an_error(compiled: Any) -> None:
         compiled(gradient)()
 
 
-@pytest.mark.parametrize("read", [tf.stop_gradient, tf.convert_to_tensor], ids=["stopped", "not watched"])
-def test_a_variable_that_needs_no_gradient(read: Any) -> None:
-    factor, x = tf.Variable(1.5), tf.constant(RNG.standard_normal((3, 2)), tf.float32)
+# A graph does not know what a tape around it watches.
+@pytest.mark.parametrize(
+    ("case", "compiled"),
+    [(case, compiled) for case in ("stopped", "not trainable") for compiled in (functools.partial, tf.function)]
+    + [("not watched", functools.partial)],
+)
+def test_a_variable_that_needs_no_gradient(case: str, compiled: Any) -> None:
+    factor = tf.Variable(1.5, trainable=case != "not trainable", dtype=tf.float64)
+    read = tf.stop_gradient if case == "stopped" else tf.convert_to_tensor
+    x = tf.constant(RNG.standard_normal((3, 2)))
 
     class Product:
         def tile(self, ops: Any, query: Any, key: Any) -> Any:
             return read(factor) * ops.matmul(query, ops.swapaxes(key, -1, -2))
 
     def gradient(score: Any) -> Any:
-        with tf.GradientTape(watch_accessed_variables=read is tf.stop_gradient) as tape:
+        with tf.GradientTape(watch_accessed_variables=case != "not watched") as tape:
             tape.watch(x)
             out = ats.attend(x, x, x, score=score) ** 2
         return tape.gradient(out, x)
 
-    np.testing.assert_allclose(gradient(Product()), gradient(1.5 * ats.Dot()), atol=1e-5)
+    np.testing.assert_allclose(compiled(lambda: gradient(Product()))(), gradient(1.5 * ats.Dot()), atol=1e-11)
 
 
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_offset_in_a_variable(jit: bool) -> None:
-    offset, x = tf.Variable(1), tf.constant(RNG.standard_normal((5, 3)), tf.float32)
+    offset, x = tf.Variable(1), tf.constant(RNG.standard_normal((5, 3)))
 
     def gradient(offset: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -191,7 +199,7 @@ def test_an_offset_in_a_variable(jit: bool) -> None:
         return tape.gradient(out, x)
 
     compiled = tf.function(lambda: gradient(offset), jit_compile=jit)
-    np.testing.assert_allclose(compiled(), gradient(1), atol=1e-5)
+    np.testing.assert_allclose(compiled(), gradient(1), atol=1e-11)
 
 
 # -------------------------------------------------------- what a graph does not know
@@ -425,9 +433,9 @@ def test_one_key_that_only_one_array_knows(known: str, how: str, monkeypatch: py
 
 def test_a_batch_that_only_the_values_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    arrays = [tf.constant(RNG.standard_normal((2, n, 4)), tf.float32) for n in (3, 5, 5)]
-    signature = [tf.TensorSpec(shape) for shape in ([None, 3, 4], [None, 5, 4], [2, 5, 4])]
-    np.testing.assert_allclose(tf.function(ats.attend, signature)(*arrays), ats.attend(*arrays), atol=1e-6)
+    arrays = [tf.constant(RNG.standard_normal((2, n, 4))) for n in (3, 5, 5)]
+    signature = [tf.TensorSpec(shape, tf.float64) for shape in ([None, 3, 4], [None, 5, 4], [2, 5, 4])]
+    np.testing.assert_allclose(tf.function(ats.attend, signature)(*arrays), ats.attend(*arrays), atol=1e-12)
 
 
 @pytest.mark.parametrize("how", ["native", "streaming", "xla"])

@@ -33,20 +33,24 @@ def needs_grad(*arrays: Array) -> bool:
 
 
 def is_recorded(function: Callable[[], Array]) -> bool:
-    """Whether a tape follows the result; in a graph, whether it is computed from variables. False if it is unknown."""
-    if not tf.executing_eagerly():
-        return _reads_variables(function())
-    if private.FALLBACKS or not private.could_possibly_record():
+    """Whether a tape follows the result; in a graph, whether trainable variables decide it. False if it is unknown."""
+    is_eager = tf.executing_eagerly()
+    if is_eager and (private.FALLBACKS or not private.could_possibly_record()):
         return False
-    return bool(private.should_record([function()]))
+    if not isinstance(result := function(), tf.Tensor):
+        return False  # an error of the caller, which is named where scores are computed
+    return bool(private.should_record([result])) if is_eager else _reads_variables(result)
 
 
 def _reads_variables(x: Array) -> bool:
-    """Whether a tensor of a graph is computed from variables of this graph, by operations that pass gradients on."""
+    """Whether a tensor of a graph is computed from trainable variables, by operations that pass gradients on."""
+    # The variables that this graph has read so far, where TensorFlow tells.
+    variables = (v for v in getattr(x.graph, "_watched_variables", ()) if v.trainable)
+    handles = {x.graph.capture(v.handle).name for v in variables}
     seen, remaining = set(), [x.op]
     while remaining:
         operation = remaining.pop()
-        if operation.type == "ReadVariableOp":
+        if any(each.name in handles for each in operation.inputs):
             return True
         if operation.type != "StopGradient" and operation not in seen:
             seen.add(operation)
