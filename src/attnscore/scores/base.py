@@ -297,7 +297,6 @@ def _check_captured(ops: Backend, score: Any, query: Array, key: Array) -> None:
 
     Streaming kernels compute the gradients of query, key and the fields alone.
     """
-
     dtype = accumulator(ops.dtype(query))
 
     def constant(x: Array) -> Array:

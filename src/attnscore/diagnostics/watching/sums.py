@@ -124,7 +124,7 @@ def sums_of(call: Call | Scores, real: Any, saturated_weight: float) -> dict[str
     `real` is (batch, token), True where there is a token, or None where padding is unknown; a query is saturated when
     its largest weight is at least `saturated_weight`.
     """
-    parts = []
+    parts: list[dict[str, Array]] = []
     for block, counted in _in_blocks(call, real):
         ops = backends.of({"query": block.query})
         query, key = ops.stop_gradient(block.query), ops.stop_gradient(block.key)
@@ -133,8 +133,8 @@ def sums_of(call: Call | Scores, real: Any, saturated_weight: float) -> dict[str
         value = ops.broadcast_to(marks, (*key.shape[:-1], marks.shape[-1]))
         marked, stats = ats.attend(query, key, value, **block.options, return_stats=NEEDED)
         parts.append(query_sums(block, marked, stats, counted, saturated_weight))
-    for later in parts[1:]:  # they lack the first query
-        later["causal_sequences"] *= 0
+        if any(part["rows"].any() for part in parts[:-1]):  # of which one has the first query
+            parts[-1]["causal_sequences"] *= 0
     sums = merged(parts)
     return sums | input_sums(call, len(sums["rows"]))
 
