@@ -424,6 +424,12 @@ def scales(call: Call, results: Arrays, rng: np.random.Generator) -> dict[str, f
     if "score.W" in leaves:
         # Of a bilinear score, the products of which each sum is made.
         level = max(level, largest((q.abs() @ leaves["score.W"].abs() @ k.abs().mT).detach()))
+    if "score.w_v" in leaves:
+        # Of an additive score, its terms with other signs: they may cancel, or be capped.
+        tree = call.score.parts[0] if call.score.kind == "soft_cap" else call.score
+        for _ in range(2):
+            w_v = leaves["score.w_v"] * torch.as_tensor(rng.choice([-1.0, 1.0], leaves["score.w_v"].shape))
+            level = max(level, largest(score(tree, q, k, leaves | {"score.w_v": w_v})))
     keys = math.log(max(2, call.key_len))
     value, out = largest(call.arrays["value"]), call.seeds.get("out", np.zeros(1))
     scale = {"out": value * level, "weights": level, "scores": level, "log_sum_exp": level + keys, "max_score": level,
