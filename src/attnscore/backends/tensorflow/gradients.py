@@ -44,9 +44,7 @@ def is_recorded(function: Callable[[], Array]) -> bool:
 
 def _reads_variables(x: Array) -> bool:
     """Whether a tensor of a graph is computed from trainable variables, by operations that pass gradients on."""
-    # The variables that this graph has read so far, where TensorFlow tells.
-    variables = (v for v in getattr(x.graph, "_watched_variables", ()) if v.trainable)
-    handles = {x.graph.capture(v.handle).name for v in variables}
+    handles = {x.graph.capture(v.handle).name for v in private.watched_variables(x.graph) if v.trainable}
     seen, remaining = set(), [x.op]
     while remaining:
         operation = remaining.pop()

@@ -41,6 +41,12 @@ pack_tangents: Callable[[Any], Any] | None = _resolve(
     "calls that a tape records take TensorFlow's operations",
 )
 
+
+def watched_variables(graph: Any) -> Any:
+    """Return the variables that a graph has read so far; none where TensorFlow does not tell."""
+    return getattr(graph, "_watched_variables", ())
+
+
 # ---------------------------------------------------------------- graphs
 
 is_for_xla: Callable[[Any], bool] = _resolve(
