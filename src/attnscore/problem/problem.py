@@ -130,13 +130,13 @@ def check_arrays(ops: Backend, arrays: dict[str, Array], head_axis: Any) -> Axis
     trailing = 3 if axes >= 4 else 2
     lead = broadcast_lead({name: shape[:-trailing] for name, shape in padded.items()}, shapes)
     # A number before a size that a graph learns when it runs, also where the number is 1.
-    known = [n for n in (key[-2], value[-2]) if not is_unknown(n)]
+    known_lengths = [n for n in (key[-2], value[-2]) if not is_unknown(n)]
     score_shape = ScoreShape(
         lead=tuple(lead) or (1,),
         heads=heads,
         groups=groups,
         query_len=query[-2],
-        key_len=known[0] if known else broadcast(value[-2:-1], key[-2:-1])[0],
+        key_len=known_lengths[0] if known_lengths else broadcast(value[-2:-1], key[-2:-1])[0],
         has_batch=axes >= 3,
         has_heads=axes >= 4,
     )
