@@ -219,7 +219,7 @@ def _add_up(numbers: list[NDArray[Any]], counted: NDArray[Any] | None, saturated
     # A single attended key has the whole weight and no variance; saturated queries with a choice have a variance.
     choice = alive & ~((variance == 0) & (max_weight >= 1 - 1e-6))
     alone = alive & ~choice
-    # Under a causal mask the first query has one key. Other masks may leave one key to any query, as those of a graph.
+    # Under a causal mask the first query has one key. Other masks, as of a graph, may leave one key to any query.
     is_first_alone = np.take_along_axis(alone, alive.argmax(-1)[..., None], -1) if alone.shape[-1] else alone
     counts = {
         "rows": alive,

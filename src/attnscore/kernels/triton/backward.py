@@ -325,7 +325,7 @@ def members_of(all_batches, batches, kv_heads, group_count, sizes):
 def member_of(member, first_member, batches, kv_heads, group_count, sizes):
     """Return matrix number `member` of the matrices that share one bias, counted from `first_member`.
 
-    Each size of the bias, `batches`, `kv_heads` or `group_count`, is 1, or that of the scores with one step.
+    Each size of the bias, `batches`, `kv_heads` or `group_count`, is 1, or the size of the scores with one step.
     """
     group_steps = sizes.groups // group_count
     head_steps = sizes.heads // kv_heads
