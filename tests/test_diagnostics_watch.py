@@ -178,10 +178,10 @@ BIASES = {
 
 @pytest.mark.parametrize("bias", BIASES)
 def test_a_bias_that_is_no_mask_is_known(bias: str) -> None:
-    array, known = BIASES[bias]
+    array, is_biased = BIASES[bias]
     query = torch.randn(1, 2, 7, 4)
     call = sdpa_call(query, query, {"attn_mask": array})
-    assert sums_of(call, None, WEIGHT)["biased"].tolist() == [known] * 2
+    assert sums_of(call, None, WEIGHT)["biased"].tolist() == [is_biased] * 2
 
 
 CAUSAL_SIGNS = {
@@ -204,9 +204,9 @@ def test_a_causal_mask_is_known_by_its_first_query(mask: str, block: int, monkey
     visible, sign = CAUSAL_SIGNS[mask]
     query = torch.randn(1, 2, 7, 4)
     for call in (Call(query, query, {"mask": visible}), Scores((query @ query.mT).masked_fill(~visible, -torch.inf))):
-        found = sums_of(call, None, WEIGHT)["causal_sequences"]
+        signs = sums_of(call, None, WEIGHT)["causal_sequences"]
         # The first block of scores, of two queries here, may lack the lone one.
-        assert found.tolist() == [sign] * 2 or (block == 1 and sign < 0 and found.tolist() == [0] * 2)
+        assert signs.tolist() == [sign] * 2 or (block == 1 and sign < 0 and signs.tolist() == [0] * 2)
 
 
 @pytest.mark.parametrize("head_axis", [-3, -2])

@@ -273,10 +273,10 @@ def test_a_mask_is_aligned_with_the_last_position(framework: str) -> None:
     cache = cache.append(k[:, :, 4:], v[:, :, 4:])
     last = ats.SlidingWindow(1, 0, align="bottom_right")
     for mask in (last, ats.SlidingWindow(1, 0) & ats.Causal("bottom_right"), last & ats.PrefixLM([1, 1])):
-        found = np.asarray(cache.attend(q[:, :, 4:], mask=mask))
-        for b, held in enumerate((slice(None), np.array([0, 1, 4, 5]))):
-            one_pass = ats.attend(q[b][:, 4:], k[b][:, held], v[b][:, held], mask=last)
-            np.testing.assert_allclose(found[b], np.asarray(one_pass), rtol=1e-12)
+        outputs = np.asarray(cache.attend(q[:, :, 4:], mask=mask))
+        for b, positions in enumerate((slice(None), np.array([0, 1, 4, 5]))):
+            one_pass = ats.attend(q[b][:, 4:], k[b][:, positions], v[b][:, positions], mask=last)
+            np.testing.assert_allclose(outputs[b], np.asarray(one_pass), rtol=1e-12)
     of_all = np.asarray(ats.attend(q[:1, :, 4:], k[:1], v[:1], mask=last))
     cache = ats.KeyValueCache(capacity=8).append(k[:1], v[:1])
     np.testing.assert_allclose(np.asarray(cache.attend(q[:1, :, 4:], causal=False, mask=last)), of_all, rtol=1e-12)

@@ -130,8 +130,8 @@ def test_a_transform_of_torch_reaches_what_a_tile_reads() -> None:
     def loss(matrix: Any) -> Any:
         return ats.attend(x, x, x, score=ByModule(lambda query: query @ matrix)).square().sum()
 
-    wanted = torch.func.grad(lambda matrix: ((x @ matrix @ x.mT).softmax(-1) @ x).square().sum())(matrix)
-    np.testing.assert_allclose(torch.func.grad(loss)(matrix), wanted, rtol=1e-9, atol=1e-12)
+    expected = torch.func.grad(lambda matrix: ((x @ matrix @ x.mT).softmax(-1) @ x).square().sum())(matrix)
+    np.testing.assert_allclose(torch.func.grad(loss)(matrix), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_score_of_constants_is_not_rebuilt() -> None:
@@ -147,8 +147,8 @@ def test_a_score_of_constants_is_not_rebuilt() -> None:
             return ops.matmul(query @ self.pair.weight + self.pair.bias, ops.swapaxes(key, -1, -2))
 
     x, pair = torch.randn(5, 3), Pair(torch.randn(3, 3), torch.randn(3))
-    wanted = ((x @ pair.weight + pair.bias) @ x.mT).softmax(-1) @ x
-    np.testing.assert_allclose(ats.attend(x, x, x, score=Affine(pair)), wanted, rtol=1e-5, atol=1e-6)
+    expected = ((x @ pair.weight + pair.bias) @ x.mT).softmax(-1) @ x
+    np.testing.assert_allclose(ats.attend(x, x, x, score=Affine(pair)), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_gradient_that_tile_gradient_leaves_out_is_an_error() -> None:
