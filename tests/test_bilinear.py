@@ -151,7 +151,9 @@ def test_small_products_of_numpy(sizes: tuple[int, ...], dtype: str) -> None:
 
 @needs_native
 @pytest.mark.parametrize(
-    ("rows", "depth", "cols"), [(1, 300, 270), (5, 1, 32), (6, 64, 64), (193, 100, 33), (7, 1000, 3)]
+    ("rows", "depth", "cols"),
+    # Of 323 columns the last 3 fill no vector, and are in a task with 3 or 2 panels, by the number of threads.
+    [(1, 300, 270), (5, 1, 32), (6, 64, 64), (193, 100, 33), (7, 1000, 3), (4, 512, 323)],
 )
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 @pytest.mark.parametrize("target", [None] if native.module is None else native.module.targets())

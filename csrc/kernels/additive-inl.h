@@ -14,14 +14,9 @@
 //   row or key that is not finite are computed one by one outside of tiles: tanh(inf) is 1, inf - inf is NaN.
 //
 // Query rows and tile belong to the caller and must outlive Query and Keys. Columns dim <= p < width of the rows are
-// zeros. `da` and `db` are written up to column `width`, where zeros are added; db has the keys in rows: db[j * ldb +
-// p].
+// zeros. `da` and `db` are written up to column `width`, where zeros are added; db has keys in rows: db[j * ldb + p].
 //
-// Measured with one thread, 512 x 512 x 256, float. A 512-bit division takes as long as 20 multiplications on Cascade
-// Lake, 2.2 on Zen 4, 3 to 4 on Zen 5; an estimate with a Newton step 3 on Zen 4, 3 to 4 on Zen 5. Terms per ns in the
-// loop of scores: Cascade Lake 15 with four terms to a division, 16 with eight, 17 and 18 to an estimate; Zen 4 20 with
-// four to a division, 2% less with eight. In all: Zen 5 41 with four to a division, 34 with two, 25 with one, in
-// gradients 19 (17 with two terms to a division).
+// csrc/TUNING.md, "Additive scores", has how many terms share a division on which CPU, and the times.
 #pragma once
 
 #include "kernels/activations-inl.h"

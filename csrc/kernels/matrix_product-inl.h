@@ -2,8 +2,8 @@
 // NaN, as wherever rows are projected, and change no bit of others.
 //
 // A task computes rows of C in some panels of columns. It copies the rows of B in these panels part by part, so that a
-// panel stays in the first-level cache for all rows of C; where these are few it reads B where it is. Every sum runs
-// over the rows of B in the same parts, so its bits do not depend on the number of threads.
+// panel stays in the first-level cache for all rows of C; where these are few it reads B where it is. The parts of a
+// sum depend on its panel, not on the task, so its bits do not depend on the number of threads.
 #pragma once
 
 #include "kernels/for_each_task-inl.h"
@@ -20,8 +20,7 @@ constexpr int64_t kPanelBytes = 1 << 14;  // of a part of a panel: half of a fir
 constexpr bool kReadsOneLine = kNR <= 2;
 constexpr int64_t kMostPanels = kReadsOneLine ? 8 : 1;
 constexpr int64_t kTermsInPlace = kReadsOneLine ? 8 : std::numeric_limits<int64_t>::max();
-// So few rows of C need no copy.
-constexpr int64_t kRowsInPlace = kReadsOneLine ? 8 : 4 * kMR;
+constexpr int64_t kRowsInPlace = kReadsOneLine ? 8 : 4 * kMR;  // so few rows of C need no copy
 
 // Read a block of a matrix into rows `width` apart, with zeros behind its columns; `width` covers whole vectors.
 template <class T>
@@ -90,12 +89,19 @@ template <class T>
 void multiply_block(const MatrixProduct& product, int64_t row, int64_t count, int64_t col, int64_t col_count) {
     constexpr int64_t L = Vector<T>::lanes, max_depth = kPanelBytes / kPanelRowBytes,
                       columns = kPanelRowBytes / sizeof(T);
-    const int64_t depth = product.depth, cols = product.cols, width = padded(col_count, L);
+    const int64_t depth = product.depth, cols = product.cols;
     const Matrix& b = product.b;
     const T* from = as<T>(product.a) + row * depth;
     T* to = as<T>(product.c) + row * cols + col;
-    if (width == col_count && count <= kRowsInPlace && b.col_stride == 1)
-        return multiply_in_place(to, cols, from, View<T>{as<T>(b.data) + col, b.row_stride}, count, width, depth);
+    if (count <= kRowsInPlace && b.col_stride == 1) {
+        // Columns that do not fill a vector are copied with the rest of their panel, in whichever task that is.
+        const int64_t whole = col_count % L == 0 ? col_count : col_count / columns * columns;
+        if (whole > 0)
+            multiply_in_place(to, cols, from, View<T>{as<T>(b.data) + col, b.row_stride}, count, whole, depth);
+        if (whole == col_count) return;
+        to += whole, col += whole, col_count -= whole;
+    }
+    const int64_t width = padded(col_count, L);
     const int64_t parts = std::max<int64_t>((depth + max_depth - 1) / max_depth, 1);
     Arena& arena = thread_arena();
     T* panels = arena.take<T>((depth / parts + 1) * width);
@@ -128,14 +134,13 @@ int64_t columns_of_task(const MatrixProduct& product, Threads threads) {
 template <class T>
 void multiply_typed(const MatrixProduct& product, Threads threads) {
     const int64_t rows = product.rows, columns = columns_of_task<T>(product, threads);
-    const int64_t panels = (product.cols + columns - 1) / columns, blocks = (rows + kProductRows - 1) / kProductRows;
-    for_each_task(blocks * panels, threads, [&](int64_t task) {
-        const int64_t block = task / panels, row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
-        const int64_t col = task % panels * columns;
+    const int64_t parts = (product.cols + columns - 1) / columns, blocks = (rows + kProductRows - 1) / kProductRows;
+    for_each_task(blocks * parts, threads, [&](int64_t task) {
+        const int64_t block = task / parts, row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
+        const int64_t col = task % parts * columns;
         const int64_t col_count = std::min(columns, product.cols - col);
         multiply_block<T>(product, row, count, col, col_count);
         const T* a = as<T>(product.a) + row * product.depth;
-        if (all_finite(a, count * product.depth)) return;
         for (int64_t i = 0; i < count; i++)
             if (!all_finite(a + i * product.depth, product.depth))
                 std::fill_n(as<T>(product.c) + (row + i) * product.cols + col, col_count,
