@@ -324,6 +324,21 @@ def test_a_cache_that_was_filled_in_inference_mode_changes_outside_of_it(change:
     assert torch.equal(*outs)
 
 
+@pytest.mark.parametrize("capacity", [None, 16])
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_append_without_gradients_cuts_off_earlier_positions(capacity: int | None, window: int | None) -> None:
+    """As `torch.cat` does, whether the buffers have spare slots or not; an overwritten key never gets a gradient."""
+    q, k, v = (_drawn("torch", 2, HEADS, 6, DIM, seed=i).requires_grad_() for i in range(3))
+    cache = ats.KeyValueCache(capacity=capacity, window=window)
+    cache.append(k[:, :, :4], v[:, :, :4])
+    with torch.no_grad():
+        cache.append(k[:, :, 4:5], v[:, :, 4:5])
+    cache.append(k[:, :, 5:], v[:, :, 5:]).attend(q[:, :, 5:]).square().sum().backward()
+    for x in (k, v):
+        assert not x.grad[:, :, :5].any()
+        assert x.grad[:, :, 5:].any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "additive"])
 def test_steps_around_a_cache_are_one_graph(name: str, compiled_graphs: Callable[[], int]) -> None:

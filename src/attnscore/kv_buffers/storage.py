@@ -110,8 +110,13 @@ def moved(
 
 
 def _needs_copy(ops: Backend, buffer: Array, *blocks: Array, is_saved: bool) -> bool:
-    """Whether a buffer is not written to itself: autograd holds it or records the write, or it is read-only here."""
-    return is_saved or ops.needs_grad(buffer, *blocks) or not ops.is_writable(buffer)
+    """Whether a buffer is not written to itself: autograd holds it or records the write, or it is read-only here.
+
+    Under ``torch.no_grad()`` autograd does not record a copy, which so gives earlier entries no gradient either, as
+    ``torch.cat`` does; a write in place would give it to the entries that it overwrites.
+    """
+    is_recorded = getattr(buffer, "requires_grad", False) or ops.needs_grad(*blocks)
+    return is_saved or is_recorded or not ops.is_writable(buffer)
 
 
 def _places(slots: HostArray, is_real: HostArray) -> tuple[Any, Any]:
