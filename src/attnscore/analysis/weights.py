@@ -229,9 +229,9 @@ def _positions_of_index(name: str, index: Any, length: int) -> HostArray | None:
 
 
 def row_gradient(problem: Problem, name: str, grad: Array | None) -> Array | None:
-    """Check the gradient of an output on the caller's axes, and return it on the canonical axes.
+    """Check an output's gradient, or an output, on the caller's axes, and return it on the canonical axes.
 
-    `name` is "grad_out", "grad_weights", or the name of an output with one number per query.
+    `name` is the argument: "grad_out", "grad_weights", or another with one number per query, as "grad_entropy".
     """
     if grad is None:
         return None

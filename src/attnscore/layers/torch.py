@@ -261,7 +261,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
         return _CHECKED.get_or_compute((layer.score, layer.options, len(linears), signature), check)
 
     def _weight(self, part: Linear | Parameter) -> Tensor | None:
-        """Return the weight of a part; None where it has none yet, or where another module took its place."""
+        """Return the weight of a part; None where it is packed, of another module, or without sizes in a compiler."""
         module = self._modules[part.name]
         # A lazy module gets its weight when it is first called. A compiler then starts its trace anew, and fails where
         # the second trace differs from the first.
@@ -441,7 +441,8 @@ shards : Shard of each rank, optional
         """Return a layer with copies of the parameters of an ``nn.MultiheadAttention``, its mode, dtype and device.
 
         The layer takes (batch, length, features), whatever ``module.batch_first`` is. The module's
-        ``key_padding_mask=p`` is ``mask=KeyPadding.from_ignore(p)``, and its boolean ``attn_mask=a`` is ``mask=~a``.
+        ``key_padding_mask=p`` is ``mask=KeyPadding.from_ignore(p)``, and its boolean ``attn_mask=a`` is ``mask=~a``, of
+        three axes ``mask=~a.unflatten(0, (batch, heads))``.
 
         Parameters
         ----------

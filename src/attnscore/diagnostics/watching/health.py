@@ -44,7 +44,7 @@ class Thresholds:
     jump : and with a quarter of that variance, where the variance has risen by this factor between two sampled steps,
         or in 20 steps of those further apart: an optimiser's steps do not do that to one head
     collapse : entropy collapses when it falls to this share of its largest or less
-    growth : logits grow when the largest one is this multiple of the first sampled step's
+    growth : logits grow when the largest one is this multiple of that of the first step in which it was above 0
     growth_least : and is this large; smaller logits saturate no softmax
     dead_variance : a head is dead when the variance of a query's logits is below this: its weights are even to a tenth
         of a percent, and it averages all values
@@ -189,8 +189,9 @@ def signs_of(
 ) -> dict[str, Flags]:
     """Return for each sign the heads of a layer that show it in one step.
 
-    `numbers` are means of the step's queries; `memory` has the variance of the step before, the largest entropy and
-    variance by queries so far and the first largest logit, NaN where there are none; `leaks` says that layers of the
+    `numbers` are means of the step's queries; `memory` has the variance of the step before (times what `jump` allows
+    for the steps between), the largest entropy and variance by queries so far and the first largest logit above 0, NaN
+    where there are none; `leaks` says that layers of the
     same kind are causal and this one is not, `usual_siblings` that they scale q.k by about 1/sqrt(d) and this one does
     not, `uses_other_keys` that another call of this layer in the step has less weight on the first key. A comparison
     with NaN is false.

@@ -357,7 +357,7 @@ def call_model(
 ) -> Any:
     """Call a model, as ``function(*arguments, **options)`` of its `inputs`, as a step of its watches.
 
-    `leaves` are the arrays among the inputs; `real` is (batch, token), not 0 where there is a token, or None.
+    `leaves` are the values in the inputs; `real` is (batch, token), not 0 where there is a token, or None.
     """
     arguments, options = inputs
     key, root.state = root.key, values.state(leaves)

@@ -39,7 +39,7 @@ ALIGNMENT = 64
 def allocate_aligned(make: Callable[..., HostArray], shape: Sequence[int], dtype: str) -> HostArray:
     """Return ``make(shape, dtype)``, a large array at an address that any framework can share without a copy.
 
-    `make` is ``numpy.empty`` or ``numpy.zeros``, whose large arrays begin 16 bytes into a page.
+    `make` is ``numpy.empty`` or ``numpy.zeros``, which align arrays to 16 bytes only.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size < thresholds.ALIGNED_BYTES:

@@ -342,7 +342,10 @@ class NativePlan(Plan):
         return (*buffers[:before_mask], *mask_buffers, *buffers[before_mask:])
 
     def _inputs(self, arrays: Sequence[Array], mask: Any) -> list[HostArray | None]:
-        """Return views of a call's arrays as the module's inputs (`ORDER`): planning reads shapes and strides alone."""
+        """Return views of a call's arrays as the module's inputs (`ORDER`).
+
+        Planning reads their shapes and strides, and no entries but those of `start` and `stop`, which it checks.
+        """
         computation, ops, layout = self.computation, self.computation.ops, self.layout
         host, inputs = backends.load("numpy"), dict.fromkeys(ORDER)
         for (kind, canonical, *_), x in zip(self.operands, arrays, strict=True):
