@@ -156,7 +156,7 @@ def test_a_variable_that_no_gradient_reaches_is_an_error(compiled: Any, read: An
 
     def gradient() -> Any:
         with tf.GradientTape() as tape:
-            tape.watch(x)
+            tape.watch([x, factor])
             out = ats.attend(x, x, x, score=Product(), kernel="streaming")
         return tape.gradient(out, factor)
 

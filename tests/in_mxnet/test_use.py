@@ -55,6 +55,20 @@ def test_an_own_score_with_tile_alone(score: Any) -> None:
     check_score(score, like=np.zeros(1, dtype="float64"))
 
 
+def test_an_array_that_no_gradient_reaches_is_an_error() -> None:
+    (factor,) = grown(np.array([1.5]))
+
+    class Product:
+        def tile(self, ops: Any, query: Any, key: Any) -> Any:
+            return factor * ops.matmul(query, ops.swapaxes(key, -1, -2))
+
+    arrays = three()
+    with autograd.record(), pytest.raises(ats.ArgumentError, match="score: expected a dataclass whose fields are its"):
+        ats.attend(*arrays, score=Product())
+    factor = factor.detach()
+    assert squares(lambda: ats.attend(*arrays, score=Product()), *arrays)[0].any()
+
+
 # The last imports the others.
 @pytest.mark.parametrize(
     "module",

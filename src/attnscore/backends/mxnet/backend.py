@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -101,6 +101,15 @@ class MxnetBackend(Backend):
     def needs_grad(self, *arrays: Array) -> bool:
         # MXNet has no such query for one array.
         return bool(autograd.is_recording())
+
+    def is_recorded(self, function: Callable[[], Array]) -> bool:
+        if not autograd.is_recording():
+            return False
+        try:
+            autograd.get_symbol(function())
+        except mx.MXNetError:
+            return False
+        return True
 
     def number(self, x: Array) -> float | None:
         return float(x.asnumpy())

@@ -33,13 +33,15 @@ def needs_grad(*arrays: Array) -> bool:
 
 
 def is_recorded(function: Callable[[], Array]) -> bool:
-    """Whether a tape follows the result; in a graph, whether trainable variables decide it. False if it is unknown."""
-    is_eager = tf.executing_eagerly()
-    if is_eager and (private.FALLBACKS or not private.could_possibly_record()):
+    """Whether a tape follows the result, or in a graph trainable variables decide it. False if it is unknown."""
+    is_eager, is_known = tf.executing_eagerly(), not private.FALLBACKS and private.could_possibly_record()
+    if is_eager and not is_known:
         return False
     if not isinstance(result := function(), tf.Tensor):
         return False  # an error of the caller, which is named where scores are computed
-    return bool(private.should_record([result])) if is_eager else _reads_variables(result)
+    if is_known and private.should_record([result]):
+        return True
+    return not is_eager and _reads_variables(result)
 
 
 def _reads_variables(x: Array) -> bool:
