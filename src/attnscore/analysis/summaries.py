@@ -211,7 +211,7 @@ def key_mass(
 ) -> Array:
     """The weight that each key receives from all queries: sum_i w_ij.
 
-    Computed as the gradient of sum_i out_i with respect to values of dimension 1. Its errors are those of `attend`.
+    Computed as the gradient of sum_i out_i with respect to values of dimension 1. It raises the errors of `attend`.
 
     Parameters
     ----------

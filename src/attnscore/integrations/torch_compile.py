@@ -154,7 +154,7 @@ def _attend_backward(
 
 
 def _with_strides_of(x: Tensor, grad: Tensor) -> Tensor:
-    """Return `grad` in memory of its own, with the strides of `_gradient_shapes`; a copy only where needed."""
+    """Return `grad` in separate memory, with the strides of `_gradient_shapes`; a copy only where needed."""
     owns_memory = grad.untyped_storage().nbytes() == grad.nbytes
     return grad if owns_memory and grad.is_contiguous() and x.is_contiguous() else torch.empty_like(x).copy_(grad)
 

@@ -44,7 +44,7 @@ class Thresholds:
     jump : and with a quarter of that variance, where the variance has risen by this factor between two sampled steps,
         or in 20 steps of those further apart: an optimiser's steps do not do that to one head
     collapse : entropy collapses when it falls to this share of its largest or less
-    growth : logits grow when the largest one is this multiple of that of the first step in which it was above 0
+    growth : logits grow when the largest one is this multiple of the first one above 0
     growth_least : and is this large; smaller logits saturate no softmax
     dead_variance : a head is dead when the variance of a query's logits is below this: its weights are even to a tenth
         of a percent, and it averages all values

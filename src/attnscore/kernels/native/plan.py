@@ -344,7 +344,7 @@ class NativePlan(Plan):
     def _inputs(self, arrays: Sequence[Array], mask: Any) -> list[HostArray | None]:
         """Return views of a call's arrays as the module's inputs (`ORDER`).
 
-        Planning reads their shapes and strides, and no entries but those of `start` and `stop`, which it checks.
+        Planning reads their shapes and strides, and checks the entries of `start` and `stop`; it reads no other entries.
         """
         computation, ops, layout = self.computation, self.computation.ops, self.layout
         host, inputs = backends.load("numpy"), dict.fromkeys(ORDER)
@@ -371,7 +371,7 @@ class NativePlan(Plan):
 
     @cached_property
     def _lens_bounds(self) -> tuple[HostArray, ...]:
-        """Bounds (start, stop), all 0, of the shape that those of valid lengths have; () where calls pass none."""
+        """Bounds (start, stop), all 0, in the shape of a mask of valid lengths; () where calls pass none."""
         shape = self.computation.lens_rows, self.layout.score_shape.query_len
         return tuple(np.zeros((2, *shape), np.int64)) if self.computation.lens_rows else ()
 
