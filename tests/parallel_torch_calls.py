@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard as Sharded
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import attnscore as ats
@@ -398,6 +398,15 @@ def meshes() -> bool:
     own = distribute_tensor(x, mesh, [Sharded(0), Sharded(1)])
     found = attend(own, own, own, group=mesh["context"], mask=ats.Causal()).full_tensor()
     is_same = torch.allclose(found, ats.attend(x, x, x, mask=ats.Causal()), rtol=1e-12, atol=1e-12)
+    one, two = x[:1], distribute_tensor(x, mesh, [Replicate(), Sharded(1)])
+    query = distribute_tensor(one, mesh, [Replicate(), Sharded(1)])
+    for found, wanted in zip(
+        attend(query, two, two, group=mesh["context"], return_stats=("entropy",)),
+        ats.attend(one, x, x, return_stats=("entropy",)),
+        strict=True,
+    ):
+        found, wanted = (getattr(each, "entropy", each) for each in (found, wanted))
+        is_same = is_same and torch.allclose(found.full_tensor(), wanted, rtol=1e-12, atol=1e-12)
     sizes = dict.fromkeys(("query_size", "key_size", "value_size"), 16)
     for kind in ("ddp", "fsdp", "fsdp of a layer alone"):
         layers = []

@@ -249,7 +249,7 @@ def test_limits_of_tokenizer_and_positions() -> None:
     config = transformers.RobertaConfig(**TOWER, vocab_size=50, max_position_embeddings=12, pad_token_id=1)
     found = inspect_model(transformers.RobertaModel(config), TEXT, tokenizer=Words())
     assert len(found.tokens) == 10 and found.left_out == len(TEXT.split()) - 10
-    assert found.facts == f"1 layer, 2 heads, 10 tokens; {found.left_out} more tokens of the text were not read."
+    assert found.facts == f"1 layer, 2 heads, 10 tokens; of the text, {found.left_out} further tokens were left out."
 
 
 def test_a_model_of_sixteen_bits(tmp_path: Path) -> None:

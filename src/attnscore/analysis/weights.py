@@ -1,4 +1,7 @@
-"""Blocks of the matrix of weights or scores, normalised over all keys, in O(block + n) memory."""
+"""Blocks of the matrix of weights or scores, normalised over all keys, in O(block + n) memory.
+
+A relative bias for some queries and some keys has an entry for each of these queries and every key.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +184,6 @@ def slice_problem(problem: Problem, query_index: Any, key_index: Any) -> Problem
     )
     bias = problem.bias
     if bias is not None and problem.has_relative_bias:
-        # The block is small: each pair gets its own entry.
         offsets = key - query[:, None] + (score_shape.query_len - 1)
         pairs = ops.take(bias, ops.asarray(offsets.reshape(-1), like), -1)
         bias = ops.reshape(pairs, (*bias.shape[:-2], *offsets.shape))

@@ -176,7 +176,7 @@ class AxisLayout:
             x = ops.reshape(x, (1,) * missing + tuple(x.shape))
         if self.head_axis == -2:
             if not is_query or self.score_shape.groups == 1 or x.shape[-2] == 1:
-                # One transpose and no reshape: a compiler cancels it with the result's (native/xla_call.py).
+                # One transpose and no reshape: a compiler cancels it with the one back (native/xla_call.py).
                 return ops.swap_axes(ops.expand_dims(x, -3), -4, -2)
             x = ops.swap_axes(x, -3, -2)
         if not is_query or self.score_shape.groups == 1 or x.shape[-3] == 1:

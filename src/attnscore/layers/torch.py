@@ -240,7 +240,7 @@ class Attention(nn.Module, BaseAttention[Tensor]):
     def _checked_once(self, inputs: dict[str, Any], linears: tuple[Linear, ...]) -> bool | None:
         """Check inputs whose layouts are new to such a layer; return whether leaving padded keys out may save time.
 
-        None, and no check, unless inputs and weights are all plain tensors.
+        None, and no check, unless the inputs and the weights that project them are all plain tensors.
         """
         if torch.compiler.is_compiling():
             # The trace would read the missing weights of a lazy module, and specialise on them.

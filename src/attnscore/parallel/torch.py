@@ -135,7 +135,7 @@ def attend(
         normalizer=normalizer, kernel=kernel, return_stats=return_stats,
     )  # fmt: skip
     ops = backends.load("torch")
-    wrap = _like_dtensor(query)
+    wrap = _like_dtensor(query, value)
     query, key, value = map(_local, (query, key, value))
     with ops.numeric_scope():
         call, _ = _plan_call(query, key, value, group, options, check, sum_parameters)
@@ -418,17 +418,21 @@ def _local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _like_dtensor(query: Any) -> Callable[[Any], Any]:
+def _like_dtensor(query: Any, value: Any) -> Callable[[Any], Any]:
     """Return a function that makes DTensors of the rank's results where the query is a DTensor."""
     if not isinstance(query, DTensor):
         return lambda results: results
-    mesh, placements = query.device_mesh, query.placements
+    if query.dim() < (axes := getattr(value, "ndim", 0)):
+        raise ShapeError(message("query", f"{axes} axes, as value has, in a DTensor", query.dim()))
+    mesh, placements, local_shape = query.device_mesh, query.placements, query.to_local().shape
 
     def wrap(x: Tensor | None) -> DTensor | None:
         if x is None:
             return None
-        # A statistic has one axis less than the output.
-        shape = torch.Size((*query.shape[:-1], x.shape[-1])) if x.dim() == query.dim() else query.shape[:-1]
+        # A statistic has one axis less than the output. The query may broadcast over the other axes.
+        axes = query.dim() - 1
+        rows = (query.shape[i] if local_shape[i] == x.shape[i] else x.shape[i] for i in range(axes))
+        shape = torch.Size((*rows, *x.shape[axes:]))
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=stride)
 

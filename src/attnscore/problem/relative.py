@@ -1,7 +1,7 @@
 """Bias by relative position: one number for each relative offset (key minus query), in place of one for each pair.
 
 An array (..., 1, query_len + key_len - 1) stands for ``bias[i, j] = array[j - i + query_len - 1]``: a Toeplitz matrix,
-which no kernel builds. With a single query the two are the same array.
+which only the kernel `dense` builds. With a single query the two are the same array.
 """
 
 from __future__ import annotations

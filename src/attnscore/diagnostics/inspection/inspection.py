@@ -115,7 +115,7 @@ class Inspection:
             "token": len(self.tokens),
         }
         words = ", ".join(f"{number} {name}{'' if number == 1 else 's'}" for name, number in numbers.items())
-        left = f"; {self.left_out} more tokens of the text were not read" if self.left_out else ""
+        left = f"; of the text, {self.left_out} further tokens were left out" if self.left_out else ""
         return f"{words}{left}{'; the encoder alone, not the decoder' if self.is_encoder else ''}."
 
     def weights(

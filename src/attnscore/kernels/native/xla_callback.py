@@ -120,7 +120,8 @@ class _Plans:
     ) -> dict[str, HostArray] | None:
         """Run the forward, or the backward on `inputs`, which computes the gradients `names`; return results by name.
 
-        Statistics get their last axis of 1 on the canonical axes. None where the module cannot read these layouts.
+        Statistics get their last axis of 1 on the canonical axes. None where the module cannot read these layouts, or a plan
+        cannot hold the mask.
         """
         key = tuple((x.shape, x.strides) for x in arrays)
         plan = self._plans.get_or_compute(key, lambda: self._build(arrays))
@@ -146,7 +147,7 @@ class _Plans:
         return {name: grad for name, grad in zip(operand_names, gradients, strict=True) if grad is not None}
 
     def _build(self, arrays: Sequence[HostArray]) -> NativePlan | None:
-        """Build the plan for arrays of these layouts; None where the module cannot read them as they are."""
+        """Build the plan for arrays of these layouts; None where it cannot read them as they are, or hold the mask."""
         problem = self.rebuild(arrays)
         mask, caller_arrays = problem.mask, dict(zip(self.names, arrays, strict=False))
         if self.has_lens:
