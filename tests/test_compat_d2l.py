@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from test_mxnet import PYTHON as MXNET
 from test_mxnet import VARIABLES as MXNET_VARIABLES
@@ -138,13 +140,62 @@ def test_the_arguments_of_both_editions() -> None:
 
     newer = d2l.AdditiveAttention(8, 0.1)
     assert (newer.num_hiddens, newer.dropout, newer.key_size) == (8, 0.1, None)
-    for older in (d2l.AdditiveAttention(2, 20, 8, 0.1), d2l.AdditiveAttention(2, 20, 8, dropout=0.1)):
+    for older in (
+        d2l.AdditiveAttention(2, 20, 8, 0.1),
+        d2l.AdditiveAttention(2, 20, 8, dropout=0.1),
+        d2l.AdditiveAttention(2, 20, num_hiddens=8, dropout=0.1),
+    ):
         assert (older.key_size, older.query_size, older.num_hiddens, older.dropout) == (2, 20, 8, 0.1)
-    assert d2l.MultiHeadAttention(8, 2, 0.1, True).W_o.bias is not None
+    for multi_head in (d2l.MultiHeadAttention(8, 2, 0.1, True), d2l.MultiHeadAttention(8, 2, 0.1, use_bias=True)):
+        assert multi_head.W_o.bias is not None
     with pytest.raises(TypeError, match="multiple values for keyword argument 'dropout'"):
         d2l.AdditiveAttention(8, 0.1, dropout=0.1)
     with pytest.raises(TypeError, match="at most the arguments key_size"):
         d2l.AdditiveAttention(1, 2, 3, 4, 5)
+
+
+def test_layers_are_classes_with_the_books_inner_attention() -> None:
+    from attnscore.compat.d2l import torch as d2l
+
+    class Changed(d2l.MultiHeadAttention):
+        pass
+
+    layer, x = Changed(8, 2, 0.0), torch.ones(1, 3, 8)
+    assert isinstance(layer, d2l.MultiHeadAttention)
+    layer(x, x, x)
+    assert layer.attention.attention_weights.shape == (1, 2, 3, 3)
+
+
+def test_a_keras_model_with_a_layer_of_the_book_can_be_saved(tmp_path: Path) -> None:
+    code = """
+import sys
+import keras, numpy as np
+from attnscore.compat.d2l import tensorflow as d2l
+x = keras.Input((4, 6))
+model = keras.Model(x, d2l.MultiHeadAttention(8, 2, 0.5)(x, x, x))
+model.save(sys.argv[1])
+one = np.ones((1, 4, 6), "float32")
+assert np.array_equal(model(one), keras.models.load_model(sys.argv[1])(one))
+"""
+    environment = os.environ | {"KERAS_BACKEND": "tensorflow"}
+    subprocess.run([sys.executable, "-c", code, tmp_path / "model.keras"], check=True, env=environment)
+
+
+@pytest.mark.parametrize("num_heads", [None, 2])
+def test_numbers_of_windows_are_added_to_the_scores_in_jax(num_heads: int | None) -> None:
+    """Of 6 sequences the windows take turns, 3 of them; heads of a sequence follow each other."""
+    import jax.numpy as jnp
+
+    from attnscore.compat.d2l import jax as d2l
+
+    rng = np.random.default_rng(0)
+    heads = num_heads or 1
+    q, k, v = rng.standard_normal((3, 6 * heads, 4, 5), np.float32)
+    window_mask = rng.standard_normal((3, 4, 4), np.float32)
+    _, weights = d2l.DotProductAttention(0.0, num_heads).apply({}, *map(jnp.asarray, (q, k, v)), None, window_mask)
+    scores = (q @ k.swapaxes(1, 2) / 5**0.5).reshape(2, 3, heads, 4, 4) + window_mask[:, None]
+    exps = np.exp(scores - scores.max(-1, keepdims=True)).reshape(6 * heads, 4, 4)
+    np.testing.assert_allclose(weights, exps / exps.sum(-1, keepdims=True), rtol=0, atol=1e-6)
 
 
 def test_constructors_can_be_pickled() -> None:

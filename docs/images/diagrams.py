@@ -114,9 +114,8 @@ def masked_softmax() -> Figure:
         "one length, 3: the last\nkey is masked for both": ats.masked_softmax(scores[None], [3])[0],
         "a length per query, 3 and 0:\nthe second row is zero": ats.masked_softmax(scores[None], [[3, 0]])[0],
     }
-    return plotting.show_attention(
-        list(maps.values()), titles=list(maps), numbers=True, xlabel="key j", ylabel="query i", figsize=(8, 2.4)
-    )
+    options = {"xlabel": "key j", "ylabel": "query i", "label": "weight", "figsize": (8, 2.4)}
+    return plotting.show_attention(list(maps.values()), titles=list(maps), numbers=True, **options)
 
 
 def multi_head() -> Figure:
@@ -178,7 +177,7 @@ def draw_growth(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         axis.loglog(lengths, sizes[0] * (lengths / lengths[0]) ** power, "--", color="#8c8c8c", linewidth=1)
         axis.loglog(lengths, sizes, "o-", color=colour, markersize=4)
         at = lengths[len(lengths) // 2], sizes[len(sizes) // 2]
-        near = {"xytext": (6, -7), "textcoords": "offset points", "va": "top", "fontsize": 9}
+        near = {"xytext": (6, -14), "textcoords": "offset points", "va": "top", "fontsize": 9}
         axis.annotate(words, at, color=colour, **near)
     axis.set_xscale("log", base=2)
 

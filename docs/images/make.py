@@ -138,10 +138,10 @@ def plane(score: object, point: str, *, weights: bool = False) -> Figure:
 
 
 def additive() -> Figure:
-    """An additive score with three hidden units: soft ridges that bend."""
+    """An additive score with three hidden units: soft steps that move with the query."""
     w_q = np.array([[1.0, 0.0], [0.0, 1.0], [0.7, -0.7]])
     score = ats.Additive(w_v=np.array([1.5, -1.0, 1.0]), W_q=w_q, W_k=1.5 * w_q[::-1])
-    return plane(score, "Additive, three hidden units: soft ridges that bend with the query")
+    return plane(score, "Additive, three hidden units: soft steps that move with the query")
 
 
 def bilinear() -> Figure:

@@ -37,6 +37,11 @@ def _attend(
     return out
 
 
+def _of_sequences(window_mask: Any, count: int) -> Any:
+    """Return the numbers (window, query, key) that each of `count` sequences adds to its scores; windows take turns."""
+    return None if window_mask is None else jnp.tile(window_mask, (count // window_mask.shape[0], 1, 1))
+
+
 class DotProductAttention(nn.Module):
     """Scaled dot product attention; returns output and weights, as the book's module does."""
 
@@ -54,8 +59,11 @@ class DotProductAttention(nn.Module):
         training: bool = False,
     ) -> tuple[jax.Array, jax.Array]:
         """Return output and weights."""
+        heads = self.num_heads or 1
+        bias = _of_sequences(window_mask, queries.shape[0] // heads)
+        bias = None if bias is None else jnp.repeat(bias, heads, axis=0)
         return _attend(
-            self, queries, keys, values, valid_lens=valid_lens, score="scaled_dot", training=training, mask=window_mask
+            self, queries, keys, values, valid_lens=valid_lens, score="scaled_dot", training=training, bias=bias
         )
 
 
@@ -103,7 +111,9 @@ class MultiHeadAttention(nn.Module):
             return projected.reshape(*x.shape[:-1], self.num_heads, -1)
 
         arrays = heads("W_q", queries), heads("W_k", keys), heads("W_v", values)
+        bias = _of_sequences(window_mask, queries.shape[0])
+        bias = None if bias is None else bias[:, None]
         out, weights = _attend(
-            self, *arrays, valid_lens=valid_lens, score="scaled_dot", training=training, mask=window_mask, head_axis=-2
+            self, *arrays, valid_lens=valid_lens, score="scaled_dot", training=training, bias=bias, head_axis=-2
         )
         return nn.Dense(self.num_hiddens, use_bias=self.bias, name="W_o")(out.reshape(*out.shape[:-2], -1)), weights

@@ -10,7 +10,7 @@ from attnscore.layers import mxnet as layers
 from attnscore.plotting import heatmaps
 
 tensor, ones, zeros, normal = np.array, np.ones, np.zeros, np.random.normal
-rand, arange, eye, reshape = np.random.rand, np.arange, np.eye, np.reshape
+rand, randn, arange, eye, reshape = np.random.rand, np.random.randn, np.arange, np.eye, np.reshape
 masked_softmax, show_heatmaps = functional.masked_softmax, heatmaps.show_heatmaps
 sequence_mask, check_shape = shared.sequence_mask, shared.check_shape
 DotProductAttention = layers.DotProductAttention

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from attnscore import backends
@@ -10,25 +11,36 @@ from attnscore import backends
 Layer = TypeVar("Layer")
 
 
-def of_both_editions(layer: Callable[..., Layer], module: str) -> Callable[..., Layer]:
-    """Return `module`'s constructor of a layer.
+def of_both_editions(layer: type[Layer], module: str) -> type[Layer]:
+    """Return a class of `module`: a layer that takes the positional arguments of both editions.
 
-    Positional arguments have the order of the later edition, which infers the sizes; more of them, the order of the
-    earlier one.
+    They have the order of the later edition, which infers the sizes; more of them, or sizes before ``num_hiddens=``,
+    the order of the earlier one.
     """
-    older: tuple[str, ...] = layer._older_order  # type: ignore[attr-defined]  # of these layers
+    base: Any = layer
+    older: tuple[str, ...] = base._older_order
     names = [name for name in older if not name.endswith("_size")]
 
-    def construct(*arguments: Any, **options: Any) -> Layer:
-        order = names if len(arguments) <= len(names) else older
-        if len(arguments) > len(order):
-            raise TypeError(f"expected at most the arguments {', '.join(order)}, got {len(arguments)}")
-        return layer(**dict(zip(order, arguments, strict=False)), **options)
+    class OfBothEditions(base):  # type: ignore[misc]  # a class of layers
+        __doc__ = f"``({', '.join(names)})``, or ``({', '.join(older)})`` in the earlier edition."
 
-    construct.__doc__ = f"``({', '.join(names)})``, or ``({', '.join(older)})`` in the earlier edition."
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            order = older if len(arguments) > len(names) or "num_hiddens" in options else names
+            if len(arguments) > len(order):
+                raise TypeError(f"expected at most the arguments {', '.join(order)}, got {len(arguments)}")
+            if "use_bias" in options:  # its name for MXNet
+                options["bias"] = options.pop("use_bias")
+            super().__init__(**dict(zip(order, arguments, strict=False)), **options)
+
+        @property
+        def attention(self) -> SimpleNamespace:
+            """The weights, as ``attention.attention_weights``: in the book this is a layer."""
+            return SimpleNamespace(attention_weights=self.attention_weights)
+
     # By these names pickle finds it.
-    construct.__module__, construct.__name__, construct.__qualname__ = module, layer.__name__, layer.__name__
-    return construct
+    OfBothEditions.__module__ = module
+    OfBothEditions.__name__ = OfBothEditions.__qualname__ = layer.__name__
+    return OfBothEditions
 
 
 def sequence_mask(X: Any, valid_len: Any, value: float = 0) -> Any:

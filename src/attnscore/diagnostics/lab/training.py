@@ -169,10 +169,10 @@ class TrainingRuns(Result):
         """Return a row for each score and dimension: means over the seeds, and the gap."""
         short = {
             "loss": "loss",
-            "first logit variance": "var. first",
-            "last logit variance": "last",
+            "first logit variance": "first variance",
+            "last logit variance": "last variance",
             "last entropy": "entropy",
-            "last saturated": "at one key",
+            "last saturated": "saturated",
         }
         summary = []
         for dim in self.head_dims:
