@@ -1,4 +1,4 @@
-"""Execution plans, cached by the signature of a call, so that a repeated call skips all checks.
+"""Execution plans, cached by the signature of a call, so that a repeated call checks valid lengths alone.
 
 - A signature holds everything that building a plan reads, types included (``True == 1 == 1.0``), so a cached plan gives
   the same results as a new one.

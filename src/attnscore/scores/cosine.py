@@ -80,7 +80,7 @@ class Cosine(Score):
     def operations(self, query_len: int, key_len: int, dim: int, key_dim: int) -> int:
         # For each number of a vector: a square, an addition, a division.
         vectors = query_len if self.unit_keys else query_len + key_len
-        return 2 * query_len * key_len * dim + 3 * vectors * dim
+        return 2 * query_len * key_len * dim + query_len * key_len + 3 * vectors * dim
 
 
 def _unit(ops: Backend, x: Array) -> Array:
