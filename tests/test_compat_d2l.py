@@ -148,7 +148,9 @@ def test_the_arguments_of_both_editions() -> None:
         assert (older.key_size, older.query_size, older.num_hiddens, older.dropout) == (2, 20, 8, 0.1)
     for multi_head in (d2l.MultiHeadAttention(8, 2, 0.1, True), d2l.MultiHeadAttention(8, 2, 0.1, use_bias=True)):
         assert multi_head.W_o.bias is not None
-    with pytest.raises(TypeError, match="multiple values for keyword argument 'dropout'"):
+    multi_head = d2l.MultiHeadAttention(8, 8, 8, 8, num_heads=2, dropout=0.1)
+    assert (multi_head.W_q.weight.shape, multi_head.num_heads) == ((8, 8), 2)
+    with pytest.raises(TypeError, match="misses the required argument 'num_hiddens'"):
         d2l.AdditiveAttention(8, 0.1, dropout=0.1)
     with pytest.raises(TypeError, match="at most the arguments key_size"):
         d2l.AdditiveAttention(1, 2, 3, 4, 5)
@@ -164,6 +166,10 @@ def test_layers_are_classes_with_the_books_inner_attention() -> None:
     assert isinstance(layer, d2l.MultiHeadAttention)
     layer(x, x, x)
     assert layer.attention.attention_weights.shape == (1, 2, 3, 3)
+    with pytest.raises(AttributeError, match="attentions"):
+        _ = layer.attentions
+    layer.attention = d2l.DotProductAttention(0.0)
+    assert layer.attention(x, x, x).shape == (1, 3, 8)
 
 
 def test_a_keras_model_with_a_layer_of_the_book_can_be_saved(tmp_path: Path) -> None:

@@ -145,8 +145,9 @@ def test_an_own_score_with_tile_alone() -> None:
 
 @pytest.mark.parametrize("compiled", [lambda call: call, tf.function], ids=["eager", "graph"])
 @pytest.mark.parametrize("read", [tf.convert_to_tensor, tf.nn.softplus, lambda x: tf.gather(x, 0)])
-def test_a_variable_that_no_gradient_reaches_is_an_error(compiled: Any, read: Any) -> None:
-    factor = tf.Variable([1.5])
+@pytest.mark.parametrize("make", [tf.Variable, tf.constant])
+def test_an_array_that_no_gradient_reaches_is_an_error(compiled: Any, read: Any, make: Any) -> None:
+    factor = make([1.5])
 
     class Product:
         def tile(self, ops: Any, query: Any, key: Any) -> Any:

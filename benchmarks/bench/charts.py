@@ -47,7 +47,8 @@ def small_shapes(document: Mapping[str, Any]) -> Figure:
     what = {row["case"]: row["what"].removeprefix("small shapes, ") for row in rows}
     # A case with one baseline is named without it.
     once = {case for case, _ in columns if sum(case == other for other, _ in columns) == 1}
-    names = [what[case] if case in once else f"{what[case]}\nagainst {baseline.replace('-layer', '.layers')}" for case, baseline in columns]
+    words = {case_and_baseline: case_and_baseline[1].replace("-layer", ".layers") for case_and_baseline in columns}
+    names = [what[case] if case in once else f"{what[case]}\nagainst {words[case, other]}" for case, other in columns]
     panels[-1].set_xticks(range(len(columns)), names, rotation=35, ha="right")
     marks = [
         panels[0].plot([], [], "o", color=colour, markersize=4, label=_LABELS[mode])[0]

@@ -661,7 +661,7 @@ def _assert_shapes(problem: Problem) -> Problem:
     """Return the problem with run-time assertions on the shapes of mask and bias that a graph does not know yet."""
     specs = [] if problem.mask is None else [*problem.mask.shapes(problem.score_shape)]
     if problem.bias is not None and not problem.has_relative_bias:
-        # Each axis has the length 1 or the length in the scores. `expand_if_relative` asserts the lengths of a relative bias.
+        # Each axis has the length 1 or the scores' length. `expand_if_relative` asserts the lengths of a relative bias.
         allowed = [tuple((1, n) for n in (*problem.score_shape.rows, problem.score_shape.key_len))]
         specs.append(ShapeSpec("bias", problem.bias, expected="", allowed=allowed))
     unchecked = [(spec.name, spec.array, spec.allowed) for spec in specs if not spec.is_known]

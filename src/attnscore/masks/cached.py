@@ -81,7 +81,7 @@ def cached_mask(mask: Mask, ops: Backend, score_shape: ScoreShape, check: Callab
 
 
 def _find_cached(mask: Mask, score_shape: ScoreShape, check: Callable[[Mask], None]) -> Mask | None:
-    """Return the cached mask of the same values, `mask` where it is not few intervals, None where it cannot be cached."""
+    """Return the cached mask of the same values, `mask` if it is not few intervals, None if it cannot be cached."""
     has_many_rows = score_shape.batch * score_shape.query_len > thresholds.CACHED_MASK_ROWS
     if has_many_rows or (signature := _signature(mask)) is None:
         return None

@@ -135,7 +135,7 @@ def attend(
         normalizer=normalizer, kernel=kernel, return_stats=return_stats,
     )  # fmt: skip
     ops = backends.load("torch")
-    wrap = _like_dtensor(query, value)
+    wrap = _like_dtensor(query, key, value)
     query, key, value = map(_local, (query, key, value))
     with ops.numeric_scope():
         call, _ = _plan_call(query, key, value, group, options, check, sum_parameters)
@@ -418,13 +418,22 @@ def _local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _like_dtensor(query: Any, value: Any) -> Callable[[Any], Any]:
-    """Return a function that makes DTensors of the rank's results where the query is a DTensor."""
+def _like_dtensor(query: Any, *others: Any) -> Callable[[Any], Any]:
+    """Return a function that makes DTensors of the rank's results where the query is a DTensor.
+
+    Raise where the results would have more axes, or other parts of them on the ranks, than the query (`others` are key
+    and value).
+    """
     if not isinstance(query, DTensor):
         return lambda results: results
-    if query.dim() < (axes := getattr(value, "ndim", 0)):
-        raise ShapeError(message("query", f"{axes} axes, as value has, in a DTensor", query.dim()))
     mesh, placements, local_shape = query.device_mesh, query.placements, query.to_local().shape
+    if query.dim() < (axes := max(getattr(x, "ndim", 0) for x in others)):
+        raise ShapeError(message("query", f"{axes} axes, as key and value have, in a DTensor", query.dim()))
+    for x in others:
+        split = zip(placements, x.placements, strict=False) if isinstance(x, DTensor) else ()
+        if any(theirs.is_shard() and not ours.is_shard() for ours, theirs in split):
+            expected = f"a DTensor that is split on each axis of the mesh on which key and value are ({x.placements})"
+            raise ShapeError(message("query", expected, f"{placements}"))
 
     def wrap(x: Tensor | None) -> DTensor | None:
         if x is None:

@@ -199,7 +199,8 @@ def legend(owner: Axes | Figure, **options: Any) -> None:
 def colour_bar(figure: Figure, image: ScalarMappable, axes: list[Axes], label: str = "") -> None:
     """Add one slim colour bar to the right of the given axes."""
     # A bar beside a low map is low too, and needs another shape to be as wide.
-    rows = axes[0].get_subplotspec().get_gridspec().nrows
+    place = axes[0].get_subplotspec()
+    rows = 1 if place is None else place.get_gridspec().nrows
     ratio = 1.0 if axes[0].get_aspect() == "auto" else rows * axes[0].get_data_ratio()
     bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, aspect=24 * min(1.0, max(0.15, ratio)))
     bar.outline.set_linewidth(0.4)

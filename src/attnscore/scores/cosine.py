@@ -7,9 +7,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, final
 
-from attnscore import backends
 from attnscore.backends.base import Array, Backend
-from attnscore.base.arguments import check_flag, check_number
+from attnscore.base.arguments import check_flag, check_number, is_number
 from attnscore.scores.base import Score, check_same_dim, widen, with_nonfinite_rows_isolated
 from attnscore.scores.forms import Form
 from attnscore.scores.scaled_dot import ScaledDot
@@ -42,7 +41,7 @@ class Cosine(Score):
     unit_keys: bool = False
 
     def __post_init__(self) -> None:
-        if not backends.is_array(self.scale):
+        if is_number(self.scale):
             check_number("scale", self.scale)
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:

@@ -44,7 +44,7 @@ class ScaledDot(Score):
     scale: Any = None
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not backends.is_array(self.scale):
+        if is_number(self.scale):
             check_number("scale", self.scale)
 
     def tile(self, ops: Backend, query: Array, key: Array) -> Array:

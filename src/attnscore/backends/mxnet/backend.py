@@ -105,8 +105,10 @@ class MxnetBackend(Backend):
     def is_recorded(self, function: Callable[[], Array]) -> bool:
         if not autograd.is_recording():
             return False
+        if not isinstance(result := function(), mx.np.ndarray):
+            return False  # an error of the caller, which is named where scores are computed
         try:
-            autograd.get_symbol(function())
+            autograd.get_symbol(result)
         except mx.MXNetError:
             return False
         return True

@@ -39,7 +39,9 @@ def _attend(
 
 def _of_sequences(window_mask: Any, count: int) -> Any:
     """Return the numbers (window, query, key) that each of `count` sequences adds to its scores; windows take turns."""
-    return None if window_mask is None else jnp.tile(window_mask, (count // window_mask.shape[0], 1, 1))
+    if window_mask is None:
+        return None
+    return jnp.tile(jnp.asarray(window_mask, float), (count // window_mask.shape[0], 1, 1))
 
 
 class DotProductAttention(nn.Module):

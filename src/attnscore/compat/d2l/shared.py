@@ -14,27 +14,35 @@ Layer = TypeVar("Layer")
 def of_both_editions(layer: type[Layer], module: str) -> type[Layer]:
     """Return a class of `module`: a layer that takes the positional arguments of both editions.
 
-    They have the order of the later edition, which infers the sizes; more of them, or sizes before ``num_hiddens=``,
-    the order of the earlier one.
+    They have the order of the later edition, which infers the sizes; more of them, or some that are given by name as
+    well, the order of the earlier one.
     """
     base: Any = layer
     older: tuple[str, ...] = base._older_order
-    names = [name for name in older if not name.endswith("_size")]
+    names = tuple(name for name in older if not name.endswith("_size"))
+    inherited_attribute = getattr(base, "__getattr__", None)
 
     class OfBothEditions(base):  # type: ignore[misc]  # a class of layers
         __doc__ = f"``({', '.join(names)})``, or ``({', '.join(older)})`` in the earlier edition."
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            order = older if len(arguments) > len(names) or "num_hiddens" in options else names
-            if len(arguments) > len(order):
-                raise TypeError(f"expected at most the arguments {', '.join(order)}, got {len(arguments)}")
-            if "use_bias" in options:  # its name for MXNet
+            count = len(arguments)
+            if count > len(older):
+                raise TypeError(f"expected at most the arguments {', '.join(older)}, got {count}")
+            order = names if count <= len(names) and options.keys().isdisjoint(names[:count]) else older
+            if "bias" in names and "use_bias" in options and "bias" not in options:  # its name for MXNet
                 options["bias"] = options.pop("use_bias")
             super().__init__(**dict(zip(order, arguments, strict=False)), **options)
 
-        @property
-        def attention(self) -> SimpleNamespace:
-            """The weights, as ``attention.attention_weights``: in the book this is a layer."""
+        def __getattr__(self, name: str) -> Any:
+            # Called for a name that the layer lacks. In the book `attention` is a layer, which keeps the weights.
+            try:
+                if inherited_attribute is not None:
+                    return inherited_attribute(self, name)
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            except AttributeError:
+                if name != "attention":
+                    raise
             return SimpleNamespace(attention_weights=self.attention_weights)
 
     # By these names pickle finds it.

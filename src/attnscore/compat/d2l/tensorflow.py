@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keras
 import tensorflow as tf
 
 from attnscore.analysis import functional
@@ -15,6 +14,6 @@ rand, randn, arange, eye, reshape = tf.random.uniform, tf.random.normal, tf.rang
 masked_softmax, show_heatmaps = functional.masked_softmax, heatmaps.show_heatmaps
 sequence_mask, check_shape = shared.sequence_mask, shared.check_shape
 DotProductAttention = layers.DotProductAttention
-_register = keras.saving.register_keras_serializable("attnscore.d2l")
+_register = tf.keras.utils.register_keras_serializable("attnscore.d2l")
 AdditiveAttention = _register(shared.of_both_editions(layers.AdditiveAttention, __name__))
 MultiHeadAttention = _register(shared.of_both_editions(layers.MultiHeadAttention, __name__))

@@ -170,7 +170,7 @@ def tau_of(heads: Sequence[Mapping[str, float]], limit: Thresholds) -> float:
 
 
 def describe(period: Period, now: Mapping[str, float], limit: Thresholds) -> str:
-    """Return the numbers of a verdict in words: of the last steps; of the sign's first step if it has gone, or is NaN."""
+    """Return the numbers of a verdict in words: of the last steps; of the first if the sign has gone, or is NaN."""
     is_recent = period.holds and period.sign != "not a number" and now["rows"] > 0
     numbers = now if is_recent else period.evidence
     sign, largest, variance = period.sign, numbers["max_logit"], numbers["logit_variance"]

@@ -257,10 +257,10 @@ def input_sums(call: Call | Scores, heads: int) -> dict[str, Array]:
     """Return sums over the sequences of a call from its queries, keys and values, each (head,), without the weights.
 
     `query_variance` is trace Cov(q) trace Cov(k) scale^2, where the score is a multiple of q.k: in the mean over the
-    keys, the variance over the queries of a key's logits minus their queries' mean logits is at most this; `scale_ratio`
-    is the scale as a multiple of 1/sqrt(d); `value_spread` is the share of the values' squares that their mean does not
-    explain: 0 where all are alike; `other_score` is 1 where the score is known to be no multiple of q.k, as a cosine;
-    `biased` is 1 where a bias is no mask.
+    keys, the variance over the queries of a key's logits minus their queries' mean logits is at most this;
+    `scale_ratio` is the scale as a multiple of 1/sqrt(d); `value_spread` is the share of the values' squares that their
+    mean does not explain: 0 where all are alike; `other_score` is 1 where the score is known to be no multiple of q.k,
+    as a cosine; `biased` is 1 where a bias is no mask.
     """
     sums = {name: np.zeros(heads) for name in ("sequences", "query_variance", "value_sequences", "value_spread")}
     sums |= {f"nan_{name}": np.zeros(heads) for name in ("query", "key", "value")}

@@ -344,7 +344,7 @@ class NativePlan(Plan):
     def _inputs(self, arrays: Sequence[Array], mask: Any) -> list[HostArray | None]:
         """Return views of a call's arrays as the module's inputs (`ORDER`).
 
-        Planning reads their shapes and strides, and checks the entries of `start` and `stop`; it reads no other entries.
+        Planning reads their shapes and strides, and the entries of `start` and `stop`, which it checks.
         """
         computation, ops, layout = self.computation, self.computation.ops, self.layout
         host, inputs = backends.load("numpy"), dict.fromkeys(ORDER)

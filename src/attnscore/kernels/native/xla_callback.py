@@ -120,8 +120,8 @@ class _Plans:
     ) -> dict[str, HostArray] | None:
         """Run the forward, or the backward on `inputs`, which computes the gradients `names`; return results by name.
 
-        Statistics get their last axis of 1 on the canonical axes. None where the module cannot read these layouts, or a plan
-        cannot hold the mask.
+        Statistics get their last axis of 1 on the canonical axes. None where the module cannot read these layouts, or a
+        plan cannot hold the mask.
         """
         key = tuple((x.shape, x.strides) for x in arrays)
         plan = self._plans.get_or_compute(key, lambda: self._build(arrays))
