@@ -220,10 +220,10 @@ def check_bias(ops: Backend, bias: Any, layout: AxisLayout, like: Array) -> Arra
     check_bias_shape(tuple(bias.shape), layout.score_shape)
     bias = layout.score_shape.to_canonical(ops, bias)
     # Whether one row is relative, or one for all queries, is only known when a graph of TensorFlow runs. XLA cannot
-    # compile the choice: it takes a row of known length for one of the keys. JAX's symbolic lengths can be compared.
+    # compile the choice: it takes a row of known length for one of the keys. A symbolic length of JAX is compared.
     *_, rows, size = bias.shape
     lengths = layout.score_shape.query_len, layout.score_shape.key_len
-    is_open = None in lengths and ops.needs_host_callback(bias)
+    is_open = any(map(is_unknown, lengths)) and not is_unknown(size) and ops.needs_host_callback(bias)
     may_be_relative = rows == 1 and (size is None or (is_open and size not in (1, lengths[1])))
     return relative.expand_if_relative(ops, bias, layout.score_shape) if may_be_relative else bias
 
