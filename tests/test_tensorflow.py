@@ -165,6 +165,22 @@ def test_an_array_that_no_gradient_reaches_is_an_error(compiled: Any, read: Any,
         compiled(gradient)()
 
 
+def test_a_score_of_a_wider_dtype_with_statistics_in_a_graph() -> None:
+    """Outputs have the dtype of the value, as in an eager call."""
+    query, key, value = (tf.cast(x, tf.float32) for x in inputs())
+    score = ats.Bilinear(tf.constant(RNG.standard_normal((query.shape[-1], key.shape[-1]))))
+
+    def call(query: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([query, score.W])
+            out, stats = ats.attend(query, key, value, score=score, return_stats=True)
+        return out, stats.entropy, *tape.gradient(out, [query, score.W])
+
+    for ours, theirs in zip(tf.function(call)(query), call(query), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 # A graph does not know what a tape around it watches.
 @pytest.mark.parametrize(
     ("case", "compiled"),

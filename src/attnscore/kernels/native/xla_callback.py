@@ -194,13 +194,18 @@ class HostCallback:
         plans = _Plans.of(self.kernel, problem, rebuild_on_host)
         # The functions hold no tensor, and sizes in shapes may be tensors.
         names, input_names, count = tuple(shapes), tuple(inputs), len(inputs)
+        dtypes = [dtype for _, dtype in shapes.values()]
 
         def run(*arrays: HostArray) -> tuple[HostArray, ...]:
             by_input, others = dict(zip(input_names, arrays, strict=False)), arrays[count:]
             by_name = None if plans is None else plans.run(others, by_input, names)
             if by_name is None:
                 by_name = _run(self.kernel, rebuild_on_host(others), by_input, names)
-            return tuple(by_name[name] for name in names)
+            # A plan of a score with arrays of a wider dtype returns that dtype.
+            outputs = (by_name[name] for name in names)
+            return tuple(
+                x if x.dtype.name == dtype else x.astype(dtype) for x, dtype in zip(outputs, dtypes, strict=True)
+            )
 
         def alternative(*arrays: Array) -> tuple[Array, ...]:
             by_input, rebuilt = dict(zip(input_names, arrays, strict=False)), rebuild_in_program(arrays[count:])
