@@ -47,8 +47,10 @@ def small_shapes(document: Mapping[str, Any]) -> Figure:
     what = {row["case"]: row["what"].removeprefix("small shapes, ") for row in rows}
     # A case with one baseline is named without it.
     once = {case for case, _ in columns if sum(case == other for other, _ in columns) == 1}
-    words = {case_and_baseline: case_and_baseline[1].replace("-layer", ".layers") for case_and_baseline in columns}
-    names = [what[case] if case in once else f"{what[case]}\nagainst {words[case, other]}" for case, other in columns]
+    names = []
+    for case, baseline in columns:
+        against = "" if case in once else f"\nagainst {baseline.replace('-layer', '.layers')}"
+        names.append(what[case] + against)
     panels[-1].set_xticks(range(len(columns)), names, rotation=35, ha="right")
     marks = [
         panels[0].plot([], [], "o", color=colour, markersize=4, label=_LABELS[mode])[0]

@@ -133,7 +133,7 @@ class HeadsCall(Call):
         bias, own_heads = arrays.get("bias"), self.own_heads
         result = self.plan_of(arrays, rows, cols, mask=problem.mask, bias=bias, own_heads=own_heads)()
         outputs = self.to_rows({"out": result.out, **result.statistics})
-        # Nothing reads row_max and log_denom after this: they keep the rank's heads.
+        # Nothing reads row_max and log_denom after this: they still have the rank's heads.
         return Result(outputs.pop("out"), result.row_max, result.log_denom, outputs)
 
     def _own_heads_of(self, name: str, x: Array) -> Array:

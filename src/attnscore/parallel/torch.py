@@ -421,8 +421,8 @@ def _local(x: Any) -> Any:
 def _like_dtensor(query: Any, *others: Any) -> Callable[[Any], Any]:
     """Return a function that makes DTensors of the rank's results where the query is a DTensor.
 
-    Raise where the results would have more axes, or other parts of them on the ranks, than the query (`others` are key
-    and value).
+    Raise where the results would have more axes than the query, or be split over more axes of the mesh; `others` are
+    key and value.
     """
     if not isinstance(query, DTensor):
         return lambda results: results

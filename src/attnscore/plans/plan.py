@@ -8,7 +8,7 @@
 - Masks enter by the values of their numbers and arrays: offsets, lengths, ids. Only a boolean array that is the whole
   mask, and valid lengths, enter by shape and strides, and each call reads their values.
 - A score that projects or normalises queries and keys is lowered at each call, to a score of the computed arrays that
-  has its plan (`plans/lowered.py`).
+  has a plan too (`plans/lowered.py`).
 - A dot product of NumPy or PyTorch that autograd does not record, without options other than a boolean array or valid
   lengths, has one plan for any number of keys: a KV cache grows at each step.
 - A cached plan holds no array of a caller. A call without a signature gets a plan for itself alone.

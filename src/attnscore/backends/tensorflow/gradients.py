@@ -34,12 +34,12 @@ def needs_grad(*arrays: Array) -> bool:
 
 def is_recorded(function: Callable[[], Array]) -> bool:
     """Whether a tape follows the result, or in a graph trainable variables decide it. False if it is unknown."""
-    is_eager, is_known = tf.executing_eagerly(), not private.FALLBACKS and private.could_possibly_record()
-    if is_eager and not is_known:
+    is_eager, may_record = tf.executing_eagerly(), not private.FALLBACKS and private.could_possibly_record()
+    if is_eager and not may_record:
         return False
     if not isinstance(result := function(), tf.Tensor):
         return False  # an error of the caller, which is named where scores are computed
-    if is_known and private.should_record([result]):
+    if may_record and private.should_record([result]):
         return True
     return not is_eager and _reads_variables(result)
 

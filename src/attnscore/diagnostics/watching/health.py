@@ -191,10 +191,9 @@ def signs_of(
 
     `numbers` are means of the step's queries; `memory` has the variance of the step before (times what `jump` allows
     for the steps between), the largest entropy and variance by queries so far and the first largest logit above 0, NaN
-    where there are none; `leaks` says that layers of the
-    same kind are causal and this one is not, `usual_siblings` that they scale q.k by about 1/sqrt(d) and this one does
-    not, `uses_other_keys` that another call of this layer in the step has less weight on the first key. A comparison
-    with NaN is false.
+    where there are none; `leaks` says that layers of the same kind are causal and this one is not, `usual_siblings`
+    that they scale q.k by about 1/sqrt(d) and this one does not, `uses_other_keys` that another call of this layer in
+    the step has less weight on the first key. A comparison with NaN is false.
     """
     share, variance, largest = numbers["saturated_rows"], numbers["logit_variance"], numbers["max_logit"]
     sharp = share >= limit.saturated_rows

@@ -111,9 +111,11 @@ class _Plans:
         has_array = mask is not None and any(backends.host(x) is None for x in mask.leaves())
         has_lens = has_array and isinstance(mask, ValidLens) and mask.query_lens is None
         # The program expects gradients in the dtype of sums, and a plan returns them in the dtypes of the operands.
-        if (has_array and not has_lens) or problem.dtype != problem.accumulator:
+        operands = problem.operands()
+        has_other_dtypes = {problem.ops.dtype(x) for x in operands.values()} != {problem.accumulator}
+        if (has_array and not has_lens) or has_other_dtypes:
             return None
-        return cls(kernel, rebuild, tuple(problem.operands()), has_lens, None if isinstance(seed, SeedHalves) else seed)
+        return cls(kernel, rebuild, tuple(operands), has_lens, None if isinstance(seed, SeedHalves) else seed)
 
     def run(
         self, arrays: Sequence[HostArray], inputs: dict[str, HostArray], names: Collection[str]
@@ -194,18 +196,13 @@ class HostCallback:
         plans = _Plans.of(self.kernel, problem, rebuild_on_host)
         # The functions hold no tensor, and sizes in shapes may be tensors.
         names, input_names, count = tuple(shapes), tuple(inputs), len(inputs)
-        dtypes = [dtype for _, dtype in shapes.values()]
 
         def run(*arrays: HostArray) -> tuple[HostArray, ...]:
             by_input, others = dict(zip(input_names, arrays, strict=False)), arrays[count:]
             by_name = None if plans is None else plans.run(others, by_input, names)
             if by_name is None:
                 by_name = _run(self.kernel, rebuild_on_host(others), by_input, names)
-            # A plan of a score with arrays of a wider dtype returns that dtype.
-            outputs = (by_name[name] for name in names)
-            return tuple(
-                x if x.dtype.name == dtype else x.astype(dtype) for x, dtype in zip(outputs, dtypes, strict=True)
-            )
+            return tuple(by_name[name] for name in names)
 
         def alternative(*arrays: Array) -> tuple[Array, ...]:
             by_input, rebuilt = dict(zip(input_names, arrays, strict=False)), rebuild_in_program(arrays[count:])
